@@ -16,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from replay.profiling.prediction import Cost, Measured, Model
-from replay.profiling.shapes import Rows, Shape, rows_fed
+from replay.profiling.prediction import Cost, Measured, Model, Rows, Shape, rows_fed
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out

@@ -25,7 +25,7 @@ from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from actor_init.world import World
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import families, tiny_config
 

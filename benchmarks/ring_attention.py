@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.attention.cudnn import cudnn_dense
-from actor_init.attention.flash import flash_attn_varlen
+from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice, ring_slice
 from actor_init.attention.ring_attention import ring_cudnn, ring_flash_attn, ring_flash_attn_package, ring_sdpa
 from actor_init.spec import ParallelSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capture.file_format.actor_config import read_actor_config, write_actor_config
     from capture.file_format.capture_file import read_micro_batch, write_call
-    from capture.file_format.listing import capture_files
+    from capture.file_format.folder_layout import capture_files
     from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
     from capture.record.recorder import Recorder, note, note_next
     from capture.recordings import recording
@@ -22,7 +22,7 @@ _HOMES = {
     "MicroBatch": "capture.file_format.micro_batch",
     "Origin": "capture.file_format.micro_batch",
     "Recorder": "capture.record.recorder",
-    "capture_files": "capture.file_format.listing",
+    "capture_files": "capture.file_format.folder_layout",
     "note": "capture.record.recorder",
     "note_next": "capture.record.recorder",
     "read_actor_config": "capture.file_format.actor_config",

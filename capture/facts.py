@@ -3,7 +3,7 @@
     raise UsageError(Setting("tp", 3), "does not divide the model's 4 heads", f"Try: {Setting('tp', 2)}")
 
 A sentence names a setting by a mark, which is put into words where the sentence is shown: `--tp 3` by a command line
-(replay/options/wording.py, capture/cli.py), `tp=3` in Python.
+(replay/options/option_parsing.py, capture/cli.py), `tp=3` in Python.
 """
 
 import json

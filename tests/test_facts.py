@@ -13,15 +13,15 @@ from capture.cli import _flags, _parser
 from capture.cli import in_flags as in_flags_of_capture
 from capture.facts import FactError, Setting
 from replay.command_line.cli import _commands
-from replay.options.option_parsing import toggles
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags, toggles
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("Setting", "UsageError.not_allowed")  # what is called with the name of one
 # Of `replay`, what types options and what is a command's own room, which has options of its own.
 COMMAND_LINE = re.compile(
-    r"capture/cli\.py|replay/([^/]*/command|cli|option_parsing|subcommands|entry|wording)\.py"
-    r"|replay/(campaign|parity|scan|suite|minimise|worst|recompiles|doctor|on_ray|run_page)/.*"
+    r"capture/cli\.py|replay/command_line/.*|replay/options/(option_parsing|ray_options|wording)\.py"
+    r"|replay/(agreement|campaign|on_ray)/.*|replay/commands/[^/]*/command\.py"
+    r"|replay/commands/(parity|scan|suite|minimise|worst|recompiles|doctor|report)/.*"
 )
 BELOW = [
     path
@@ -155,10 +155,10 @@ def test_the_capture_command_types_a_setting_as_its_parser_declares_it(setting: 
 # The flags that are left in texts of errors, file by file. Take out what is moved to facts; put nothing in.
 FLAGS_LEFT = {
     "actor_init/custom/user_file.py": ["--traceback"],  # no setting: how much is printed
-    "actor_init/inputs/kept_logits.py": ["--ring", "--tp"],  # for a user's objective, which may catch a ValueError
+    "actor_init/inputs/documents.py": ["--ring", "--tp"],  # for a user's objective, which may catch a ValueError
     "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],  # of launchers
     "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],  # advice of checks, to their table
-    "replay/options/given_paths.py": ["--continue"],  # of a command, which may name another
+    "replay/options/spec.py": ["--continue"],  # of a command, which may name another
     "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],  # what a search found
     "replay/runner/out_of_memory.py": ["--memory-snapshot"],  # a table of the console
     "capture/file_format/micro_batch.py": ["--arguments"],  # said in a job, too, and in both words

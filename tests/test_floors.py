@@ -68,7 +68,7 @@ LIBRARIES = {
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/comparison/plot.py"},
     "peft": {"actor_init/adapters.py"},
-    "pyarrow": {"replay/commands/suite/text_dataset.py"},
+    "pyarrow": {"replay/commands/suite/inputs.py"},
     "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py", "replay/campaign/training_rank.py"}
     | {f"replay/on_ray/{name}.py" for name in ("cells", "cluster", "fit", "launch", "rank", "node_actors")},
@@ -91,7 +91,7 @@ LIGHT = (
     ),
     *(f"replay/commands/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
     *(
-        "replay/output/check.py",
+        "replay/output/text.py",
         "replay/commands/doctor/probe_process.py",
         "replay/commands/doctor/probes.py",
         "replay/commands/suite/plan.py",

@@ -1,9 +1,13 @@
 """Choose the attention kernel for a model on a device: the one asked for, or the fastest that is right here."""
 
-from torch import device
-from transformers import PretrainedConfig
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
-from actor_init.attention.kernel_check import is_right
+import torch
+from torch import Tensor, device
+from transformers import AttentionInterface, PretrainedConfig
+
 from actor_init.attention.kernels import register
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import kernel_of
@@ -18,6 +22,110 @@ from actor_init.declarations.attention.cudnn import CUDNN
 from actor_init.declarations.attention.declaration import Kernel, Lack, Limits
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+
+# Check that an attention kernel works here: forward and backward of small packed rows, compared with plain fp32.
+#
+# Shape letters: H query heads, K key-value heads, T tokens, N documents, S tokens of a padded row, D head_dim.
+
+# Relative to the reference's norm. bf16 has 8 bits; rounding probabilities and results gives about 0.004 here; a
+# mask that is off by one token, or a missed document boundary, gives more than 0.2.
+BOUND = 0.02
+PADDED = (5, 17, 42)  # lengths of the documents that are also tried as padded rows
+ROW = max(PADDED) + len(PADDED)  # tokens of a padded row
+# Lengths of a row's documents, and head_dim. There are kernels that are right for a few short documents, and whose
+# gradients are wrong for longer ones, or for one of a single token among long ones.
+ROWS = ((PADDED, 64), ((700, 5, 36, 1, 358), 128), ((640, 200), 64))
+H, K = 4, 2
+
+
+@cache
+def is_right(attention: str, where: device) -> bool:
+    """Does the kernel run on `where`, and give the right numbers?"""
+    try:
+        return error_of(attention, where) <= BOUND
+    except Exception:  # of a package or a driver, of any type
+        return False
+
+
+def error_of(attention: str, where: device) -> float:
+    """Return the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
+
+    Computed in bf16, on the packed ROWS, with grouped queries, and on padded rows where the form for them is not
+    transformers' own. Raises what the kernel raises.
+    """
+    register()
+    kernel = kernel_of(attention)
+    errors = [_error_of_row(kernel, where, lengths, head_dim) for lengths, head_dim in ROWS]
+    return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
+
+
+def _error_of_row(kernel: Kernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    num_tokens = sum(lengths)
+    shapes = [(1, heads, num_tokens, head_dim) for heads in (H, K, K)] + [(1, num_tokens, H, head_dim)]
+    *inputs, upstream = (torch.randn(shape, generator=random).to(where, torch.bfloat16) for shape in shapes)
+    document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(where)
+    visible_TT = (document_T[:, None] == document_T) & torch.ones_like(document_T).expand(num_tokens, -1).tril().bool()
+    borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
+    packed: dict[str, Any] = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
+    call = AttentionInterface()[kernel.packed.name]
+    module = SimpleNamespace(num_key_value_groups=H // K, is_causal=True, training=True)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask, more = (visible_TT[None, None], {}) if kernel.packed.reads_mask else (None, packed)
+        out: Tensor = call(module, query, key, value, mask, scaling=head_dim**-0.5, **more)[0]
+        return out
+
+    def in_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert kernel.padded is not None
+        rows = (_in_rows(tensor, document_T) for tensor in (query, key, value))
+        padded = AttentionInterface()[kernel.padded.name]
+        out_NSHD: Tensor = padded(module, *rows, _is_real(where), scaling=head_dim**-0.5)[0]
+        return out_NSHD.flatten(0, 1)[_places(document_T)][None]
+
+    has_padded = kernel.padded is not None and kernel.padded.function and not kernel.padded.reads_mask
+    forms = [ours, in_rows] if has_padded and lengths == PADDED else [ours]
+    wanted = _with_gradients(
+        lambda query, key, value: _plain_attention(query, key, value, visible_TT),
+        [tensor.float() for tensor in inputs],
+        upstream.float(),
+    )
+    errors = [
+        (f.float() - w).norm() / w.norm()
+        for form in forms
+        for f, w in zip(_with_gradients(form, inputs, upstream), wanted, strict=True)
+    ]
+    return torch.stack(errors).max()
+
+
+def _places(document_T: Tensor) -> Tensor:
+    """Return the place of each token in rows of one document each, padded on the left by its number, flattened."""
+    starts = torch.tensor([0, *PADDED[:-1]], device=document_T.device).cumsum(0)
+    return document_T * ROW + document_T + torch.arange(len(document_T), device=document_T.device) - starts[document_T]
+
+
+def _is_real(where: device) -> Tensor:
+    place = torch.arange(ROW, device=where) - torch.arange(len(PADDED), device=where)[:, None]
+    return (place >= 0) & (place < torch.tensor(PADDED, device=where)[:, None])
+
+
+def _in_rows(packed_1HTD: Tensor, document_T: Tensor) -> Tensor:
+    _, heads, _, head_dim = packed_1HTD.shape
+    flat = packed_1HTD.new_zeros(heads, len(PADDED) * ROW, head_dim).index_copy(1, _places(document_T), packed_1HTD[0])
+    return flat.view(heads, len(PADDED), ROW, head_dim).transpose(0, 1)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:
+    key, value = (tensor.repeat_interleave(H // K, dim=1) for tensor in (key, value))
+    scores = (query @ key.transpose(2, 3) * query.shape[-1] ** -0.5).masked_fill(~visible_TT, float("-inf"))
+    out: Tensor = (scores.softmax(-1) @ value).transpose(1, 2)
+    return out
+
+
+def _with_gradients(attention: Any, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 def plain_kernel(config: PretrainedConfig) -> str:

@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,10 +12,66 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from actor_init.attention.cudnn import cudnn_dense
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_cudnn
-from actor_init.attention.signature import AttentionFunction
+from actor_init.attention.signature import Asked, AttentionFunction, for_packed_rows, window
 from actor_init.declarations.attention import KERNELS
 from actor_init.declarations.attention.auto import LONG, RING_LONG, RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.cudnn import MAX_HEAD_DIM
+from actor_init.declarations.attention.flash import FLASH_ATTN
+from actor_init.declarations.attention.varlen import LIMITS
+
+# Run flash-attn 2 on packed rows. Raises UsageError for what its declaration says that it lacks.
+
+
+@for_packed_rows(FLASH_ATTN)
+def flash_attn_varlen(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked) -> Tensor:
+    """Run flash-attn on one packed row.
+
+    It is a shorter path than transformers' own, and compiles once for all layers: transformers' reads `layer_idx`, for
+    which dynamo compiles a graph per layer.
+    """
+    from flash_attn import flash_attn_varlen_func
+
+    out: Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        longest,
+        longest,
+        dropout_p=asked.dropout,
+        softmax_scale=asked.scaling,
+        causal=True,
+        window_size=window(asked),
+        softcap=asked.softcap or 0.0,
+    )
+    return out
+
+
+# Run torch's own attention of documents of any length.
+
+
+@for_packed_rows(LIMITS)
+def torch_varlen_attn(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, asked: Asked) -> Tensor:
+    """Run torch.nn.attention.varlen on one packed row. Raises UsageError for what its declaration says it lacks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 groups queries by their shapes; later releases need an argument for it
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=asked.scaling,
+        window_size=window(asked),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def register() -> None:

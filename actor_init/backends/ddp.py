@@ -22,7 +22,7 @@ from actor_init.actor import action_log_probs
 from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse_as_asked
+from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
@@ -34,7 +34,7 @@ from actor_init.model import (
     set_up,
 )
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
-from actor_init.saving import dcp
+from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.weights import OnProgress, unheard
@@ -147,12 +147,12 @@ class DDPBackend:
     def save_state(self, folder: Path) -> None:
         assert self.optimizer is not None
         assert self.schedule is not None
-        dcp.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+        state_file.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def load_state(self, folder: Path) -> None:
         assert self.optimizer is not None
         assert self.schedule is not None
-        dcp.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+        state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def progress(self) -> Progress:
         return Progress.of(self.schedule)

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.ring import check_head_stride
-from actor_init.attention.ring_check import check_ring
+from actor_init.attention.ring import check_head_stride, check_ring
 from actor_init.backends.deepspeed_autotp import (
     check_autotp,
     mark_split_gradients,
@@ -35,7 +34,7 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
 from actor_init.declarations.backends.deepspeed_config import config_of, has_whole_blocks
-from actor_init.fused.replacing import fuse_as_asked
+from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,

@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.ring import check_head_stride
-from actor_init.attention.ring_check import check_ring
+from actor_init.attention.ring import check_head_stride, check_ring
 from actor_init.compiling import compile_blocks
-from actor_init.fused.replacing import fuse_as_asked
+from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
@@ -35,7 +34,7 @@ from actor_init.model import (
 from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.parallel.tp_plan import Plan, find_plan
-from actor_init.saving import dcp
+from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, unheard
@@ -181,12 +180,12 @@ class FSDP2Backend:
     def save_state(self, folder: Path) -> None:
         assert self.optimizer is not None
         assert self.schedule is not None
-        dcp.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+        state_file.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def load_state(self, folder: Path) -> None:
         assert self.optimizer is not None
         assert self.schedule is not None
-        dcp.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
+        state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def progress(self) -> Progress:
         return Progress.of(self.schedule)

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.attention.ring import RingSlice
-from actor_init.inputs.documents import Documents, documents_of
-from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.inputs.documents import Documents, KeptLogits, documents_of
 from actor_init.model_form import Borders, HeadForm, Layout
 from capture.facts import Setting
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch

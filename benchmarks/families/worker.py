@@ -20,7 +20,7 @@ from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
 from replay.command_line.cli import action_of
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from replay.runner.run import run_in
 from replay.watch.watcher import Watch
 

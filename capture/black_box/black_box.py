@@ -17,9 +17,9 @@ from capture.black_box.incidents import Incident, incident, incident_of, is_news
 from capture.black_box.position_page import PositionPage
 from capture.black_box.salvage import salvage
 from capture.black_box.signal_handlers import listen, unlisten
-from capture.file_format.body import Output
 from capture.file_format.capture_file import EncodedCall
 from capture.file_format.manifest import stamp_of
+from capture.file_format.tensor_codec import Output
 from capture.record.background_writer import warn
 from capture.record.observer import Observer, Recording
 from capture.record.retention import Keep

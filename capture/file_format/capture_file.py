@@ -11,7 +11,7 @@ With `reproduce` the second also has what it takes to do the pass again:
     "outputs": {name: value}
     "random": {generator: {name: value}}
     "environment": {name: text}
-    "weights": JSON        samples of the weights (`capture/file_format/parameter_samples.py`)
+    "weights": JSON        samples of the weights (`capture/file_format/optimizer_step.py`)
     "optimizer_step": int  number of the optimizer step that the pass went into
     "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
 
@@ -37,7 +37,6 @@ from pathlib import Path
 from torch import Tensor
 
 from capture.file_format.atomic_write import HOST, read_bytes, write_atomically
-from capture.file_format.body import Body, Output, RandomStates, WrittenOrigin, checked_body, is_body, shown
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
     ID_NAMES,
@@ -48,18 +47,24 @@ from capture.file_format.micro_batch import (
     is_of_embeddings,
     micro_batch_from_call,
     misfit,
+    read_legacy,
 )
-from capture.file_format.openrlhf_dump import read_legacy
-from capture.file_format.optimizer_step import OptimizerStep
-from capture.file_format.parameter_samples import ParameterSamples
+from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
 from capture.file_format.pass_record import Counts, PassRecord, microseconds_of, window_digest
 from capture.file_format.safe_unpickler import NamesAClassError, load_plain, plain_copy
 from capture.file_format.segment import Head, pass_bytes
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,
+    Body,
+    Output,
+    RandomStates,
+    WrittenOrigin,
     check_total,
+    checked_body,
     decode_tensors,
     encode_tensor,
+    is_body,
+    shown,
     size_in_bytes,
 )
 

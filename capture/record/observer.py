@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from capture.file_format.body import Output
 from capture.file_format.capture_file import EncodedCall
+from capture.file_format.tensor_codec import Output
 
 Place = Literal[
     "before any forward",

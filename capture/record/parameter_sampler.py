@@ -1,7 +1,7 @@
 """Take samples of a model's weights at each recorded pass, and of their gradients at each optimizer step.
 
 By these a replay knows whether its own are the same. Where a parameter's sample lies is in
-`capture/file_format/parameter_samples.py`; each rank keeps what it holds of it.
+`capture/file_format/optimizer_step.py`; each rank keeps what it holds of it.
 
 Which parameters are sampled:
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
+from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
 from capture.file_format.safe_unpickler import type_name
 from capture.record.sharding import NotMappedError, Place, place_in_flat, place_of
 

@@ -6,13 +6,19 @@ a row of one near-certain token has a log-prob near 0, and its rounding error mu
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
-from actor_init.spec import Dtype
-from replay.comparison.differences import Differences, Point
-from replay.tolerances.difference import FP32_SPACING, as_share
+from actor_init.spec import Dtype, UsageError
+from replay.agreement.plan import Role
+from replay.agreement.rows import Row, State
+from replay.comparison.differences import Differences, Point, compare
+from replay.options.option_parsing import in_flags
+from replay.output.text import counted
+from replay.runlog.reader import PastRun
+from replay.runlog.summary import Statistics, summarize
+from replay.tolerances.difference import FP32_SPACING, as_share, ceiling_of
 from replay.tolerances.runs import CEILINGS, bound_from_floor, is_trusted
 
 
@@ -114,3 +120,171 @@ def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) ->
         return CellResult.DIFFERS, beyond
     unknown = [name for name in distances if name not in noises]
     return (CellResult.NOT_JUDGED, unknown) if unknown else (CellResult.WITHIN_NOISE, [])
+
+
+# Compare the logs of parity's cells: compute the noise floor of each dtype and the result of each cell.
+
+MEASURING = (
+    "kernel",
+    "reduction order",
+    "tp",
+)  # equivalents that change rounding; the others may be bitwise equal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedCell:
+    """A cell that has run, compared with its reference."""
+
+    result: CellResult
+    distances: Mapping[str, Distance]  # by quantity
+    deciding: Sequence[str]  # quantities beyond their bound, or without one
+    notes: Sequence[str] = ()  # why it, or part of it, was not judged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixResult:
+    cells: Mapping[str, JudgedCell]  # by name; without references of a dtype and cells that did not run
+    noises: Sequence[Noise]
+    remarks: Sequence[str]  # faults of a reference or an equivalent
+    costs: Mapping[str, Statistics]  # by name, for every run
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.remarks and all(
+            one.result in (CellResult.EQUAL, CellResult.WITHIN_NOISE) for one in self.cells.values()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distances:
+    """The result of comparing two logs; no distances if they could not be compared."""
+
+    distances: Mapping[str, Distance] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    lacks_norms: bool = False  # the gradient norms are missing, or of other windows
+
+    @classmethod
+    def of(cls, comparison: Differences) -> "Distances":
+        unfinished = [
+            f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
+            for quantity in comparison.results
+            if quantity.num_not_finite
+        ]
+        norms = [note for note in comparison.notes if note.startswith("gradient norms")]
+        return cls(distances=distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
+
+
+@dataclass(slots=True)
+class MatrixJudge:
+    """Judge the cells of a matrix. Reads each log once, however often it is asked."""
+
+    _runs: dict[str, PastRun] = field(default_factory=dict)
+    _found: dict[tuple[str, str], Distances] = field(default_factory=dict)
+    _costs: dict[str, Statistics] = field(default_factory=dict)
+
+    def result_of(self, rows: Sequence[Row]) -> MatrixResult:
+        """Return the results that follow from the cells that are done."""
+        done = {row.cell.name: row for row in rows if row.state is State.DONE}
+        noises: list[Noise] = []
+        remarks: list[str] = []
+        for ground in dict.fromkeys(row.cell.ground for row in rows):
+            noises += self._noises(ground, done)
+        remarks += [_too_far(one, done) for one in noises if one.distrusted]
+        remarks += self._between_dtypes(done)
+        judged = {
+            row.cell.name: self._judged(row, done, noises)
+            for row in done.values()
+            if row.cell.reference != row.cell.name
+        }
+        costs = {name: self._cost(row) for name, row in done.items()}
+        return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
+
+    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
+        """Return the noise; none before an equivalent that changes rounding has run."""
+        group, dtype = ground
+        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
+        distances: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
+        for row in equivalents:
+            measured = self._compared(row.cell.name, row.cell.reference, done)
+            for quantity, distance in measured.distances.items():
+                distances.setdefault(quantity, {})[row.cell.name] = distance
+        if not any(row.cell.varies in MEASURING for row in equivalents):
+            return []
+        ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
+        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in distances.items()]
+
+    def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
+        compared = self._compared(row.cell.name, row.cell.reference, done)
+        if not compared.distances:
+            return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
+        own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
+        outcome, deciding = result_of(compared.distances, own)
+        if row.cell.role is Role.REFERENCE:  # its accumulation differs from the other reference's
+            return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding)
+        notes = [*compared.notes]
+        if outcome is CellResult.NOT_JUDGED:
+            notes.append("no equivalent run measured its noise")
+        if compared.lacks_norms and outcome is not CellResult.DIFFERS:
+            outcome = CellResult.NOT_JUDGED
+        return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
+
+    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Distances:
+        if reference not in done:
+            return Distances(notes=[f"its reference did not run: {reference}"])
+        if (name, reference) not in self._found:
+            try:
+                distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
+            except UsageError as error:
+                distances = Distances(notes=[in_flags(error)])
+            self._found[name, reference] = distances
+        return self._found[name, reference]
+
+    def _ceiling(self, dtype: Dtype, row: Row) -> float:
+        run = self._run(row)
+        return ceiling_of(dtype, run.config, max(record.input.real_tokens for record in run.records))
+
+    def _run(self, row: Row) -> PastRun:
+        assert row.log is not None
+        if row.cell.name not in self._runs:
+            self._runs[row.cell.name] = PastRun.read(row.log)
+        return self._runs[row.cell.name]
+
+    def _cost(self, row: Row) -> Statistics:
+        if row.cell.name not in self._costs:
+            self._costs[row.cell.name] = summarize(self._run(row).records)
+        return self._costs[row.cell.name]
+
+    def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
+        """Report references of a narrow dtype that are farther from the fp32 reference than rounding explains."""
+        plain: dict[Dtype, Row] = {}
+        for row in done.values():
+            if row.cell.reference == row.cell.name and not row.cell.group:
+                plain.setdefault(row.cell.spec.actor.dtype, row)
+        wide = plain.pop(Dtype.FP32, None)
+        remarks: list[str] = []
+        for dtype, row in plain.items() if wide else ():
+            assert wide is not None
+            compared = self._compared(row.cell.name, wide.cell.name, done)
+            of_a_number = self._ceiling(dtype, row)
+            for quantity, distance in compared.distances.items():
+                ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
+                if distance.value > ceiling:
+                    remarks.append(
+                        f"the reference in {dtype} is {distance.value:.3g} from that in fp32 in its {quantity} at "
+                        f"{distance.where}, and rounding explains {ceiling:.2g}: one of the two is wrong"
+                    )
+        return remarks
+
+
+def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
+    said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
+    where = f"{noise.group}, " if noise.group else ""
+    text = (
+        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for it is more than rounding explains "
+        f"({noise.ceiling:.2g}), or an order of magnitude above the other equivalents: {said}"
+    )
+    if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
+        return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"
+    if noise.floor is None or len(noise.distrusted) * 2 > len(noise.measured):
+        return f"{text}. The reference itself may be the one that is wrong"
+    return text

@@ -18,9 +18,8 @@ from typing import Any
 from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
-from replay.options.option_parsing import replay_spec, toggles
+from replay.options.option_parsing import in_flags, replay_spec, toggles
 from replay.options.spec import ReplaySpec
-from replay.options.wording import in_flags
 from replay.processes.interpreter import Environment
 
 PLAIN: Setting = {"backend": REFERENCE, "compile": Compile.OFF, "tp": 1, "ring": 1}

@@ -17,7 +17,7 @@ from typing import Any, Self
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, Plan, Role
 from replay.campaign.campaign import Campaign, Job, Settled
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 

@@ -13,8 +13,7 @@ from replay.on_ray.cluster import Cluster, cluster_at
 from replay.options.ray_options import RayOptions
 from replay.output.text import counted
 from replay.processes.launch import visible_gpus
-from replay.processes.limits import PROCESSES_ON_A_CPU, Machine
-from replay.processes.pool import RunHere, RunTasks
+from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 
 class Executor(Protocol):

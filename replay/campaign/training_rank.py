@@ -15,8 +15,7 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.on_ray.node_actors import NodeAgent, work_in
-from replay.on_ray.rank import output_into
+from replay.on_ray.node_actors import NodeAgent, output_into, work_in
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of
 from replay.runner.states import name_of

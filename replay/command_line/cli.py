@@ -19,10 +19,9 @@ from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
 from replay.command_line.subcommands import COMMANDS
-from replay.options.given_paths import check_inputs
-from replay.options.option_parsing import Action, refuse_typed, replay_spec, with_options
+from replay.options.option_parsing import Action, in_flags, refuse_typed, replay_spec, with_options
 from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
-from replay.options.wording import in_flags
+from replay.options.spec import check_inputs
 from replay.output.text import one_line
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of, own_rank, say

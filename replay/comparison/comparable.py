@@ -9,8 +9,7 @@ from actor_init.as_json import to_json
 from replay.options.option_parsing import Toggle, toggles
 from replay.options.spec import USER_LOSS, ObjectiveSpec
 from replay.output.text import counted
-from replay.runlog.matching import Pass, Window
-from replay.runlog.reader import PastRun
+from replay.runlog.reader import Pass, PastRun, Window
 
 ALWAYS_SAME = ("loss", "window", "backward", "step", *(one.name for one in fields(ObjectiveSpec)))
 SAME_UNDER_STEP = (

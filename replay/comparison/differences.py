@@ -16,8 +16,7 @@ from actor_init.dropout_settings import acting_dropouts
 from actor_init.spec import UsageError
 from replay.comparison.comparable import differences_to_tell, reasons_to_refuse
 from replay.output.text import PHASES, counted
-from replay.runlog.matching import Pass, Window, matched, passes_and_windows
-from replay.runlog.reader import PastRun
+from replay.runlog.reader import Pass, PastRun, Window, matched, passes_and_windows
 from replay.runlog.summary import peak_bytes
 from replay.tolerances.difference import absolute_difference, as_share
 

@@ -7,9 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective import names
-from replay.objective.formula import Formula, Need
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.inputs import (
+    REF_CHOSEN,
+    REF_LOG_PROBS,
+    REF_REJECTED,
+    ObjectiveError,
+    ObjectiveInputs,
+    Recorded,
+    missing,
+)
+from replay.objective.objective import Formula, Need
 from replay.options.spec import ObjectiveSpec, Pairs
 
 
@@ -48,28 +55,28 @@ def in_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 def _reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
     """Return the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs."""
-    given = inputs.find(*names.REF_CHOSEN), inputs.find(*names.REF_REJECTED)
+    given = inputs.find(*REF_CHOSEN), inputs.find(*REF_REJECTED)
     num_pairs = inputs.recorded.num_sequences // 2
     if given[0] is not None and given[1] is not None:
         if any(one.numel() != num_pairs for one in given if one is not None):
             raise ObjectiveError(
-                f"{inputs.recorded.source}: {names.REF_CHOSEN[0]} and {names.REF_REJECTED[0]} must have one number for "
+                f"{inputs.recorded.source}: {REF_CHOSEN[0]} and {REF_REJECTED[0]} must have one number for "
                 f"each of {num_pairs} pairs, not shapes {list(given[0].shape)} and {list(given[1].shape)}"
             )
         return given[0].float().flatten(), given[1].float().flatten()
-    of_tokens = inputs.find(*names.REF_LOG_PROBS)
+    of_tokens = inputs.find(*REF_LOG_PROBS)
     if of_tokens is None:
-        raise ObjectiveError(missing(inputs.recorded, names.REF_LOG_PROBS))
+        raise ObjectiveError(missing(inputs.recorded, REF_LOG_PROBS))
     if of_tokens.ndim == 1 and of_tokens.numel() == inputs.recorded.num_sequences:
         return in_pairs(of_tokens.float(), spec.pairs)
     with torch.no_grad():
-        return in_pairs(by_sequence(inputs.of_tokens(*names.REF_LOG_PROBS), inputs, spec), spec.pairs)
+        return in_pairs(by_sequence(inputs.of_tokens(*REF_LOG_PROBS), inputs, spec), spec.pairs)
 
 
 def dpo_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterable[Need]:
     """Return what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
-    has_pairs = all(names_[0] in recorded.tensors for names_ in (names.REF_CHOSEN, names.REF_REJECTED))
-    return () if has_pairs else (Need(names=names.REF_LOG_PROBS),)
+    has_pairs = all(names_[0] in recorded.tensors for names_ in (REF_CHOSEN, REF_REJECTED))
+    return () if has_pairs else (Need(names=REF_LOG_PROBS),)
 
 
 def describe_dpo(spec: ObjectiveSpec) -> list[str]:

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective import names
-from replay.objective.formula import Formula, Need
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.inputs import (
+    ADVANTAGES,
+    DIVISOR,
+    NUM_ITEMS,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    ObjectiveError,
+    ObjectiveInputs,
+    Recorded,
+    missing,
+)
+from replay.objective.objective import Formula, Need
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 
 ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"
@@ -21,11 +30,11 @@ MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF: exp of more would overflow
 def policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     """Return the loss of one pass. Raises ObjectiveError where the capture lacks what `spec` needs."""
     log_probs_BA = inputs.log_probs_BA
-    advantages_BA = inputs.of_tokens(*names.ADVANTAGES)
-    old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*names.OLD_LOG_PROBS)
+    advantages_BA = inputs.of_tokens(*ADVANTAGES)
+    old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS)
     loss_BA = clipped(log_probs_BA, old_BA, advantages_BA, spec)
     if spec.kl_coefficient:
-        reference_BA = inputs.of_tokens(*names.REF_LOG_PROBS)
+        reference_BA = inputs.of_tokens(*REF_LOG_PROBS)
         loss_BA = loss_BA + spec.kl_coefficient * divergence(log_probs_BA, reference_BA, spec.kl)
     if spec.entropy_coefficient:
         loss_BA = loss_BA - spec.entropy_coefficient * inputs.entropies()
@@ -63,29 +72,29 @@ def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Te
         case Reduction.TOKENS:
             return total / inputs.action_mask_BA.sum().clamp(min=1)
         case Reduction.WINDOW_TOKENS:
-            num_tokens = inputs.number(*names.NUM_ITEMS) or inputs.num_window_tokens
+            num_tokens = inputs.number(*NUM_ITEMS) or inputs.num_window_tokens
             return total * inputs.recorded.num_job_ranks / max(num_tokens, 1)
         case Reduction.SEQUENCES:
             counts = inputs.num_tokens_by_sequence()
             means = inputs.sum_by_sequence(loss_BA) / counts.clamp(min=1)
             return means.sum() / (counts > 0).sum().clamp(min=1)
         case Reduction.DIVISOR:
-            divisor = spec.divisor or inputs.number(*names.DIVISOR)
+            divisor = spec.divisor or inputs.number(*DIVISOR)
             if not divisor:
-                raise ObjectiveError(f"{missing(inputs.recorded, names.DIVISOR)}, or {Setting('divisor', 'X')}")
+                raise ObjectiveError(f"{missing(inputs.recorded, DIVISOR)}, or {Setting('divisor', 'X')}")
             return total / (divisor * inputs.recorded.num_sequences)
 
 
 def policy_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterator[Need]:
     """Yield what must be recorded."""
-    yield Need(names=names.ADVANTAGES)
+    yield Need(names=ADVANTAGES)
     if not spec.on_policy:
-        yield Need(names=names.OLD_LOG_PROBS, or_else=ON_POLICY)
+        yield Need(names=OLD_LOG_PROBS, or_else=ON_POLICY)
     if spec.kl_coefficient:
-        yield Need(names=names.REF_LOG_PROBS, or_else=f"or without {Setting('kl_coefficient')}")
-    has_divisor = spec.divisor or any(name in recorded.numbers for name in names.DIVISOR)
+        yield Need(names=REF_LOG_PROBS, or_else=f"or without {Setting('kl_coefficient')}")
+    has_divisor = spec.divisor or any(name in recorded.numbers for name in DIVISOR)
     if spec.reduction is Reduction.DIVISOR and not has_divisor:
-        yield Need(names=names.DIVISOR, or_else=f"or {Setting('divisor', 'X')}")
+        yield Need(names=DIVISOR, or_else=f"or {Setting('divisor', 'X')}")
 
 
 def describe_policy(spec: ObjectiveSpec) -> list[str]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from replay.options.option_parsing import in_flags
 from replay.options.spec import KEPT_STATES
-from replay.options.wording import in_flags
 from replay.output.text import one_line
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from actor_init.spec import UsageError
 from capture.on_ray.node_files import Change
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.fit import Fit, fitting
-from replay.on_ray.rank import ERR, EXIT_CODE, OUT
-from replay.on_ray.rank import replay as replay_as_rank
+from replay.on_ray.node_actors import ERR, EXIT_CODE, OUT
+from replay.on_ray.node_actors import replay as replay_as_rank
 from replay.options.ray_options import RayOptions
 from replay.processes.child_job import ChildJob
 from replay.runlog.run_file import RUN_FILE, RunFile

@@ -20,7 +20,7 @@ import typer
 
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from capture.facts import flag_of
+from capture.facts import FactError, Setting, flag_of, worded
 from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
@@ -282,3 +282,26 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
         except UsageError as error:
             raise UsageError(f"{source}: {error.text}") from error
     return spec
+
+
+# Put what an error says into the words of the command line: settings become the flags that are typed for them.
+
+
+def in_flags(said: BaseException | str) -> str:
+    """Return an error's sentence, or one from `FactError.text`, as the terminal shows it."""
+    if isinstance(said, FactError):
+        said = said.text
+    return worded(str(said), as_typed)
+
+
+def as_typed(setting: Setting) -> str:
+    """Return `--tp 2` or `--no-packing`; without a value `--tp`.
+
+    The flags are those of the options that the field declares; a setting of `capture` is no option here.
+    """
+    declared = [toggle for toggle in toggles() if toggle.field == setting.name]
+    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.sets == setting.value), None)
+    if toggle is None:
+        flag = declared[0].flag if declared else flag_of(setting.name)
+        return f"{flag} {setting.value}" if setting.has_value and not declared else flag
+    return " ".join(toggle.as_typed(setting.value)) if setting.has_value else toggle.flag

@@ -1,13 +1,17 @@
 """Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
+from torch import Tensor
+
 from actor_init.declarations.backends import declaration_of, names_of
+from actor_init.inputs.packing import ActorInputs
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
 from capture.facts import Setting
+from capture.file_format.micro_batch import MicroBatch, with_labels_of_own_tokens
 from replay.options.declarations import OBJECTIVES, objectives_with
 
 
@@ -343,3 +347,71 @@ def edge_folder(name: str) -> Path:
 def _shipped(name: str) -> Path:
     # In a checkout it is a link to inputs/, and resolved, so that the header names the folder that people know.
     return (Path(__file__).parents[1] / name).resolve()
+
+
+# Refuse inputs, logs and other folders that are not there.
+#
+# Commands ask this before they import what they work with: torch and transformers alone take seconds.
+
+EXAMPLE = "logs/20261121-141757-replay"
+
+
+def check_inputs(spec: InputsSpec) -> None:
+    """Raise UsageError if --inputs is no folder, or --input-file is no file and no pass of a segment's file."""
+    file, folder = spec.input_file, spec.inputs
+    given = Setting("input_file", file)
+    if file is not None and file.is_dir():
+        raise UsageError(given, "is a folder", f"Try: replay {Setting('inputs', file)}")
+    if file is not None and not file.is_file() and not file.parent.is_file():
+        raise UsageError(given, "does not exist", f"Try: replay inspect {file.parent}")
+    given = Setting("inputs", folder)
+    if folder is not None and folder.is_file():
+        raise UsageError(given, "is a file", f"Try: replay {Setting('input_file', folder)}")
+    if folder is not None and not folder.is_dir():
+        raise UsageError(given, ": no such folder", "Try: replay, for the sample that ships with the project")
+
+
+def check_folder(folder: Path, advice: str) -> None:
+    """Raise UsageError, with what to type instead, if there is no such folder."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UsageError(folder, what, advice)
+
+
+def check_log(folder: Path) -> None:
+    """Raise UsageError if there is no such folder for a run's log to lie in."""
+    check_folder(folder, f"Give one that a run left, such as {EXAMPLE}")
+
+
+def check_left_by(command: str, folder: Path, *, option: str = "--continue") -> None:
+    """Raise UsageError if `folder`, the value of `option`, holds nothing of that command's."""
+    if not (folder / f"{command}.json").is_file():
+        raise UsageError(f"{option} {folder} holds no {command}.json. Give a folder that `replay {command}` left")
+
+
+# Define the losses a replay can use: they drive a backward of realistic cost through the model.
+
+
+def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
+    """Return `batch` with the action mask that `loss` averages over.
+
+    sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
+    none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
+    """
+    if is_objective(loss):
+        return with_labels_of_own_tokens(batch)
+    return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
+
+
+def may_count_after_padding(spec: Parts) -> bool:
+    """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
+
+    Not where packed rows were asked for, nor where parity compares runs of the same tokens in any layout.
+    """
+    actor, measure = spec.actor, spec.measure
+    return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))
+
+
+def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
+    """Return minus the mean log-prob of the micro-batch's action tokens; 0 if there are none."""
+    return -log_probs_BA.sum() / inputs.action_mask_BA.sum().clamp(min=1)

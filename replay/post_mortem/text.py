@@ -1,13 +1,17 @@
 """Say which rank was behind, and where each of them was, in lines of a report."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from capture.file_format.listing import ranges_of
+from actor_init.spec import UsageError
+from capture.black_box.salvage import salvage_for_reading
+from capture.file_format.folder_layout import ranges_of
+from capture.file_format.micro_batch import CaptureError
+from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, counted
-from replay.post_mortem.behind import who_was_behind
-from replay.post_mortem.last_seen import End, LastSeen, world_size_of
-from replay.post_mortem.schedule import Schedule
-from replay.post_mortem.schedule_differences import ScheduleDifference
+from replay.post_mortem.behind import End, LastSeen, last_seen, who_was_behind, world_size_of
+from replay.post_mortem.schedule import Schedule, read_schedules
+from replay.post_mortem.schedule_differences import ScheduleDifference, schedule_differences
 
 MOST_RANKS = 16  # that have a line
 
@@ -86,3 +90,41 @@ def schedule_pairs(schedule: Schedule, found: Sequence[ScheduleDifference]) -> P
         pairs.append(("no pass", f"of rank {ranges_of(missing)} of the job's {schedule.world_size}; not compared"))
     pairs += [("left out", text) for text in schedule.left_out]
     return pairs
+
+
+# Run `replay hang FOLDER`: salvage, read, judge, print.
+
+
+def report(folder: Path, *, equal_shapes: bool) -> int:
+    """Print what happened to the folder's last job, and whether its ranks' passes fit together; return the exit code.
+
+    A damaged file keeps the passes from being judged, and what happened is said all the same.
+
+    Raises UsageError for a folder that is none, that holds nothing of a recording, or a damaged file and no incident.
+    """
+    in_memory = salvage_for_reading(folder)
+    seen: Sequence[LastSeen] = []
+    schedules: Sequence[Schedule] = []
+    damaged: Pairs = []
+    try:
+        seen = last_seen(folder)
+        schedules = read_schedules(folder)
+    except CaptureError as error:
+        text = f"{error.text}. What is damaged, all of it: capture check {folder}"
+        if not seen and in_memory is None:
+            raise UsageError(text) from None
+        damaged = [("not judged", f"the passes: {text}")]
+    if not seen and not schedules and in_memory is None:
+        raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
+    happened = post_mortem(seen)
+    pairs: Pairs = [("folder", str(folder))]
+    pairs += [] if in_memory is None else [("incident", in_memory)]
+    pairs += happened
+    parts = False
+    for number, schedule in enumerate(schedules):
+        is_last = number == len(schedules) - 1
+        found = schedule_differences(schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(seen))
+        pairs += schedule_pairs(schedule, found)
+        parts |= bool(found)
+    print_pairs(open_console(None), [*pairs, *damaged])
+    return 1 if happened or parts or damaged or in_memory is not None else 0

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from replay.output.text import one_line
 
 HEAD_START_SECONDS = 3.0

@@ -29,7 +29,7 @@ from actor_init.tracing import told_of_modules
 from replay.profiling import host_memory
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import Block, Frame, Peak, Snapshot, peak_of
-from replay.profiling.records import Holder, HolderKind, MemoryProfile
+from replay.profiling.shares import Holder, HolderKind, MemoryProfile
 from replay.runlog.records import is_out_of_memory
 
 MAX_EVENTS = 1_000_000  # of the history; a pass of 32 layers has about 30,000

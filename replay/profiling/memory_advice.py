@@ -11,7 +11,7 @@ from actor_init.declarations.backends import declaration_of
 from actor_init.model import blocks_of, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, OptimizerName
-from replay.profiling.records import Holder, HolderKind, Saving
+from replay.profiling.shares import Holder, HolderKind, Saving
 
 NUM_SAVINGS = 3
 LEAST_SAVING = 0.01  # share of the peak; an option that saves less is not named

@@ -15,8 +15,16 @@ from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
 from actor_init.tracing import tensors_of, told_of_modules
-from replay.profiling.records import LongKernel, RankProfile
-from replay.profiling.shares import PHASE, Interval, Work, hidden_seconds, seconds_by_work, work_of
+from replay.profiling.shares import (
+    PHASE,
+    Interval,
+    LongKernel,
+    RankProfile,
+    Work,
+    hidden_seconds,
+    seconds_by_work,
+    work_of,
+)
 
 MODULE = "module: "  # begins the name of a range that a module's forward is recorded under
 OF_BACKWARD = "backward of module: "  # marks where the backward of what a module returned begins

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 
 from replay.output.text import Columns, Pairs, gibibytes, milliseconds, one_line
-from replay.profiling.records import MemoryPeak, MemoryProfile, Profile, Saving
-from replay.profiling.shares import Work
+from replay.profiling.shares import MemoryPeak, MemoryProfile, Profile, Saving, Work
 
 NUM_HOLDERS = 20
 HELD = {"cuda": "held at the peak", "cpu": "resident at the peak"}

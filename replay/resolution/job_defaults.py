@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -10,13 +11,20 @@ from actor_init.attention.kernel_choice import lacks
 from actor_init.declarations.attention import kernel_of_job
 from actor_init.fused.liger import lack_of_liger
 from actor_init.inputs.documents import BORDER_NAMES
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
+from actor_init.model import ModelSource, find_model
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
+from actor_init.world import World
+from capture.facts import Setting
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call
+from capture.file_format.folder_layout import folder_of_capture
+from capture.file_format.micro_batch import CaptureError
 from replay.options.resolved import KERNELS, PACKING, By, Choice
-from replay.options.spec import Parts, VerdictRule
+from replay.options.spec import InputsSpec, Parts, VerdictRule, default_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
 from replay.verdict.job_values import dtypes_of
+from replay.verdict.weight_check import SameWeights
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
@@ -129,3 +137,69 @@ def _accumulation(actor: ActorSpec, selection: Selection) -> Choice:
 def _is_padded(first: Call | None) -> bool:
     """Are rows separate, and free of rows with several documents, which padding could not separate?"""
     return first is not None and not {"position_ids", *BORDER_NAMES} & first.tensors.keys()
+
+
+# Find the model that a run is of: the one that --model names, or the job's, whose config lies beside the inputs.
+
+
+def find_source(spec: Parts) -> ModelSource:
+    folder = inputs_folder(spec.inputs)
+    try:
+        captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
+        adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
+    except CaptureError as error:
+        raise UsageError(*error.args) from error
+    source = find_model(spec.actor, captured, str(shown(folder / "actor.json")), adapters)
+    if source.adapter is not None and spec.state.save_model is not None:
+        why = "writes whole models, and this one has an adapter"
+        raise UsageError(Setting("save_model"), why, f"Try: {Setting('save_state')}")
+    return source
+
+
+def source_of_all(spec: Parts, world: World) -> ModelSource:
+    """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
+    source: ModelSource | None = None
+    problem = ""
+    try:
+        source = find_source(spec)
+    except UsageError as error:
+        if world.world_size == 1:
+            raise
+        problem = error.text
+    found = world.gather((problem, dict(source.facts) if source is not None else {}))
+    problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
+    if problems:
+        rank, said = problems[0]
+        raise UsageError(said if len(problems) == len(found) else f"on rank {rank}: {said}")
+    assert source is not None
+    for rank, (_, facts) in enumerate(found):
+        if facts.get("model_file_sha256") != found[0][1].get("model_file_sha256"):
+            raise UsageError(
+                f"{facts['model_file']} is another file on rank {rank} than {found[0][1]['model_file']} on rank 0. "
+                "Copy one to all nodes"
+            )
+    return source
+
+
+def inputs_folder(spec: InputsSpec) -> Path:
+    if spec.input_file is not None:
+        return folder_of_capture(spec.input_file)
+    return spec.inputs if spec.inputs is not None else default_folder()
+
+
+def frozen_in_job(spec: Parts, source: ModelSource, first: Call | None) -> frozenset[str]:
+    """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
+
+    None where it had an adapter, which freezes what is not its own; merged into the weights, that is trained here.
+    """
+    folder = inputs_folder(spec.inputs)
+    names = read_frozen_names(folder)
+    num_frozen = None if first is None or first.weights is None else first.weights.num_frozen
+    if not names or num_frozen != len(names) or source.adapter is not None:
+        return frozenset()
+    return SameWeights(source).own_names(names)
+
+
+def shown(path: Path) -> Path:
+    """Return the path relative to the current folder, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

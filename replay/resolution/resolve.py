@@ -32,8 +32,16 @@ from replay.options.resolved import (
     with_kernel,
 )
 from replay.options.spec import InputsSpec, Parts, Passes, ReplaySpec
-from replay.resolution.job_defaults import PADDING_PREDICTS, ChosenKernel, from_job, job_kernel, settled
-from replay.resolution.model_source import frozen_in_job, inputs_folder, source_of_all
+from replay.resolution.job_defaults import (
+    PADDING_PREDICTS,
+    ChosenKernel,
+    from_job,
+    frozen_in_job,
+    inputs_folder,
+    job_kernel,
+    settled,
+    source_of_all,
+)
 from replay.resolution.selection import Selection
 
 # The settings of torch's optimizers that torch has a default for.

@@ -22,9 +22,9 @@ from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.facts import Setting
+from replay.options.option_parsing import as_typed, in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
-from replay.options.wording import as_typed, in_flags
 from replay.output.text import Pairs, counted, gibibytes, one_line
 from replay.processes.child_job import ChildJob
 from replay.runlog.writer import versions

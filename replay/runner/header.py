@@ -15,12 +15,12 @@ from replay.objective.objective import Objective, described_loss
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import counted, engine_text
-from replay.resolution.model_source import inputs_folder, shown
+from replay.resolution.job_defaults import inputs_folder, shown
 from replay.resolution.resolve import frozen_text
 from replay.resolution.selection import Selection
 from replay.runner.states import Earlier
-from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import weights_line
+from replay.verdict.training_remarks import differences
 from replay.verdict.weight_check import SameWeights
 
 MOST_NAMED = 4  # in the header; run.json has all

@@ -16,7 +16,7 @@ from actor_init.compiling import num_graphs
 from actor_init.declarations.attention import form_of
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
-from capture.file_format.parameter_samples import Sample
+from capture.file_format.optimizer_step import Sample
 from replay.objective.objective import gain
 from replay.output.text import one_line
 from replay.runlog import gradient_sketches
@@ -24,7 +24,7 @@ from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import RunTrace
-from replay.verdict.replayed_values import GradientSamples, gradient_samples
+from replay.verdict.job_values import GradientSamples, gradient_samples
 from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:

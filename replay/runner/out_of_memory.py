@@ -21,9 +21,8 @@ from actor_init.world import World
 from replay.options.spec import MeasureSpec
 from replay.output.text import Pairs, counted, gibibytes
 from replay.profiling.memory_advice import PassSize, savings
-from replay.profiling.prediction import Cost, Measured, Model
-from replay.profiling.records import Holder, HolderKind, Saving
-from replay.profiling.shapes import Shape, read_shapes, spread
+from replay.profiling.prediction import Cost, Measured, Model, Shape, read_shapes, spread
+from replay.profiling.shares import Holder, HolderKind, Saving
 from replay.profiling.text import saved
 from replay.runlog.records import PassRecord
 

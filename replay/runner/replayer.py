@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed, open_backend
 from actor_init.dropout_settings import acting_dropouts
-from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
 from actor_init.model import ModelSource, lasting_config
 from actor_init.own_positions import with_own_positions
@@ -19,19 +19,18 @@ from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
-from capture.file_format.parameter_samples import Sample
+from capture.file_format.optimizer_step import Sample
 from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
 from replay.objective.objective import Objective
-from replay.options.loss import may_count_after_padding, negated_mean, tokens_for
+from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import WindowWeights
-from replay.options.wording import in_flags
+from replay.options.spec import WindowWeights, may_count_after_padding, negated_mean, tokens_for
 from replay.output.text import one_line
 from replay.resolution.windows import Round, weight_of
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
-from replay.runner.digests import digest_of_inputs
+from replay.runner.first_uses import Expectations, with_second_run
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Search
 from replay.runner.observers import (
@@ -45,12 +44,19 @@ from replay.runner.observers import (
     SketchProbe,
     TraceObserver,
 )
-from replay.runner.pass_again import Expectations, with_second_run
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, inputs_for, run_pass
+from replay.runner.states import digest_of_inputs
 from replay.tracing.writer import RunTrace
-from replay.verdict.job_values import Recorded, recorded_in, token_places, without_router_loss
+from replay.verdict.job_values import (
+    Recorded,
+    Replayed,
+    action_log_probs,
+    recorded_in,
+    sampled_log_probs,
+    token_places,
+    without_router_loss,
+)
 from replay.verdict.judge import Pass
-from replay.verdict.replayed_values import Replayed, action_log_probs, sampled_log_probs
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Phase, Tracker
 

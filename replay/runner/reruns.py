@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
+from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
-from replay.options.wording import in_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, one_line
-from replay.profiling.records import MemoryPeak, MemoryProfile, Profile
+from replay.profiling.shares import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize

@@ -14,23 +14,20 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, Recorded
 from replay.objective.objective import Objective
-from replay.options.loss import may_count_after_padding
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import ReplaySpec
+from replay.options.spec import ReplaySpec, may_count_after_padding
 from replay.output.printing import open_console, print_table
 from replay.output.text import short_names_differ
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, loaded_source, refuse_folders, state_to_load
-from replay.runner.conclusion import setting_of
-from replay.runner.console import Console
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenedActor
-from replay.runner.result import Run
+from replay.runner.result import Run, setting_of
 from replay.runner.session import Session
 from replay.runner.states import Earlier, FolderStates, States
-from replay.runner.text import choice_table
+from replay.runner.text import Console, choice_table
 from replay.verdict.weight_check import SameWeights
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching

@@ -29,8 +29,8 @@ from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.facts import Setting
-from capture.file_format.body import RandomStates
 from capture.file_format.micro_batch import CaptureError, MicroBatch
+from capture.file_format.tensor_codec import RandomStates
 from capture.record.rng_and_outputs import restore_random_states
 from replay.runlog.records import CostSection
 from replay.runner.meter import Meter

@@ -18,24 +18,22 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import VerdictRule
 from replay.output.text import Pairs, counted, not_recorded
 from replay.processes.exit_code import repeat_for_torchrun
-from replay.resolution.model_source import inputs_folder
+from replay.resolution.job_defaults import inputs_folder
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook
 from replay.runner.checkpoint import Saver, SavingError, not_saved
-from replay.runner.conclusion import Conclusion, conclude
-from replay.runner.console import Console
-from replay.runner.digests import digest_of_weights
 from replay.runner.header import Header, differences_from_job
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
 from replay.runner.replayer import ReopenedActor, ReopeningError, Replayer
 from replay.runner.reruns import Found, Reruns
-from replay.runner.result import Run
+from replay.runner.result import Conclusion, Run, conclude
 from replay.runner.rounding_floor import Again
-from replay.runner.states import Earlier
+from replay.runner.states import Earlier, digest_of_weights
+from replay.runner.text import Console
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass

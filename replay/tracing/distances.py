@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.runlog.matching import matched
-from replay.tracing.reader import Table, TracedPass, TracedRun
+from replay.runlog.reader import matched
 from replay.tracing.trace_file import (
     FED,
     FED_COLUMNS,
@@ -29,6 +28,9 @@ from replay.tracing.trace_file import (
     PREDICTED_PLACES,
     Key,
     Kind,
+    Table,
+    TracedPass,
+    TracedRun,
     TraceFile,
 )
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from replay.tolerances.difference import roundoff
 from replay.tolerances.runs import bound_of_layer, bound_of_weights, measured_bound
 from replay.tracing.distances import Distance, distances
-from replay.tracing.reader import TracedRun
-from replay.tracing.trace_file import Kind
+from replay.tracing.trace_file import Kind, TracedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,7 @@ from replay.tolerances.job import (
     bound_of_rms,
     difference,
 )
-from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded
-from replay.verdict.replayed_values import Replayed
+from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded, Replayed
 
 MAX_SHARES = 8  # that are listed
 ROUNDING_HIDES = "rounding hides it"

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from capture.file_format.optimizer_step import OptimizerStep
-from capture.file_format.parameter_samples import Sample
+from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.output.text import counted
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import absolute_difference, is_coarse, relative_difference
@@ -21,9 +20,8 @@ from replay.verdict.findings import (
     other_settings,
     other_weighting,
 )
-from replay.verdict.job_values import MISSING_GRADIENT, Recorded, own_name
-from replay.verdict.optimizer_settings import differences
-from replay.verdict.replayed_values import GradientSamples, Replayed
+from replay.verdict.job_values import MISSING_GRADIENT, GradientSamples, Recorded, Replayed, own_name
+from replay.verdict.training_remarks import differences
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 ROUTED = ("expert", "router", ".gate.")  # in names of parameters

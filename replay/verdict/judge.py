@@ -30,8 +30,7 @@ from replay.verdict.findings import (
     weights_that_stay,
 )
 from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import MISSING_GRADIENT, Recorded, WeightComparison, why_not_one_job
-from replay.verdict.replayed_values import Replayed
+from replay.verdict.job_values import MISSING_GRADIENT, Recorded, Replayed, WeightComparison, why_not_one_job
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
 NOT_OPEN = (OTHER_WEIGHTS, FAILED)

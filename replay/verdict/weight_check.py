@@ -11,7 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from actor_init.model import ModelSource, parameter_shapes
-from capture.file_format.parameter_samples import ParameterSamples, Sample
+from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.output.text import counted
 from replay.tolerances.job import equal_but_for_dtype
 from replay.verdict.job_values import OtherValue, WeightComparison, inner_names, own_name

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from actor_init.as_json import adapter_of, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from replay.output.text import one_line
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone, terminated

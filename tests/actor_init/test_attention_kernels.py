@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from actor_init.attention import cudnn, kernel_check, kernel_choice, kernels
+from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
-from actor_init.attention.flash import flash_attn_varlen
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
+from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import num_graphs
@@ -64,16 +64,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_2  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    kernel_check.is_right.cache_clear()
+    kernel_choice.is_right.cache_clear()
     yield
-    kernel_check.is_right.cache_clear()
+    kernel_choice.is_right.cache_clear()
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_kernel_is_called_so_that_documents_stay_apart(kernel: str) -> None:
-    assert kernel_check.error_of(kernel, CPU) < kernel_check.BOUND / 3
-    assert kernel_check.is_right(Attention(kernel), CPU)
+    assert kernel_choice.error_of(kernel, CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.is_right(Attention(kernel), CPU)
 
 
 def _whole_row(borders: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def test_a_kernel_with_wrong_borders_is_not_right(
 ) -> None:
     right = cudnn._each
     monkeypatch.setattr(cudnn, "_each", lambda q, k, v, borders, scale: right(q, k, v, wrong(borders), scale))
-    assert kernel_check.error_of("cudnn", CPU) > 2 * kernel_check.BOUND
-    assert not kernel_check.is_right(Attention.CUDNN, CPU)
+    assert kernel_choice.error_of("cudnn", CPU) > 2 * kernel_choice.BOUND
+    assert not kernel_choice.is_right(Attention.CUDNN, CPU)
 
 
 class _WrongInBackward(torch.autograd.Function):
@@ -122,16 +122,16 @@ def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
         return right(module, query, _WrongInBackward.apply(key, factor, longest), value, *args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernel_check, "register", lambda: None)
+        patched.setattr(kernel_choice, "register", lambda: None)
         patched.setitem(AttentionInterface._global_mapping, name, kernel)
-        assert kernel_check.is_right(Attention.CUDNN, CPU) is not is_wrong
+        assert kernel_choice.is_right(Attention.CUDNN, CPU) is not is_wrong
 
 
 @pytest.mark.usefixtures("stand_ins")
 def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cudnn._turned
     monkeypatch.setattr(cudnn, "_turned", lambda tensor, dim, place: right(tensor, dim, place + (dim == 2)))
-    assert kernel_check.error_of("cudnn", CPU) > 2 * kernel_check.BOUND
+    assert kernel_choice.error_of("cudnn", CPU) > 2 * kernel_choice.BOUND
 
 
 @pytest.mark.usefixtures("stand_ins")

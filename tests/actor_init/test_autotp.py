@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed_autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
+from replay.options.option_parsing import in_flags
 from replay.options.spec import default_folder
-from replay.options.wording import in_flags
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_NORM_BOUND,

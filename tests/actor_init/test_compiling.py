@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from actor_init.compiling import compile_blocks
 from actor_init.toggles import CompileLengths, UsageError
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 
 
 class Block(nn.Module):

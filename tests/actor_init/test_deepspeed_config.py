@@ -10,7 +10,7 @@ import pytest
 from actor_init.declarations.backends.deepspeed_config import config_of
 from actor_init.spec import ActorSpec, UsageError
 from replay.agreement.plan import Here, Role, plan
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
 from tests.helpers.planning import CONFIG

@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 
 from actor_init.fused import liger, rotary
 from actor_init.fused.liger import is_equal, lack_of_liger, random_numbers
-from actor_init.fused.replacing import NONE_FOUND, fuse, fuse_as_asked
 from actor_init.fused.rms_norm import replace_norm
+from actor_init.fused.rotary import NONE_FOUND, fuse, fuse_as_asked
 from actor_init.fused.swiglu import replace_swiglu
 from actor_init.spec import Kernels, UsageError
 from tests.helpers import liger_on_a_cpu as stand_in

@@ -12,9 +12,8 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from replay.agreement.matrix import Named, edge_settings, settings_of
 from replay.agreement.plan import Here, Role, plan
 from replay.commands.suite.plan import CONFIGURATIONS, configurations
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import in_flags, replay_spec
 from replay.options.spec import ReplaySpec
-from replay.options.wording import in_flags
 from replay.output.text import engine_text
 from tests.helpers.contract import (
     FEW,

@@ -11,16 +11,15 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from actor_init.attention import kernel_check
+from actor_init.attention import kernel_choice
 from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import Call
 from replay.command_line.cli import main
 from replay.commands.doctor.report import _checked
-from replay.options.option_parsing import command_line, replay_spec, spec_from_dict, spec_to_dict
+from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
 from replay.options.spec import ReplaySpec
-from replay.options.wording import in_flags
 from replay.resolution.job_defaults import job_kernel
 from tests.helpers import toy_kernel
 from tests.helpers.read_logs import read_log
@@ -63,7 +62,7 @@ def test_it_replays_the_sample_with_eager_s_losses_and_is_named(
 
 @pytest.mark.usefixtures("registered")
 def test_the_kernel_check_finds_it_right() -> None:
-    assert kernel_check.error_of("toy", CPU) < kernel_check.BOUND / 3
+    assert kernel_choice.error_of("toy", CPU) < kernel_choice.BOUND / 3
     assert "toy" in _checked()  # by the doctor
 
 

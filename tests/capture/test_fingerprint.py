@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from capture.file_format.parameter_samples import ParameterSamples, Sample, plain_name, run_of
+from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
 from capture.record.parameter_sampler import NUM_A_PASS, ParameterSampler
 from capture.record.sharding import own_indices, place_of
 

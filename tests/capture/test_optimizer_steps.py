@@ -21,8 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.optimizer_step import OptimizerStep, merged, sampled_tokens
-from capture.file_format.parameter_samples import Sample
+from capture.file_format.optimizer_step import OptimizerStep, Sample, merged, sampled_tokens
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import LateHooks, OptimizerHooks

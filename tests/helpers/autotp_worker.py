@@ -22,8 +22,8 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line.cli import action_of, leave
-from replay.options.loss import negated_mean
-from replay.resolution.model_source import find_source
+from replay.options.spec import negated_mean
+from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from tests.helpers.reference import Reference
 from tests.helpers.replay_worker import graphs_alone

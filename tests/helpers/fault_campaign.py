@@ -17,8 +17,8 @@ from unittest.mock import patch
 from transformers import AutoConfig
 
 from replay.agreement.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
+from replay.agreement.noise_floor import MEASURING, JudgedCell, MatrixJudge
 from replay.agreement.plan import Cell, Here, plan
-from replay.agreement.results import MEASURING, JudgedCell, MatrixJudge
 from replay.agreement.rows import Row, State
 from replay.comparison.differences import compare
 from replay.options.spec import edge_folder
@@ -26,7 +26,7 @@ from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from replay.tracing.distances import distances
 from replay.tracing.first_difference import FirstDifference, first_difference
-from replay.tracing.reader import TracedRun
+from replay.tracing.trace_file import TracedRun
 from tests.helpers.commands import ROOT
 from tests.helpers.faults import Fault
 from tests.helpers.ranks import run_ranks
@@ -147,7 +147,7 @@ def comparing_once() -> Iterator[None]:
     with (
         patch.object(PastRun, "read", cache(PastRun.read)),
         patch.object(TracedRun, "read", cache(TracedRun.read)),
-        patch("replay.agreement.results.compare", once(compare)),
+        patch("replay.agreement.noise_floor.compare", once(compare)),
         patch("replay.tracing.first_difference.distances", once(distances)),
     ):
         yield

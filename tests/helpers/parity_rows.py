@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay.agreement.noise_floor import CellResult
+from replay.agreement.noise_floor import CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, Role
-from replay.agreement.results import MatrixJudge, MatrixResult
 from replay.agreement.rows import Row, State
 from replay.options.option_parsing import replay_spec
 from replay.options.spec import ReplaySpec

@@ -10,7 +10,7 @@ from capture import capture_files
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import Origin
-from capture.folder_tools.folder_writer import FolderWriter
+from capture.folder_tools.convert import FolderWriter
 from replay.options.spec import default_folder
 from tests.helpers import failing_inputs
 from tests.helpers.made_captures import write_pass

@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from replay.command_line import subcommands
-from replay.options.given_paths import check_folder
 from replay.options.option_parsing import Action
+from replay.options.spec import check_folder
 
 
 def toy(

@@ -7,9 +7,8 @@ import sys
 
 from torch import Tensor
 
-from replay.objective import names
-from replay.objective.formula import Formula, Need
-from replay.objective.inputs import ObjectiveInputs
+from replay.objective.inputs import ADVANTAGES, ObjectiveInputs
+from replay.objective.objective import Formula, Need
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.declaration import ObjectiveDeclaration
 from replay.options.spec import ObjectiveSpec
@@ -23,14 +22,14 @@ TOY = ObjectiveDeclaration(
 
 
 def toy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
-    total = (inputs.log_probs_BA * inputs.of_tokens(*names.ADVANTAGES)).sum()
+    total = (inputs.log_probs_BA * inputs.of_tokens(*ADVANTAGES)).sum()
     return -spec.kl_coefficient * total / inputs.num_window_tokens
 
 
 FORMULA = Formula(
     loss=toy_loss,
     describe=lambda spec: [f"times {spec.kl_coefficient:g}"],
-    needs=lambda recorded, spec: [Need(names=names.ADVANTAGES, or_else="or --loss sft")],
+    needs=lambda recorded, spec: [Need(names=ADVANTAGES, or_else="or --loss sft")],
     is_share_of_window=lambda spec: True,
 )
 

@@ -13,8 +13,7 @@ from actor_init.spec import UsageError
 from replay.campaign.campaign import JOURNAL, Campaign, Job, until_interrupted
 from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
-from replay.processes.limits import Machine, RunLimits
-from replay.processes.pool import Child, Task
+from replay.processes.pool import Child, Machine, RunLimits, Task
 
 LIMITS = RunLimits(each=9.0, total=None, at_once=None)
 

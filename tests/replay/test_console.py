@@ -11,16 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from actor_init.declarations.backends import BACKENDS
-from replay.commands.inspect.console import print_inspection
-from replay.commands.inspect.inspection import Inspection
-from replay.commands.inspect.totals import KindFacts, Spread
+from replay.commands.inspect.command import print_inspection
+from replay.commands.inspect.inspection import Inspection, KindFacts, Spread
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFile, RunStart, RunWork
-from replay.runner.console import Console
 from replay.runner.result import Run
+from replay.runner.text import Console
 from tests.helpers.made_records import GIB, cost, record
 
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"

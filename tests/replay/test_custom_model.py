@@ -15,7 +15,7 @@ from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
 from replay.command_line.cli import main
 from replay.options.spec import ReplaySpec
-from replay.resolution.model_source import source_of_all
+from replay.resolution.job_defaults import source_of_all
 from tests.helpers.commands import ROOT, run
 from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks

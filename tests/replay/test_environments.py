@@ -12,12 +12,11 @@ from replay.agreement.plan import Plan, Role, in_environments
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
 from replay.commands.parity.text import commands, header
+from replay.options.option_parsing import in_flags
 from replay.options.spec import ReplaySpec
-from replay.options.wording import in_flags
 from replay.processes.child_job import ChildJob
 from replay.processes.interpreter import Environment, probe
-from replay.processes.limits import Machine
-from replay.processes.pool import RunHere, Task
+from replay.processes.pool import Machine, RunHere, Task
 from tests.helpers.planning import planned
 from tests.helpers.repeated import repeated_by
 

@@ -13,10 +13,9 @@ from actor_init.inputs.documents import documents_of
 from actor_init.inputs.packing import actor_inputs
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.commands.diagnose import reference_losses as losses_four_ways
-from replay.commands.diagnose.gradients import difference, halves, of_peers, twice
-from replay.commands.diagnose.overfit import Curve, goal_of_a_row
+from replay.commands.diagnose.checks import Curve, difference, goal_of_a_row, halves, of_peers, twice
 from replay.commands.diagnose.reference_losses import chunked_loss
-from replay.commands.diagnose.row_batches import documents_alone, rows_of
+from replay.commands.diagnose.untimed_actor import documents_alone, rows_of
 from tests.helpers.commands import ROOT
 
 INF = math.inf

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.agreement.noise_floor import CellResult
-from replay.agreement.results import MatrixJudge
+from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.options.option_parsing import replay_spec
 from replay.options.spec import MeasureSpec
 from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of

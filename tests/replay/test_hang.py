@@ -23,10 +23,8 @@ from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import Place, Position
 from replay.commands.inspect.inspection import inspect_folder
-from replay.post_mortem.behind import who_was_behind
-from replay.post_mortem.last_seen import End, LastSeen, last_seen, world_size_of
-from replay.post_mortem.report import report
-from replay.post_mortem.text import post_mortem
+from replay.post_mortem.behind import End, LastSeen, last_seen, who_was_behind, world_size_of
+from replay.post_mortem.text import post_mortem, report
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replay.post_mortem.report import report
 from replay.post_mortem.schedule import read_schedules
 from replay.post_mortem.schedule_differences import ScheduleDifference, schedule_differences
+from replay.post_mortem.text import report
 from tests.helpers.made_captures import write_pass, write_passes
 from tests.helpers.planned_jobs import Planned, record_job
 

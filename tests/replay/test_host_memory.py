@@ -13,7 +13,7 @@ from replay.command_line.cli import main
 from replay.profiling.host_memory import PROCESS, TraceEvent, peak_in
 from replay.profiling.memory import History, _holders
 from replay.profiling.memory_peak import Block
-from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.shares import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import memory_remarks
 from replay.profiling.touched import MAPPED, Touched, mappings_in
 from tests.helpers.made_captures import write_pass

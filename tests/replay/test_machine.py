@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replay.processes.limits import Machine
+from replay.processes.pool import Machine
 
 ON_A_CPU, ON_TWO_GPUS, ON_FOUR_GPUS = (
     Machine(num_devices=n, has_gpus=gpus) for n, gpus in ((8, False), (2, True), (4, True))

@@ -17,7 +17,7 @@ from replay.profiling import memory
 from replay.profiling.memory import History, _holders, held_at_peak
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import AllocatorEvent, Frame, SegmentBlock, Snapshot, peak_of
-from replay.profiling.records import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.shares import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runner.meter import Meter
 

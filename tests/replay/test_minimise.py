@@ -21,12 +21,11 @@ from capture.file_format.capture_file import read_call
 from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
-from replay.commands.minimise.candidate import Candidate
+from replay.commands.minimise.cutting import Candidate
 from replay.commands.minimise.failure import Failure, Kind, failure_of, masked
 from replay.commands.minimise.folder import _run_script
-from replay.commands.minimise.parity_cell import ParityCell
 from replay.commands.minimise.standalone import Standalone
-from replay.commands.minimise.trials import Trial
+from replay.commands.minimise.trials import ParityCell, Trial
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, Status

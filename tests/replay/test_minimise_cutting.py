@@ -10,8 +10,7 @@ from actor_init.inputs.packing import actor_inputs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
-from replay.commands.minimise.candidate import Cut
-from replay.commands.minimise.cutting import Shape, cut_call
+from replay.commands.minimise.cutting import Cut, Shape, cut_call
 from replay.verdict.job_values import token_places
 
 ROWS, COLUMNS, ACTIONS = 3, 10, 6

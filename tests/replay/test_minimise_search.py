@@ -8,8 +8,7 @@ from itertools import combinations
 import pytest
 
 from actor_init.spec import UsageError
-from replay.commands.minimise.candidate import Candidate, Cut
-from replay.commands.minimise.cutting import Shape
+from replay.commands.minimise.cutting import Candidate, Cut, Shape
 from replay.commands.minimise.failure import Failure, Kind
 from replay.commands.minimise.search import OutOfRunsError, Search, bisect, ddmin
 from tests.helpers.typed import spec_of

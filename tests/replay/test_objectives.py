@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
 from replay.objective.dpo import dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded
 from replay.objective.objective import Objective, gain
 from replay.objective.policy import policy_loss
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import in_flags, replay_spec
 from replay.options.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
-from replay.options.wording import in_flags
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
 from tests.helpers.policy_job import by_sequences, by_tokens, token_losses
 

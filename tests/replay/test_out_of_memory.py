@@ -17,7 +17,7 @@ from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
 from replay.options.spec import InputsSpec, ReplaySpec
-from replay.resolution.model_source import find_source
+from replay.resolution.job_defaults import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runner.out_of_memory import Known, OutOfMemory
 from replay.watch.shutdown import Ending

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from actor_init.inputs.packing import actor_inputs
-from replay.agreement.noise_floor import CellResult
-from replay.agreement.results import MatrixJudge
+from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.agreement.rows import ParityLog, State
 from replay.command_line import cli
 from replay.commands.parity import runs as parting

@@ -6,14 +6,13 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.agreement.matrix import settings_of
-from replay.agreement.noise_floor import CellResult, Distance, Noise
+from replay.agreement.noise_floor import CellResult, Distance, JudgedCell, MatrixResult, Noise
 from replay.agreement.plan import Cell, Role
-from replay.agreement.results import JudgedCell, MatrixResult
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
 from replay.commands.parity import report as parity_report
 from replay.comparison.plot import draw_parity
-from replay.processes.limits import Machine
+from replay.processes.pool import Machine
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.planning import planned
 

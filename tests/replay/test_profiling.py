@@ -8,8 +8,17 @@ import pytest
 
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
-from replay.profiling.records import LongKernel, Profile, RankProfile
-from replay.profiling.shares import Interval, Work, hidden_seconds, seconds_by_work, waited_for, work_of
+from replay.profiling.shares import (
+    Interval,
+    LongKernel,
+    Profile,
+    RankProfile,
+    Work,
+    hidden_seconds,
+    seconds_by_work,
+    waited_for,
+    work_of,
+)
 from replay.profiling.text import _short, kernel_table, remarks, share_table
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.read_logs import read_log

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.inputs.kept_logits import KeptLogits
+from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, actor_inputs
 from capture import capture_files, read_micro_batch
-from capture.file_format.body import RandomStates
+from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import default_folder
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass

@@ -12,11 +12,10 @@ import torch
 from capture import capture_files, recording
 from capture.cli import main
 from capture.file_format.capture_file import Call, read_call
-from capture.folder_tools.folder_writer import FolderWriter, make_empty_folder
+from capture.folder_tools.convert import FolderWriter, make_empty_folder
 from replay.command_line.cli import main as replay_main
-from replay.commands.inspect.console import print_inspection
-from replay.commands.inspect.inspection import Inspection, inspect_folder
-from replay.commands.inspect.totals import MOST_ODD
+from replay.commands.inspect.command import print_inspection
+from replay.commands.inspect.inspection import MOST_ODD, Inspection, inspect_folder
 from replay.options.spec import InputsSpec, Passes, ReplaySpec, default_folder
 from replay.processes.child_job import ChildJob
 from replay.resolution import selection

@@ -7,8 +7,8 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
+from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, Order, Passes
-from replay.options.wording import in_flags
 from replay.resolution import selection
 from replay.resolution.selection import Selection, select
 from tests.helpers.made_captures import damage, write_pass, write_passes

@@ -15,12 +15,10 @@ from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import action_of, main
 from replay.commands.suite.folder import _read_curve
 from replay.commands.suite.inputs import prepare_inputs
-from replay.commands.suite.loss_curve import Curve, Step, compare_curves, curve_of
-from replay.commands.suite.outcome import NoCurve, Status, outcomes
+from replay.commands.suite.loss_curve import Curve, NoCurve, Status, Step, compare_curves, curve_of, outcomes
 from replay.commands.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
 from replay.options.spec import LossName
-from replay.processes.limits import Machine
-from replay.processes.pool import Child, Task
+from replay.processes.pool import Child, Machine, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import versions

@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.listing import capture_files
-from replay.commands.suite import text_dataset
-from replay.commands.suite.inputs import prepare_inputs
+from capture.file_format.folder_layout import capture_files
+from replay.commands.suite import inputs as suite_inputs
+from replay.commands.suite.inputs import prepare_inputs, write_texts
 from replay.commands.suite.plan import SuiteSpec
-from replay.commands.suite.text_dataset import write_texts
 from replay.options.spec import LossName
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
@@ -54,7 +53,7 @@ def texts(*words: str) -> list[dict[str, str]]:
 def test_each_text_is_a_training_pass_whose_labels_are_its_tokens(
     tmp_path: Path, target: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_dataset, "MAX_LENGTH", 3)
+    monkeypatch.setattr(suite_inputs, "MAX_LENGTH", 3)
     dataset = jsonl(tmp_path, *texts("two one", "one", "three two one four"), "", *texts("one one", "never read"))
     written = write_texts(dataset, model, target, 3)
     assert (written.num_texts, written.num_cut, written.num_left_out) == (3, 1, 1)

@@ -13,9 +13,8 @@ from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.objective.objective import Objective
 from replay.options.declarations import OBJECTIVES
-from replay.options.option_parsing import command_line, replay_spec, spec_from_dict, spec_to_dict
+from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
 from replay.options.spec import ObjectiveSpec
-from replay.options.wording import in_flags
 from tests.helpers.policy_job import train
 from tests.helpers.read_logs import read_log
 from tests.helpers.toy_objective import FORMULA, TOY

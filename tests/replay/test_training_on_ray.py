@@ -22,8 +22,8 @@ from replay.campaign.training import Trainings
 from replay.command_line.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.node_actors import NodeAgent
+from replay.options.option_parsing import in_flags
 from replay.options.spec import ReplaySpec, StateSpec
-from replay.options.wording import in_flags
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.reader import PastRun

@@ -18,9 +18,8 @@ from replay.command_line.cli import main as replay_main
 from replay.runlog.reader import PastRun
 from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, bound_of
 from replay.verdict.findings import Setting, finding
-from replay.verdict.job_values import Claim, OtherValue, Recorded, WeightComparison
+from replay.verdict.job_values import Claim, OtherValue, Recorded, Replayed, WeightComparison
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
-from replay.verdict.replayed_values import Replayed
 from replay.verdict.text import verdict_lines
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model

@@ -22,14 +22,12 @@ from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main
-from replay.commands.worst.memory import Memory, memory_here
-from replay.options.loss import negated_mean
-from replay.options.spec import ReplaySpec, default_folder
+from replay.commands.worst.measuring import Memory, memory_here
+from replay.options.spec import ReplaySpec, default_folder, negated_mean
 from replay.processes import pool
 from replay.processes.pool import Child, Task
-from replay.profiling.prediction import fitted
-from replay.profiling.shapes import Rows, read_shapes, spread
-from replay.resolution.model_source import find_source
+from replay.profiling.prediction import Rows, fitted, read_shapes, spread
+from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
 from replay.runner.run_pass import inputs_for

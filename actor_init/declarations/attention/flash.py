@@ -48,7 +48,10 @@ RING_FLASH_ATTN = Limits(
 FLASH = Kernel(
     word=Attention.FLASH,
     packed=Form(
-        name="packed_fa2", limits=FLASH_ATTN, function="actor_init.attention.flash:flash_attn_varlen", is_expected=True
+        name="packed_fa2",
+        limits=FLASH_ATTN,
+        function="actor_init.attention.kernels:flash_attn_varlen",
+        is_expected=True,
     ),
     padded=Form(name="flash_attention_2", limits=FLASH_ATTN, is_expected=True),
     slices=Form(

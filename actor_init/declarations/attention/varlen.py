@@ -14,6 +14,6 @@ LIMITS = Limits(
 )
 VARLEN = Kernel(
     word=Attention.VARLEN,
-    packed=Form(name="torch_varlen_attn", limits=LIMITS, function="actor_init.attention.varlen:torch_varlen_attn"),
+    packed=Form(name="torch_varlen_attn", limits=LIMITS, function="actor_init.attention.kernels:torch_varlen_attn"),
     padded=None,
 )

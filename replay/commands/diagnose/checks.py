@@ -4,37 +4,204 @@ An actor is opened for one group of checks and closed after it. The first group 
 no steps; the training checks start again from the initial weights.
 """
 
+import math
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from actor_init.declarations.attention import form_of
+from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
-from replay.commands.diagnose.gradients import (
-    Difference,
-    Gradients,
-    difference,
-    halves,
-    of_peers,
-    relative,
-    shares_of,
-    twice,
-    whole_gradients,
-)
-from replay.commands.diagnose.overfit import goal_of_a_row, goal_of_inputs, learned
 from replay.commands.diagnose.reference_losses import PlainAnswer, plain_answer
-from replay.commands.diagnose.untimed_actor import Trial, trial
-from replay.options.wording import in_flags
-from replay.output.check import Check, Status
-from replay.output.text import counted, one_line
-from replay.tolerances.runs import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND
+from replay.commands.diagnose.untimed_actor import Trial, rows_of, trial
+from replay.options.option_parsing import in_flags
+from replay.output.text import Check, Status, counted, one_line
+from replay.tolerances.difference import relative_difference
+from replay.tolerances.runs import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND, SMALLEST_SHARE, TINY
 from replay.watch.progress import Tracker
+
+# Compare the losses and gradients of passes that do the same work in different ways.
+#
+# Gradients are compared parameter by parameter, because a total norm hides an error in a small parameter.
+
+Gradients = Mapping[str, Tensor]  # fp32 on the host, unsharded, by parameter name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The parameter whose gradients differ most; inf if one of the two is missing or not a number."""
+
+    relative: float
+    parameter: str
+
+    @classmethod
+    def worst(cls, relative: Mapping[str, float]) -> "Difference":
+        numbers = {name: error if error == error else torch.inf for name, error in relative.items()}
+        parameter = max(numbers, key=numbers.__getitem__)
+        return cls(relative=numbers[parameter], parameter=parameter)
+
+    def said(self, bound: float) -> str:
+        if self.relative == torch.inf:
+            return f"the gradient of {self.parameter} is missing, or not a number"
+        return f"gradient by {self.relative:.2g} at most, bound {bound:g}, {self.parameter}"
+
+
+def difference(gradients: Iterable[tuple[str, Tensor]], expected: Gradients) -> Difference:
+    """Return the largest difference, relative to its expected norm or to a thousandth of the total norm, if larger."""
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    least = SMALLEST_SHARE * float(torch.tensor(list(norms.values())).norm())
+    apart = dict.fromkeys(expected, torch.inf)
+    for name, gradient in gradients:
+        if name in expected:
+            apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, TINY)
+        else:
+            apart[name] = torch.inf
+    return Difference.worst(apart)
+
+
+def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> tuple[dict[str, Tensor], Difference]:
+    """Return a backend's gradients on the host, and the largest difference between ranks, relative to the norm."""
+    kept, apart = {}, {}
+    for name, gradient in gradients:
+        kept[name], apart[name] = gradient.cpu(), 0.0
+        if num_ranks > 1:
+            highest, lowest = gradient.clone(), gradient.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            apart[name] = float((highest - lowest).norm() / gradient.norm().clamp(min=TINY))
+    return kept, Difference.worst(apart)
+
+
+def relative(value: float, expected: float) -> float:
+    """Return the relative difference; inf if either is not a number."""
+    are_numbers = math.isfinite(value) and math.isfinite(expected)
+    return relative_difference(value, expected, least_size=TINY) if are_numbers else math.inf
+
+
+def of_peers(losses: Sequence[tuple[int, float]]) -> float:
+    """Return the largest relative difference between ranks of one data rank, given every rank's (data rank, loss)."""
+    firsts = dict(reversed(losses))
+    return max(relative(loss, firsts[data_rank]) for data_rank, loss in losses)
+
+
+def twice(batch: MicroBatch) -> MicroBatch:
+    """Return the batch with every row repeated."""
+    rows = range(batch.num_rows)
+    return rows_of(batch, [*rows, *rows])
+
+
+def halves(batch: MicroBatch) -> list[MicroBatch]:
+    """Split the rows into two micro-batches; a single row is used for both."""
+    middle = batch.num_rows // 2
+    if not middle:
+        return [batch, batch]
+    return [rows_of(batch, range(middle)), rows_of(batch, range(middle, batch.num_rows))]
+
+
+def shares_of(parts: Sequence[MicroBatch], trial: Trial) -> list[float]:
+    """Return the weight of each of `parts` in one accumulation window, by its action tokens.
+
+    The backend averages over the window, so each weight is multiplied by the number of parts.
+    """
+    counts = [
+        int(actor_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
+        for part in parts
+    ]
+    return [count / max(1, sum(counts)) * len(parts) for count in counts]
+
+
+# Check that the loss falls when the actor trains: on one row until it is memorised, and on several inputs.
+
+ROW_LOSS = 0.1  # below it one row counts as memorised, if ROW_SHARE holds too
+ROW_SHARE = 0.5  # of the first loss
+INPUTS_SHARE = 0.8  # of the first loss: below it several inputs are being learned
+STANDS = 0.01  # relative: a smaller change is none, or is due to weight decay
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """The losses before each step, and after the last."""
+
+    losses: tuple[float, ...]
+    goal: float
+    learning_rate: float
+
+    @property
+    def reached(self) -> bool:
+        return self.losses[-1] <= self.goal
+
+    def check(self, name: str) -> Check:
+        text = (
+            f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {counted(len(self.losses) - 1, 'step')}, "
+            f"wanted {self.goal:.3g}, learning rate {self.learning_rate:.2g}"
+        )
+        if self.reached:
+            return Check(name=name, status=Status.OK, found=text)
+        return Check(name=name, status=Status.FAILED, found=text, advice=self._advice(), needed=True)
+
+    def _advice(self) -> str:
+        """Return what the shape of the curve suggests."""
+        first, lowest, last = self.losses[0], min(self.losses), self.losses[-1]
+        lower = f"Try: --learning-rate {self.learning_rate / 10:.1g}"
+        if not math.isfinite(last):
+            return f"it is {last} at step {len(self.losses) - 1}: the steps are too large. {lower}"
+        if max(self.losses) - lowest <= STANDS * abs(first):
+            return (
+                "it hardly moves: look for frozen parameters, a loss that none moves, and steps that are not made. "
+                f"Try: --learning-rate {self.learning_rate * 10 or 1e-3:.1g}"
+            )
+        if last > first:
+            return f"it rises: the steps are too large, or go the wrong way. {lower}"
+        if last > 1.5 * lowest:
+            return f"it fell to {lowest:.4g} and rose again: the steps are too large. {lower}"
+        half = self.losses[(len(self.losses) - 1) // 2]
+        if half - last > 0.1 * (first - last):
+            return f"it is still falling. Try: --steps {4 * (len(self.losses) - 1)}"
+        return (
+            f"it stands at {last:.4g}: look for frozen parameters, dropout, or a target that no input tells. "
+            f"Try: --learning-rate {self.learning_rate * 5:.1g}, and then {self.learning_rate / 5:.1g}"
+        )
+
+
+def learned(
+    trial: Trial,
+    batches: Sequence[MicroBatch],
+    *,
+    num_steps: int,
+    goal_of: Callable[[float], float],
+) -> Curve:
+    """Train on all `batches` in each step, until the goal derived from the first loss is reached, or for `num_steps`.
+
+    The loss is the mean over the batches of all data ranks, so that all ranks stop together.
+    """
+    losses: list[float] = []
+    while True:
+        own = sum(trial.train(batches, steps=len(losses) < num_steps)) / len(batches)
+        everyones = trial.world.gather(own)
+        losses.append(sum(everyones) / len(everyones))
+        curve = Curve(losses=tuple(losses), goal=goal_of(losses[0]), learning_rate=trial.spec.learning_rate)
+        ends = curve.reached or len(losses) > num_steps or not math.isfinite(losses[-1])
+        if ends:
+            return curve
+
+
+def goal_of_a_row(first: float) -> float:
+    return min(ROW_LOSS, ROW_SHARE * first)
+
+
+def goal_of_inputs(first: float) -> float:
+    return INPUTS_SHARE * first
+
 
 NOT_ONE = "Try: torchrun --nproc-per-node 2 replay diagnose"
 

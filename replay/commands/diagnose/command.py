@@ -8,10 +8,9 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.options.given_paths import check_inputs
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
-from replay.options.spec import is_objective
+from replay.options.spec import check_inputs, is_objective
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import num_processes_missing, relaunch
 

@@ -23,7 +23,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype
 from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
-from replay.commands.diagnose.row_batches import documents_alone
+from replay.commands.diagnose.untimed_actor import documents_alone
 
 TOKENS = 1024  # in a chunk
 WORDS = 16384  # vocabulary entries in a chunk

@@ -29,14 +29,11 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.commands.diagnose.checks import Case, examined
-from replay.commands.diagnose.row_batches import rows_of
-from replay.options.loss import tokens_for
+from replay.commands.diagnose.untimed_actor import rows_of
 from replay.options.option_parsing import spec_to_dict
-from replay.options.spec import ReplaySpec
-from replay.output.check import Check, Status, line
-from replay.output.text import counted, engine_text
-from replay.resolution.job_defaults import from_job, settled
-from replay.resolution.model_source import find_source
+from replay.options.spec import ReplaySpec, tokens_for
+from replay.output.text import Check, Status, counted, engine_text, line
+from replay.resolution.job_defaults import find_source, from_job, settled
 from replay.resolution.selection import Selection, first_call, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.run_pass import check_vocabulary

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from replay.output.check import Check, Status
+from replay.output.text import Check, Status
 from replay.processes.supervisor import Group, end, start
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay.commands.doctor.probe_process import MARK, probe_arguments
-from replay.options.wording import in_flags
+from replay.options.option_parsing import in_flags
 
 Facts = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _gpu(properties: Any) -> Facts:
 
 
 def kernel(name: str) -> Facts:
-    from actor_init.attention.kernel_check import BOUND, error_of
+    from actor_init.attention.kernel_choice import BOUND, error_of
 
     return {"error": error_of(name, _device()), "bound": BOUND}
 

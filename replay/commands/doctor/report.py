@@ -17,12 +17,10 @@ from pathlib import Path
 from actor_init.as_json import json_bytes
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import UsageError
-from replay.commands.doctor.environment import variables
-from replay.commands.doctor.hardware import devices, limits, log_folder, shared_memory
-from replay.commands.doctor.packages import PACKAGES, Package, is_installed, package, project
+from replay.commands.doctor.hardware import compilers, devices, launcher, limits, log_folder, shared_memory
+from replay.commands.doctor.packages import PACKAGES, Package, is_installed, package, project, variables
 from replay.commands.doctor.probe_process import Answer, Prober, answer_of_a_replay, first_line, tried
-from replay.commands.doctor.toolchain import compilers, launcher
-from replay.output.check import Check, Status, line
+from replay.output.text import Check, Status, line
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: a probe that hangs uses none
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import typer
 
-from replay.options.given_paths import check_folder
 from replay.options.option_parsing import Action
+from replay.options.spec import check_folder
 
 
 def hang(
@@ -27,6 +27,6 @@ def hang(
 
 def _hang(folder: Path, equal_shapes: bool) -> int:
     check_folder(folder, "Try: replay hang inputs/sample")
-    from replay.post_mortem.report import report
+    from replay.post_mortem.text import report
 
     return report(folder, equal_shapes=equal_shapes)

@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from capture.file_format.capture_file import read_call
-from capture.file_format.listing import capture_files
+from capture.file_format.folder_layout import capture_files
 from capture.folder_tools.redact import Tokens, redact_folder
-from replay.commands.minimise.candidate import Candidate
-from replay.commands.minimise.cutting import Shape, write_inputs
+from replay.commands.minimise.cutting import Candidate, Shape, write_inputs
 from replay.commands.minimise.failure import OF_THE_JOB, Failure, Log
-from replay.commands.minimise.parity_cell import ParityCell
 from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
-from replay.commands.minimise.trials import MinimiseLog
+from replay.commands.minimise.trials import MinimiseLog, ParityCell
 from replay.options.option_parsing import spec_from_dict
 from replay.options.spec import USER_LOSS, ReplaySpec
 from replay.output.text import counted, one_line

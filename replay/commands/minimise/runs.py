@@ -13,20 +13,16 @@ from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
 from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.campaign.executor import ThisMachine
-from replay.commands.minimise.candidate import Candidate, Cut
 from replay.commands.minimise.console import MinimiseConsole
-from replay.commands.minimise.cutting import Shape, read_source, write_inputs
+from replay.commands.minimise.cutting import Candidate, Cut, Shape, read_source, write_inputs
 from replay.commands.minimise.failure import Failure, Log, failure_of
 from replay.commands.minimise.folder import write_folder
-from replay.commands.minimise.parity_cell import ParityCell, read_cell
 from replay.commands.minimise.search import OutOfRunsError, Search
-from replay.commands.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, Trial
-from replay.options.option_parsing import command_line
+from replay.commands.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, ParityCell, Trial, read_cell
+from replay.options.option_parsing import command_line, in_flags
 from replay.options.spec import ReplaySpec
-from replay.options.wording import in_flags
 from replay.output.text import counted
-from replay.processes.limits import Machine, RunLimits
-from replay.processes.pool import Child
+from replay.processes.pool import Child, Machine, RunLimits
 from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
-from replay.commands.minimise.candidate import Candidate, Cut
-from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Shape
+from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Candidate, Cut, Shape
 from replay.commands.minimise.failure import OF_THE_JOB, Failure
 from replay.options.declarations import objectives_with
 from replay.options.spec import Pairs

@@ -10,14 +10,117 @@ A candidate without cuts is the replay as it was typed, or what the folder that 
 trial number n are in `trials/<n>`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from actor_init.spec import UsageError
+from replay.agreement.noise_floor import MatrixJudge, distances
+from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.commands.minimise.candidate import Candidate
-from replay.commands.minimise.failure import Failure
-from replay.commands.minimise.parity_cell import ParityCell
+from replay.commands.minimise.cutting import NAMING, Candidate, given_in
+from replay.commands.minimise.failure import Failure, Kind
+from replay.comparison.differences import compare
 from replay.options.spec import ReplaySpec
+from replay.processes.pool import Child
+from replay.runlog.reader import PastRun
+
+# Replay a cell of `replay parity` beside its reference, and tell whether the two are still further apart than noise.
+#
+# The noise is that of the parity run: it was measured on all of its inputs, and stays the bound for parts of them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityCell:
+    """A cell that differed, as parity ran it.
+
+    spec, reference  of the cell and of its reference, with their inputs
+    num_processes  of the reference
+    bounds         by quantity, beyond which the two differ
+    """
+
+    name: str
+    spec: ReplaySpec
+    reference: ReplaySpec
+    num_processes: int
+    bounds: dict[str, float]
+
+    @property
+    def shared(self) -> list[str]:
+        """Return the flags of what cell and reference have in common: the noise was measured with these."""
+        return [one.flag for one in given_in(self.spec) if one.value_in(self.reference) == one.value_in(self.spec)]
+
+    def reference_of(self, candidate: Candidate) -> ReplaySpec:
+        """Return the spec of the reference of a candidate: its files, as many layers, as many passes in a window.
+
+        Raises UsageError for options that exclude each other.
+        """
+        spec, now = self.reference, candidate.spec
+        reference = Candidate.of([], spec, self.num_processes)
+        for toggle in candidate.given:
+            if toggle.flag in NAMING and toggle.flag in self.shared:
+                reference = reference.with_option(toggle.flag, toggle.value_in(now))
+        if now.actor.num_layers is not None:
+            reference = reference.with_option("--num-layers", now.actor.num_layers)
+        data_ranks = candidate.num_processes // (now.actor.parallel.tp * now.actor.parallel.ring)
+        before = self.num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)
+        size = data_ranks * now.actor.num_accumulated // before
+        if size != reference.spec.actor.num_accumulated:
+            reference = reference.with_option("--grad-accumulation", size)
+        return reference.spec
+
+    def failure(self, reference: Child, cell: Child) -> Failure | None:
+        """Compare the two runs. Returns None where they cannot be compared."""
+        try:
+            found = distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
+        except UsageError:
+            return None
+        beyond = {name: one for name, one in found.items() if name in self.bounds and one.value > self.bounds[name]}
+        if not beyond:
+            return None
+        name, worst = max(beyond.items(), key=lambda item: item[1].value / self.bounds[item[0]])
+        return Failure(
+            kind=Kind.PARITY,
+            quantities=tuple(beyond),
+            said=f"{name} of {worst.where} {worst.value:.3g} from the reference, bound {self.bounds[name]:.3g}",
+            index=worst.place,
+            source=worst.source,
+        )
+
+
+def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
+    """Return a cell of the parity run in `folder`, and the number of its processes.
+
+    Raises UsageError if there is no such cell, if it was not judged to differ, or runs in another environment.
+    """
+    log = ParityLog.read(folder)
+    rows = {row.cell.name: row for row in log.rows}
+    result = MatrixJudge().result_of(log.rows)
+    differing = sorted(one for one, judged in result.cells.items() if judged.result == "DIFFERS")
+    if name not in differing:
+        there = "differs" if name in rows else "is there"
+        known = "; ".join(differing[:5]) or "none"
+        raise UsageError(f"--cell {name!r}: no such cell {there} in {folder}. Those that differ: {known}")
+    row = rows[name]
+    if row.cell.python:
+        raise UsageError(f"--cell {name!r} ran in {row.cell.python}. Minimise runs in one environment: this one")
+    reference = rows[row.cell.reference].cell
+    bounds = {noise.quantity: noise.bound for noise in result.noises if noise.ground == row.cell.ground}
+    cell = ParityCell(
+        name=name,
+        spec=_as_typed(row.cell.spec),
+        reference=_as_typed(reference.spec),
+        num_processes=reference.num_processes,
+        bounds=bounds,
+    )
+    return cell, row.cell.num_processes
+
+
+def _as_typed(spec: ReplaySpec) -> ReplaySpec:
+    measure = replace(
+        spec.measure, log_folder=ReplaySpec().measure.log_folder, name=ReplaySpec().measure.name, quiet=False
+    )
+    return replace(spec, measure=measure)
+
 
 AS_TYPED = "as typed"
 

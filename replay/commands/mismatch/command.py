@@ -9,8 +9,8 @@ import typer
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
-from replay.options.given_paths import check_inputs
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.spec import check_inputs
 from replay.processes.launch import num_processes_missing, relaunch
 
 Word = TypeVar("Word", bound=str)

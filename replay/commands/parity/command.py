@@ -5,12 +5,12 @@ from typing import Any
 
 import typer
 
-from replay.campaign.going_on import going_on
-from replay.options.given_paths import check_inputs
+from replay.campaign.campaign import going_on
 from replay.options.option_parsing import Action, replay_spec, with_options
 from replay.options.ray_options import AddressOption, LauncherOption, ray_options
+from replay.options.spec import check_inputs
 from replay.processes.launch import refuse_launcher
-from replay.processes.limits import RunLimits
+from replay.processes.pool import RunLimits
 
 
 @with_options

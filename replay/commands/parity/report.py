@@ -14,8 +14,8 @@ from typing import IO
 
 from actor_init.as_json import to_json
 from capture.progress_bar import ProgressBar
+from replay.agreement.noise_floor import MatrixResult
 from replay.agreement.plan import Cell
-from replay.agreement.results import MatrixResult
 from replay.agreement.rows import ParityLog, Row, State
 from replay.commands.parity import text as parity_wording
 from replay.output.html import render

@@ -8,22 +8,20 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from replay.agreement.matrix import EDGES, arranged, edge_settings, settings_of
-from replay.agreement.noise_floor import CellResult
+from replay.agreement.noise_floor import MEASURING, CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, Here, Plan, in_environments, plan, together
-from replay.agreement.results import MEASURING, MatrixJudge, MatrixResult
 from replay.agreement.rows import ParityLog, State, file_name
 from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.campaign.executor import Executor, executor
 from replay.commands.parity.report import ParityProgress, report
 from replay.comparison.text import parting
-from replay.options.option_parsing import command_line, replay_spec, toggles
+from replay.options.option_parsing import command_line, in_flags, replay_spec, toggles
 from replay.options.ray_options import RayOptions
 from replay.options.spec import Passes, ReplaySpec, edge_folder
-from replay.options.wording import in_flags
 from replay.output.text import Pairs
 from replay.processes.interpreter import Environment, probe
-from replay.processes.limits import Machine, RunLimits
-from replay.resolution.model_source import inputs_folder
+from replay.processes.pool import Machine, RunLimits
+from replay.resolution.job_defaults import inputs_folder
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED
 from replay.tracing.first_difference import FirstDifference, first_difference
@@ -108,7 +106,7 @@ def _of_edges(here: Here, folder: Path) -> Here:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
-    from capture.file_format.listing import capture_files
+    from capture.file_format.folder_layout import capture_files
 
     if here.is_custom:
         raise UsageError("nothing says how long the rows of a user's model may be")
@@ -141,7 +139,7 @@ def _here(spec: ReplaySpec, machine: Machine) -> Here:
     """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
-    from replay.resolution.model_source import find_source
+    from replay.resolution.job_defaults import find_source
     from replay.resolution.selection import select
 
     wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from replay.agreement.noise_floor import CellResult
-from replay.agreement.results import JudgedCell, MatrixResult
+from replay.agreement.noise_floor import CellResult, JudgedCell, MatrixResult
 from replay.agreement.rows import ParityLog, Row, State
 from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds
 from replay.processes.child_job import ChildJob

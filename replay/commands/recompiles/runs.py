@@ -18,16 +18,13 @@ from pathlib import Path
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.campaign.campaign import Campaign, Job, ShapedInputs, until_interrupted
 from replay.campaign.executor import ThisMachine
-from replay.campaign.inputs import ShapedInputs
-from replay.commands.recompiles.console import RecompilesConsole
+from replay.commands.recompiles.command import RecompilesConsole
 from replay.commands.recompiles.policies import Policy, RecompilesPlan, Result, actor_under, least_padding, own_options
-from replay.options.option_parsing import command_line
-from replay.options.wording import in_flags
-from replay.processes.limits import Machine, RunLimits
-from replay.processes.pool import Child
-from replay.profiling.shapes import Rows, Shape, rows_fed
+from replay.options.option_parsing import command_line, in_flags
+from replay.processes.pool import Child, Machine, RunLimits
+from replay.profiling.prediction import Rows, Shape, rows_fed
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED

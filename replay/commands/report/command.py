@@ -7,8 +7,8 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import UsageError
-from replay.options.given_paths import check_log
 from replay.options.option_parsing import Action
+from replay.options.spec import check_log
 
 FILE_NAME = "report.html"
 
@@ -31,8 +31,7 @@ def report(
 def _report(logs: Sequence[Path], to: Path | None) -> int:
     for log in logs:
         check_log(log)
-    from replay.commands.report.comparing import changes
-    from replay.commands.report.page import page
+    from replay.commands.report.page import changes, page
     from replay.output.printing import open_console, print_pairs
     from replay.output.text import MOST_RUNS
     from replay.runner.result import Run

@@ -1,20 +1,113 @@
 """Run `replay scan`: replay a folder in groups of inputs, each in its own processes."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.campaign import Campaign, Job, until_interrupted
 from replay.campaign.executor import Executor, executor
-from replay.commands.scan.console import ScanConsole
-from replay.commands.scan.plan import ScanPlan, State
+from replay.commands.scan.command import ScanConsole
 from replay.options.option_parsing import command_line
 from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
 from replay.output.text import counted, damaged_files
-from replay.processes.limits import RunLimits
+from replay.processes.pool import Child, RunLimits
 from replay.resolution.selection import select
+from replay.runlog.reader import log_below
+from replay.runlog.run_file import read_section
 from replay.runlog.writer import INTERRUPTED
-from replay.verdict.judge import Outcome
+from replay.verdict.judge import Outcome, Verdict
+
+# Plan a scan, its groups of inputs, and say what became of each.
+#
+# `scan.json` (campaign.py) has the groups in its result:
+#
+#     {"groups": [{"first": 0, "size": 8, "state": "done", "outcome": "REPRODUCED", "said": "8 REPRODUCED",
+#     "seconds": 8.1, "log": "groups/0001/0/20261121-185921-replay"}]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanPlan:
+    """Which inputs are replayed in one run.
+
+    spec     of every group, but for its inputs
+    size     inputs of a group
+    damaged  files that cannot be read, in words
+    """
+
+    spec: ReplaySpec
+    size: int
+    num_inputs: int
+    damaged: list[str]
+
+    @classmethod
+    def of(cls, spec: ReplaySpec, size: int, *, num_inputs: int, window: int, damaged: Sequence[str]) -> "ScanPlan":
+        """Round `size` up to whole accumulation windows, of `window` inputs: a gradient is never split."""
+        return cls(spec=spec, size=math.ceil(size / window) * window, num_inputs=num_inputs, damaged=list(damaged))
+
+    @property
+    def groups(self) -> list["Group"]:
+        return [
+            Group(first=self.spec.inputs.skip_inputs + first, size=min(self.size, self.num_inputs - first))
+            for first in range(0, self.num_inputs, self.size)
+        ]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the job of each group."""
+        return [
+            Job(
+                home=f"groups/{number:04d}",
+                spec=replace(
+                    self.spec,
+                    inputs=replace(self.spec.inputs, skip_inputs=group.first, max_inputs=group.size),
+                ),
+                num_processes=self.spec.actor.parallel.tp * self.spec.actor.parallel.ring,
+            )
+            for number, group in enumerate(self.groups, start=1)
+        ]
+
+
+class State(StrEnum):
+    PENDING = "pending"  # not run yet, or interrupted
+    DONE = "done"  # every pass was replayed
+    FAILED = "failed"  # a pass failed, or the run ended before its last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Inputs of one run: `size` of them, behind the `first` ones of the folder."""
+
+    first: int
+    size: int
+    state: State = State.PENDING
+    outcome: str = ""  # that of the run's verdict
+    said: str = ""  # the verdict in words, or the error
+    seconds: float | None = None
+    log: str | None = None  # relative to the folder of scan.json
+
+    def after(self, child: Child, folder: Path) -> "Group":
+        """Return what became of it. A damaged file is no fault of the groups that come upon it."""
+        log, run, records = log_below(child.logs)
+        ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
+        if failed := [record for record in records if record.error is not None]:
+            first = failed[0]
+            more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
+            said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
+            return replace(ended, state=State.FAILED, said=said)
+        written = None if run is None or run.end is None else run.end.verdict
+        verdict = read_section(Verdict, written, source=f"{log}: verdict")
+        if verdict is None or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
+            return replace(ended, state=State.FAILED, said=child.error)
+        return replace(ended, state=State.DONE, outcome=verdict.outcome, said=_in_words(verdict))
+
+
+def _in_words(verdict: Verdict) -> str:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict.counts.items())
+    return f"{counts}; {verdict.reason}" if verdict.reason else counts
 
 
 def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:

@@ -12,9 +12,9 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, all_but, skipped
-from replay.options.given_paths import check_left_by
 from replay.options.option_parsing import Action
 from replay.options.ray_options import AddressOption, LauncherOption, RayOptions, ray_options
+from replay.options.spec import check_left_by
 
 
 def _with_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,9 +137,9 @@ def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions 
         raise UsageError(
             f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
         )
-    from replay.commands.suite import runs
+    from replay.commands.suite.folder import begin
 
-    return runs.begin(spec, log_folder, words, ray, plot)
+    return begin(spec, log_folder, words, ray, plot)
 
 
 def _go_on(
@@ -154,9 +154,9 @@ def _go_on(
         check_left_by("suite", folder)
     else:
         folder = _folder_named(name, log_folder, storage)
-    from replay.commands.suite import runs
+    from replay.commands.suite.folder import go_on
 
-    return runs.go_on(folder, ray, plot)
+    return go_on(folder, ray, plot)
 
 
 def _folder_named(name: str, logs: Path, storage: str | None) -> Path:

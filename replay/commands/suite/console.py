@@ -7,8 +7,7 @@ from typing import IO
 from actor_init.spec import Dtype
 from capture.progress_bar import ProgressBar
 from replay.commands.suite.folder import Suite
-from replay.commands.suite.loss_curve import Curve, CurveComparison
-from replay.commands.suite.outcome import NoCurve, Status, TrainingResult
+from replay.commands.suite.loss_curve import Curve, CurveComparison, NoCurve, Status, TrainingResult
 from replay.commands.suite.plan import DDP, DEEPSPEED, Planned
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds

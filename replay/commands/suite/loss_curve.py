@@ -5,17 +5,34 @@ relative.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import fmean, median
+from typing import Any
 
 from actor_init.as_json import AnyFloat
+from replay.commands.suite.plan import DDP, DEEPSPEED, Planned
 from replay.comparison.differences import Point, Quantity
 from replay.output.text import counted
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 from replay.tolerances.runs import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
+
+
+class Status(StrEnum):
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoCurve:
+    """Why a configuration has no curve."""
+
+    reason: str
+    is_refusal: bool = False  # its replay refused the options before it started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,3 +183,59 @@ def _beyond(value: float, bound: float, what: str) -> list[str]:
 def _other_inputs(curve: Curve, other: Curve, name: str) -> list[str]:
     differing = [a.step for a, b in zip(curve.steps, other.steps, strict=False) if a.inputs != b.inputs]
     return [f"step {differing[0]} was on other inputs than {name}'s"] if differing else []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingResult:
+    """The judgement on a configuration's curve, or the reason why it has none."""
+
+    planned: Planned
+    status: Status
+    reason: str = ""
+    judgement: CurveComparison | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entry of suite.json; the steps are in <name>.jsonl."""
+        entry: dict[str, Any] = {"status": self.status, "reason": self.reason}
+        if self.judgement is None:
+            return entry
+        curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
+        entry |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
+        entry |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
+        entry |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
+        if from_ddp is not None:
+            initial = from_ddp.points[0].difference
+            of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
+            entry["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
+        if from_deepspeed is not None:
+            entry["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
+        return entry
+
+
+def outcomes(
+    plan: Sequence[Planned],
+    trained: Mapping[str, Curve | NoCurve],
+    *,
+    steps_an_epoch: int,
+) -> list[TrainingResult]:
+    """Return the results in the order of `plan`. A configuration that is not among `trained` was not reached."""
+    curves = {name: curve for name, curve in trained.items() if isinstance(curve, Curve)}
+    results = []
+    for one in plan:
+        curve = trained.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
+        if isinstance(curve, Curve):
+            judgement = compare_curves(
+                one.name,
+                curve,
+                steps_an_epoch=steps_an_epoch,
+                ddp=curves.get(DDP) if one.name != DDP else None,
+                deepspeed=curves.get(DEEPSPEED) if one.name != DEEPSPEED else None,
+                is_standard=one.configuration.is_standard,
+            )
+            status = Status.FAILED if judgement.complaints else Status.PASSED
+            results.append(TrainingResult(planned=one, status=status, judgement=judgement))
+        else:
+            may_refuse = one.name not in trained or not one.configuration.is_standard
+            status = Status.NOT_RUN if curve.is_refusal and may_refuse else Status.FAILED
+            results.append(TrainingResult(planned=one, status=status, reason=curve.reason))
+    return results

@@ -13,7 +13,7 @@ from typing import Any
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from replay.options.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec
-from replay.processes.limits import PROCESSES_ON_A_CPU, Machine
+from replay.processes.pool import PROCESSES_ON_A_CPU, Machine
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
 DDP, DEEPSPEED = "ddp", "deepspeed"

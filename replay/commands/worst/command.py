@@ -6,12 +6,12 @@ from typing import Any
 
 import typer
 
-from replay.campaign.going_on import going_on
+from replay.campaign.campaign import going_on
 from replay.commands.worst.configuration import WorstPlan
-from replay.options.given_paths import check_inputs
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.spec import check_inputs
 from replay.processes.launch import refuse_launcher
-from replay.processes.limits import RunLimits
+from replay.processes.pool import RunLimits
 
 NUM_MEASURED = 12  # inputs
 NUM_SHOWN = 10

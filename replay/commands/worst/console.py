@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.commands.worst.configuration import Configuration
-from replay.commands.worst.configuration_costs import Bounds
-from replay.commands.worst.measuring import Measuring
-from replay.commands.worst.memory import Fits, Ranked, Room
+from replay.commands.worst.configuration import Bounds, Configuration
+from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
-from replay.profiling.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model
-from replay.profiling.shapes import Shape
+from replay.profiling.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model, Shape
 
 SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
 

@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, until_interrupted
+from replay.campaign.campaign import Campaign, ShapedInputs, until_interrupted
 from replay.campaign.executor import ThisMachine
-from replay.campaign.inputs import ShapedInputs
-from replay.commands.worst.configuration import Configuration, WorstPlan
-from replay.commands.worst.configuration_costs import Bounds, predict_configuration
+from replay.commands.worst.configuration import Bounds, Configuration, WorstPlan, predict_configuration
 from replay.commands.worst.console import WorstConsole
-from replay.commands.worst.measuring import Measuring, measure
-from replay.commands.worst.memory import Fits, Ranked, Room, memory_here
-from replay.options.option_parsing import command_line
-from replay.options.wording import in_flags
+from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room, measure, memory_here
+from replay.options.option_parsing import command_line, in_flags
 from replay.output.text import counted
-from replay.processes.limits import Machine, RunLimits
-from replay.profiling.prediction import LEAST_FOR_HOLDING_OUT, Cost, Error, Measured, Model, Predictor
-from replay.profiling.shapes import Shape, read_shapes, spread
+from replay.processes.pool import Machine, RunLimits
+from replay.profiling.prediction import (
+    LEAST_FOR_HOLDING_OUT,
+    Cost,
+    Error,
+    Measured,
+    Model,
+    Predictor,
+    Shape,
+    read_shapes,
+    spread,
+)
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
 from replay.runlog.writer import INTERRUPTED
