@@ -32,7 +32,7 @@ from benchmarks.capture_kill import TinyModel
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import encode_call, read_call
-from capture.file_format.folder_layout import listed
+from capture.file_format.listing import listed
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import Origin
 from capture.file_format.pass_record import RECORD_BYTES

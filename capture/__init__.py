@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capture.file_format.actor_config import read_actor_config, write_actor_config
     from capture.file_format.capture_file import read_micro_batch, write_call
-    from capture.file_format.folder_layout import capture_files
+    from capture.file_format.listing import capture_files
     from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
     from capture.record.recorder import Recorder, note, note_next
     from capture.recordings import recording

@@ -217,7 +217,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from capture.file_format.folder_layout import ranges_of
+    from capture.file_format.listing import ranges_of
     from capture.file_format.manifest import check_folder
 
     result = check_folder(parsed.folder)

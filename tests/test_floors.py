@@ -89,7 +89,7 @@ LIGHT = (
         "replay/options/option_parsing.py",
         "replay/command_line/cli.py",
     ),
-    *(f"replay/commands/doctor/{name}.py" for name in ("report", "packages", "hardware", "toolchain", "environment")),
+    *(f"replay/commands/doctor/{name}.py" for name in ("report", "packages", "hardware")),
     *(
         "replay/output/text.py",
         "replay/commands/doctor/probe_process.py",

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.adapters import trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.ring import check_head_stride, check_ring
+from actor_init.attention.ring import check_head_stride
+from actor_init.attention.ring_attention import check_ring
 from actor_init.backends.deepspeed_autotp import (
     check_autotp,
     mark_split_gradients,

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.ring import check_head_stride, check_ring
+from actor_init.attention.ring import check_head_stride
+from actor_init.attention.ring_attention import check_ring
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs

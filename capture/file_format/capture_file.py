@@ -47,11 +47,11 @@ from capture.file_format.micro_batch import (
     is_of_embeddings,
     micro_batch_from_call,
     misfit,
-    read_legacy,
 )
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
 from capture.file_format.pass_record import Counts, PassRecord, microseconds_of, window_digest
 from capture.file_format.safe_unpickler import NamesAClassError, load_plain, plain_copy
+from capture.file_format.saved_tensors import read_legacy
 from capture.file_format.segment import Head, pass_bytes
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,

@@ -14,7 +14,8 @@ from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, Call, read_call
-from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in, lone_files, segment_files
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in
+from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.micro_batch import BY_EMBEDDINGS, CaptureError, is_of_embeddings
 from capture.file_format.segment import INDEX_SUFFIX, Segment, is_whole
 

@@ -18,7 +18,7 @@ from capture.file_format.actor_config import (
     write_actor_config,
 )
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import listed, segment_files
+from capture.file_format.listing import listed, segment_files
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.folder_tools.convert import FolderWriter, make_empty_folder

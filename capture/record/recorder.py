@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from capture.file_format.folder_layout import ranges_of, ranks_in
+from capture.file_format.folder_layout import ranks_in
+from capture.file_format.listing import ranges_of
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import ForwardHooks
+from capture.record.host_copy import is_capturing_graph
 from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
 from capture.record.observer import Observer, Place, Position
 from capture.record.optimizer_hooks import OptimizerHooks
@@ -25,7 +27,7 @@ from capture.record.parameter_sampler import TakenSamples
 from capture.record.pass_store import Ended, Item, Store
 from capture.record.retention import Choice, Keep
 from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
-from capture.record.snapshot import Clock, Notes, Opened, Outputs, Taker, is_capturing_graph
+from capture.record.snapshot import Clock, Notes, Opened, Outputs, Taker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0

@@ -22,8 +22,8 @@ from capture.record.engine_gradients import (
     has_stepped,
     num_skipped_steps,
 )
+from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.parameter_sampler import ParameterSampler, TakenSamples
-from capture.record.snapshot import copy_to_host, is_capturing_graph
 
 _MAX_GROUPS = 64  # groups of an optimizer whose settings are kept
 _SHARE, _SETTING, _NORM = "share ", "setting ", "norm"

@@ -1,7 +1,7 @@
 """Choose the objective that --loss names, check that a capture has what it needs, and compute it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from actor_init.custom.user_file import UserFunction
+from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.options.declarations import OBJECTIVES
-from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective, tokens_for
+from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
 
 # Define what an objective's module has to say: its loss, what it needs of a capture, and its words for the header.
 
@@ -167,3 +168,28 @@ def _mean_of(loss: str, first: Call | None) -> str:
     if batch.labels_BS is None and batch.shift_labels is None:
         return f"the negated mean log-prob of all real tokens{lacking or ', for there are no labels'}"
     return f"the mean cross entropy of the labels{lacking}"
+
+
+def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
+    """Return `batch` with the action mask that `loss` averages over.
+
+    sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
+    none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
+    """
+    if is_objective(loss):
+        return with_labels_of_own_tokens(batch)
+    return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
+
+
+def may_count_after_padding(spec: Parts) -> bool:
+    """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
+
+    Not where packed rows were asked for, nor where parity compares runs of the same tokens in any layout.
+    """
+    actor, measure = spec.actor, spec.measure
+    return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))
+
+
+def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
+    """Return minus the mean log-prob of the micro-batch's action tokens; 0 if there are none."""
+    return -log_probs_BA.sum() / inputs.action_mask_BA.sum().clamp(min=1)

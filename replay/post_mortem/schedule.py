@@ -10,7 +10,7 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import EndRecord, read_ends
-from capture.file_format.folder_layout import Listed, listed
+from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import ID_NAMES
 from capture.file_format.optimizer_step import OptimizerStep
 

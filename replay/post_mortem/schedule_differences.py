@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from capture.file_format.folder_layout import ranges_of
+from capture.file_format.listing import ranges_of
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.post_mortem.schedule import PlannedPass, RankSchedule, Schedule, windows_of
 

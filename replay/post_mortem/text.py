@@ -5,7 +5,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from capture.black_box.salvage import salvage_for_reading
-from capture.file_format.folder_layout import ranges_of
+from capture.file_format.listing import ranges_of
 from capture.file_format.micro_batch import CaptureError
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, counted

@@ -26,8 +26,8 @@ from actor_init.inputs.documents import documents_of
 from actor_init.inputs.packing import num_action_tokens
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
+from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
-from replay.options.spec import tokens_for
 
 # Read the shapes of captured inputs, and count what a pass of each computes under a layout of rows.
 

@@ -15,12 +15,13 @@ from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import not_recorded_in
-from capture.file_format.folder_layout import Listed, listed
+from capture.file_format.listing import Listed, listed
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
+from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
-from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder, tokens_for
+from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
 from replay.output.text import not_recorded_text, one_line, unreplayable
 from replay.resolution.windows import Captured, Round, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile

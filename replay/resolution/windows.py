@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from capture.file_format.folder_layout import Listed
+from capture.file_format.listing import Listed
 from capture.file_format.pass_record import window_digest
 
 

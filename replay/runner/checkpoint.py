@@ -4,6 +4,7 @@ saved      state in runs/a: 3 steps, the next with learning rate 0.0003
 go on      torchrun --nproc-per-node 2 -m replay --step --skip-inputs 3 --max-inputs 3 --load-state runs/a
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,13 +16,16 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from actor_init.backends.protocol import Backend
+from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.model import ModelSource
 from actor_init.saving.huggingface import check_folder, whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
 from actor_init.world import World
 from capture.facts import Setting
+from capture.file_format.micro_batch import MicroBatch
+from capture.file_format.tensor_codec import bytes_of
 from replay.options.option_parsing import as_typed, in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
@@ -219,3 +223,55 @@ def _go_on(resolved: ResolvedReplay, folder: Path, num_inputs: int, world: World
     inputs = replace(spec.inputs, skip_inputs=num_inputs)
     job = ChildJob(spec=replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
     return job.repeat_line(num_processes=world.world_size)
+
+
+# Compute digests of inputs and weights, so that a comparison can tell whether two runs used the same ones.
+
+BLOCK_BYTES = 2**12
+BLOCKS_PER_FILE = 64  # at least
+MOST_BYTES_BETWEEN = 2**22
+
+
+def digest_of_inputs(batch: MicroBatch) -> str:
+    """Return a digest of every tensor in a capture, independent of its file name."""
+    named: dict[str, Tensor | None] = {
+        "sequences": batch.sequences_BS,
+        "attention_mask": batch.attention_mask_BS,
+        "action_mask": batch.action_mask_BA,
+        "labels": batch.labels_BS,
+        **dict(sorted(batch.extra_tensors.items())),
+    }
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in named.items():
+        if tensor is not None:
+            flat = tensor.contiguous().reshape(-1)
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(bytes_of(flat))
+    return digest.hexdigest()
+
+
+def digest_of_weights(weights: Weights) -> str:
+    """Return the name of random weights, or a digest of a model folder's files, independent of where it lies."""
+    if isinstance(weights, FolderWeights):
+        return _digest_of_files(sorted(weights.folder.glob("*.safetensors")))
+    if isinstance(weights, CheckpointWeights):
+        return _digest_of_files(list(weights.files))
+    if isinstance(weights, StateWeights):
+        return _digest_of_files(sorted(path for path in weights.folder.rglob("*") if path.is_file()))
+    return weights.describe()
+
+
+def _digest_of_files(paths: list[Path]) -> str:
+    """Digest the names, the sizes and evenly spaced blocks of files.
+
+    Training changes every tensor, and reading whole files would take minutes.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, min(max(size // BLOCKS_PER_FILE, BLOCK_BYTES), MOST_BYTES_BETWEEN)):
+                file.seek(start)
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

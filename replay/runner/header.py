@@ -19,8 +19,8 @@ from replay.resolution.job_defaults import inputs_folder, shown
 from replay.resolution.resolve import frozen_text
 from replay.resolution.selection import Selection
 from replay.runner.states import Earlier
+from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import weights_line
-from replay.verdict.training_remarks import differences
 from replay.verdict.weight_check import SameWeights
 
 MOST_NAMED = 4  # in the header; run.json has all

@@ -22,14 +22,15 @@ from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.file_format.optimizer_step import Sample
 from replay.objective.inputs import ObjectiveInputs
 from replay.objective.inputs import Recorded as RecordedForObjective
-from replay.objective.objective import Objective
+from replay.objective.objective import Objective, may_count_after_padding, negated_mean, tokens_for
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import WindowWeights, may_count_after_padding, negated_mean, tokens_for
+from replay.options.spec import WindowWeights
 from replay.output.text import one_line
 from replay.resolution.windows import Round, weight_of
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
+from replay.runner.checkpoint import digest_of_inputs
 from replay.runner.first_uses import Expectations, with_second_run
 from replay.runner.meter import Meter
 from replay.runner.non_finite import Search
@@ -45,7 +46,6 @@ from replay.runner.observers import (
     TraceObserver,
 )
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, inputs_for, run_pass
-from replay.runner.states import digest_of_inputs
 from replay.tracing.writer import RunTrace
 from replay.verdict.job_values import (
     Recorded,

@@ -25,9 +25,9 @@ from replay.options.resolved import ATTENTION, By, ResolvedReplay
 from replay.resolution.job_defaults import DTYPES
 from replay.resolution.selection import Selection
 from replay.runlog.writer import versions
+from replay.runner.checkpoint import digest_of_weights
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenedActor, Replayer
-from replay.runner.states import digest_of_weights
 from replay.tolerances.difference import relative_difference, roundoff
 from replay.tolerances.job import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, Floor, bound_of, difference
 from replay.verdict.findings import Setting, dtypes_of

@@ -13,9 +13,9 @@ from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, Recorded
-from replay.objective.objective import Objective
+from replay.objective.objective import Objective, may_count_after_padding
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import ReplaySpec, may_count_after_padding
+from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_table
 from replay.output.text import short_names_differ
 from replay.resolution.resolve import resolve

@@ -24,7 +24,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook
-from replay.runner.checkpoint import Saver, SavingError, not_saved
+from replay.runner.checkpoint import Saver, SavingError, digest_of_weights, not_saved
 from replay.runner.header import Header, differences_from_job
 from replay.runner.meter import Meter
 from replay.runner.non_finite import first_non_finite
@@ -32,7 +32,7 @@ from replay.runner.replayer import ReopenedActor, ReopeningError, Replayer
 from replay.runner.reruns import Found, Reruns
 from replay.runner.result import Conclusion, Run, conclude
 from replay.runner.rounding_floor import Again
-from replay.runner.states import Earlier, digest_of_weights
+from replay.runner.states import Earlier
 from replay.runner.text import Console
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting

@@ -21,7 +21,7 @@ from replay.verdict.findings import (
     other_weighting,
 )
 from replay.verdict.job_values import MISSING_GRADIENT, GradientSamples, Recorded, Replayed, own_name
-from replay.verdict.training_remarks import differences
+from replay.verdict.optimizer_settings import differences
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 ROUTED = ("expert", "router", ".gate.")  # in names of parameters

@@ -17,7 +17,8 @@ from actor_init.inputs.packing import num_action_tokens, num_predicted_by_paddin
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, sampled_tokens
-from replay.options.spec import LossName, is_objective, tokens_for
+from replay.objective.objective import tokens_for
+from replay.options.spec import LossName, is_objective
 from replay.output.text import counted
 from replay.runlog.records import PassRecord
 from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS

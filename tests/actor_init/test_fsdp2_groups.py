@@ -17,7 +17,7 @@ from actor_init.spec import ActorSpec, Dtype, ParallelSpec
 from actor_init.weights import RandomWeights
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from replay.options.spec import default_folder
 
 TINY: dict[str, Any] = {

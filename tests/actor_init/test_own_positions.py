@@ -13,7 +13,7 @@ from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.own_positions import counts_columns, with_own_positions
 from actor_init.spec import ActorSpec, Dtype
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

@@ -16,7 +16,7 @@ from actor_init.attention.ring_attention import _visible_llama3, _visible_zigzag
 from actor_init.inputs.packing import actor_inputs, padded_to, sliced
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from replay.options.spec import default_folder
 from tests.helpers.ranks import run_ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from capture.file_format.optimizer_step import ParameterSamples
 from tests.broken_jobs.declarations import Job
 from tests.broken_jobs.effect import judged_steps

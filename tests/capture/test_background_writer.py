@@ -14,8 +14,8 @@ from capture.file_format.capture_file import encode_call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.record import background_writer
 from capture.record.background_writer import BackgroundWriter
+from capture.record.host_copy import copy_in_one
 from capture.record.parameter_sampler import ParameterSampler
-from capture.record.snapshot import copy_in_one
 
 SECONDS = 60
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])

@@ -22,7 +22,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line.cli import action_of, leave
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from tests.helpers.reference import Reference

@@ -24,7 +24,7 @@ import replay.runner.run
 import replay.watch.shutdown
 import replay.watch.watcher
 from replay.command_line.cli import run_and_leave
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.runner.replayer import Replayer
 from replay.watch.watcher import HELD_SECONDS, Watch, watching
 

@@ -13,7 +13,7 @@ from actor_init import actor
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.inputs.packing import ActorInputs, actor_inputs
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.tracing.trace_file import Kind
 
 BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins

@@ -17,7 +17,7 @@ from capture.file_format.capture_file import read_micro_batch
 from replay.command_line import cli
 from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
-from replay.runner.states import digest_of_inputs, digest_of_weights
+from replay.runner.checkpoint import digest_of_inputs, digest_of_weights
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.faulty_replay import DEVICE

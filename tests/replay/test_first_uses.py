@@ -15,7 +15,7 @@ from actor_init.declarations.attention import form_of
 from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
 from replay.runner import first_uses

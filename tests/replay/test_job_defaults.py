@@ -14,7 +14,7 @@ from actor_init.attention import kernel_choice
 from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
 from capture import recording
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from capture.record.job_facts import kernels_of
 from replay.options.resolved import KERNELS, By
 from replay.options.spec import ReplaySpec

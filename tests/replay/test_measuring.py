@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actor_init.optimizer import total_norm
 from replay.command_line.cli import main
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.runlog.records import PassRecord
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_time import at_the_meter

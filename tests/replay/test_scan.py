@@ -12,7 +12,8 @@ import torch
 
 from capture import capture_files
 from replay.command_line.cli import main
-from replay.options.spec import default_folder, negated_mean
+from replay.objective.objective import negated_mean
+from replay.options.spec import default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord

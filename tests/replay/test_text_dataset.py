@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from replay.commands.suite import inputs as suite_inputs
 from replay.commands.suite.inputs import prepare_inputs, write_texts
 from replay.commands.suite.plan import SuiteSpec

@@ -10,9 +10,10 @@ import pytest
 
 from actor_init.backends.protocol import open_backend
 from capture.file_format.actor_config import write_actor_config
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from replay.command_line.cli import main
-from replay.options.spec import default_folder, negated_mean
+from replay.objective.objective import negated_mean
+from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of

@@ -23,7 +23,8 @@ from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main
 from replay.commands.worst.measuring import Memory, memory_here
-from replay.options.spec import ReplaySpec, default_folder, negated_mean
+from replay.objective.objective import negated_mean
+from replay.options.spec import ReplaySpec, default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.profiling.prediction import Rows, fitted, read_shapes, spread

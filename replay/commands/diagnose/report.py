@@ -30,8 +30,9 @@ from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.commands.diagnose.checks import Case, examined
 from replay.commands.diagnose.untimed_actor import rows_of
+from replay.objective.objective import tokens_for
 from replay.options.option_parsing import spec_to_dict
-from replay.options.spec import ReplaySpec, tokens_for
+from replay.options.spec import ReplaySpec
 from replay.output.text import Check, Status, counted, engine_text, line
 from replay.resolution.job_defaults import find_source, from_job, settled
 from replay.resolution.selection import Selection, first_call, select

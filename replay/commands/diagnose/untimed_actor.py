@@ -17,7 +17,7 @@ from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
-from replay.options.spec import negated_mean
+from replay.objective.objective import negated_mean
 from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, PassObserver, inputs_for, run_pass
 from replay.watch.progress import Tracker

@@ -19,7 +19,7 @@ from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, odd_numbers, read_call
 from capture.file_format.end_record import not_recorded_in
-from capture.file_format.folder_layout import lone_files, segment_files
+from capture.file_format.listing import lone_files, segment_files
 from capture.file_format.manifest import damage_in
 from capture.file_format.micro_batch import CaptureError, NotReplayableError
 from capture.file_format.pass_record import COLUMN, HAS_TOKENS, IS_ODD, TRAINS, Counts, columns, time_of

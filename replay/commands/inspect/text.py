@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from capture.file_format.folder_layout import ranges_of
+from capture.file_format.listing import ranges_of
 from replay.commands.inspect.inspection import Inspection, Spread
 from replay.output.text import Columns, Pairs, counted, not_recorded, unreplayable
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from capture.file_format.capture_file import read_call
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import Tokens, redact_folder
 from replay.commands.minimise.cutting import Candidate, Shape, write_inputs
 from replay.commands.minimise.failure import OF_THE_JOB, Failure, Log

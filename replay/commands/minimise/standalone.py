@@ -23,11 +23,12 @@ from actor_init.own_positions import with_own_positions
 from actor_init.spec import Attention, UsageError
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import read_call
-from capture.file_format.folder_layout import capture_files
+from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.commands.minimise.failure import OF_THE_JOB, Failure, Kind, masked
+from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
-from replay.options.spec import USER_LOSS, ReplaySpec, tokens_for
+from replay.options.spec import USER_LOSS, ReplaySpec
 from replay.processes.launch import without_launcher
 
 SCRIPT, DATA = "repro.py", "repro.pt"

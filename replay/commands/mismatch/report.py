@@ -26,8 +26,9 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
 from replay.commands.mismatch.statistics import Mismatch, Tokens, WorstToken, mismatch_of, tokens_of, worst_tokens
 from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.objective import negated_mean
 from replay.options.option_parsing import spec_to_dict
-from replay.options.spec import ReplaySpec, negated_mean
+from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, counted, engine_text, short_names
 from replay.resolution.job_defaults import find_source

@@ -106,7 +106,7 @@ def _of_edges(here: Here, folder: Path) -> Here:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import documents_of
     from capture.file_format.capture_file import read_micro_batch
-    from capture.file_format.folder_layout import capture_files
+    from capture.file_format.listing import capture_files
 
     if here.is_custom:
         raise UsageError("nothing says how long the rows of a user's model may be")

@@ -15,19 +15,105 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, Job, ShapedInputs, until_interrupted
 from replay.campaign.executor import ThisMachine
-from replay.commands.recompiles.command import RecompilesConsole
-from replay.commands.recompiles.policies import Policy, RecompilesPlan, Result, actor_under, least_padding, own_options
+from replay.commands.recompiles.policies import (
+    Policy,
+    RecompilesPlan,
+    Result,
+    actor_under,
+    best,
+    least_padding,
+    own_options,
+    pays_from,
+)
 from replay.options.option_parsing import command_line, in_flags
+from replay.output.printing import open_console, print_line, print_pairs, print_table
+from replay.output.text import counted, damaged_files, milliseconds
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.profiling.prediction import Rows, Shape, rows_fed
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
+
+# Print what each policy of compiling took, and which to use.
+#
+# policy     graphs  recompiled  compiling s  padding  ms a pass  s for 1,000
+# off             0           0          0.0     0.0%      120.1        121.0
+# dynamic         1           0         11.2     0.0%       98.3        109.8
+#
+# recompiled automatic, 1 time: forward: N: tensor 'hidden_states' size mismatch at index 1. expected N, actual N
+# use        dynamic: --compile; off takes less for fewer than 513 passes
+
+MOST_REASONS = 3  # of a policy that are listed
+
+
+class RecompilesConsole:
+    def __init__(
+        self, command: str, num_inputs: int, damaged: Sequence[tuple[Path, str]], file: IO[str] | None = None
+    ) -> None:
+        self._out = open_console(file)
+        inputs = f"{counted(num_inputs, 'input')}, twice under each policy"
+        print_pairs(self._out, [("command", command), ("inputs", inputs), *damaged_files(damaged)])
+
+    def runs(self, policy: Policy) -> None:
+        print_pairs(self._out, [("runs", policy.value)])
+
+    def ended(self, result: Result) -> None:
+        if result.error:
+            print_pairs(self._out, [("failed", f"{result.policy}: {result.error}")])
+
+    def finish(self, results: Sequence[Result], num_passes: int, written: Path) -> None:
+        """Print the table, the guards that failed, and which policy to use."""
+        print_line(self._out)
+        plain = next((one.fed_tokens for one in results if one.policy is Policy.OFF), 0)
+        nets = [one.net_seconds(num_passes) for one in results]
+        print_table(
+            self._out,
+            {
+                "setting": [one.policy.value for one in results],
+                "graphs": [str(one.num_graphs) for one in results],
+                "recompiled": [str(sum(one.recompilations.values())) for one in results],
+                "compiling s": [f"{one.compile_seconds:,.1f}" for one in results],
+                "padding": [_padding(one, plain) for one in results],
+                "ms a pass": [milliseconds(one.pass_seconds) for one in results],
+                f"s for {num_passes:,}": ["-" if net is None else f"{net:,.1f}" for net in nets],
+            },
+        )
+        print_line(self._out)
+        for one in results:
+            reasons = list(one.recompilations.items())
+            pairs = [("recompiled", f"{one.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]]
+            rest = len(reasons) - MOST_REASONS
+            more = [("", f"{one.policy}: {counted(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
+            print_pairs(self._out, [*pairs, *more])
+        print_pairs(self._out, [*_advice(results, num_passes), ("written", str(written))])
+
+
+def _padding(one: Result, plain: int) -> str:
+    is_known = plain and one.pass_seconds is not None
+    return f"{max(0.0, one.fed_tokens / plain - 1):.1%}" if is_known else "-"
+
+
+def _advice(results: Sequence[Result], num_passes: int) -> list[tuple[str, str]]:
+    """Say which policy to use for so many passes, and from how many on it pays."""
+    chosen = best(results, num_passes)
+    if chosen is None:
+        return [("use", "not known: no policy replayed all inputs twice")]
+    if chosen.policy is Policy.OFF:
+        compiled = [(first, one) for one in results if (first := pays_from(one, chosen)) is not None]
+        first, one = min(compiled, key=lambda pair: pair[0], default=(0, chosen))
+        later = f"; {one.policy} takes less from {first:,} passes on" if compiled else "; none of the others is faster"
+        return [("use", f"off, no compiling, for {num_passes:,} passes{later}")]
+    off = next(one for one in results if one.policy is Policy.OFF)
+    first_pass = pays_from(chosen, off)
+    than = "" if first_pass is None else f"; off takes less for fewer than {first_pass:,} passes"
+    return [("use", f"{chosen.policy}: {chosen.options}{than}")]
+
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 _NUMBER = re.compile(r"\b\d+(/\d+)?\b")

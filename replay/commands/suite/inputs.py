@@ -16,7 +16,8 @@ from actor_init.spec import UsageError
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_capture_bytes, read_micro_batch, utc_time, write_call
-from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, capture_files
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
+from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError, Origin
 from replay.commands.suite.plan import SuiteSpec
 from replay.options.spec import LossName, default_folder

@@ -1,0 +1,56 @@
+"""Copy the job's tensors to host memory without waiting for a device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_MAX_PACKED_BYTES = 2**20  # of one tensor: copying more on the device costs more than another copy to the host
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+    """Begin copies that the job's later changes do not reach. Those from CUDA are complete after the events.
+
+    Small tensors of one device and dtype go in one copy: beginning one takes longer than it does.
+    """
+    copies: dict[str, Tensor] = {}
+    packs: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.is_cuda and tensor.nbytes <= _MAX_PACKED_BYTES and tensor.is_contiguous():
+            packs.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+        else:
+            copies[name] = _copy_to_host(tensor)
+    for pack in packs.values():
+        copies |= copy_in_one(pack)
+    events = []
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return copies, events
+
+
+def copy_in_one(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Begin to copy contiguous tensors of one device and dtype, by one copy to the host."""
+    if len(pack) == 1:
+        [(name, tensor)] = pack.items()
+        return {name: _copy_to_host(tensor)}
+    flat = _copy_to_host(torch.cat([tensor.view(-1) for tensor in pack.values()]))
+    copies, begin = {}, 0
+    for name, tensor in pack.items():
+        copies[name] = flat.as_strided(tensor.shape, tensor.stride(), begin)
+        begin += tensor.numel()
+    return copies
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", copy=True)
+
+
+def is_capturing_graph(tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether a CUDA graph is being recorded: then the tensors hold nothing yet that could be copied."""
+    return any(tensor.is_cuda for tensor in tensors.values()) and torch.cuda.is_current_stream_capturing()
