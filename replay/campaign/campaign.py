@@ -20,7 +20,6 @@ import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -28,10 +27,9 @@ from actor_init.as_json import from_json, json_bytes, parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.campaign.executor import Executor
-from replay.options.option_parsing import NOT_WITH_CONTINUE, Action, in_flags, refuse_typed
-from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, check_left_by
+from replay.options.option_parsing import in_flags
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.processes.launch import refuse_launcher
 from replay.processes.pool import REFUSED, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
 from replay.profiling.prediction import Shape, read_shapes
 from replay.resolution.selection import Selection, select
@@ -311,27 +309,6 @@ def until_interrupted() -> Iterator[Interruption]:
             yield interruption
     except KeyboardInterrupt:
         interruption.happened = True
-
-
-# Go on with the campaign that a command left in a folder, as `--continue` asks.
-
-
-def going_on(command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, **named: Any) -> Action:
-    """Return the work of --continue: `go_on(folder, *arguments, **named)` of the command's `runs.py`.
-
-    typed  the options that it takes from the folder, by parameter name
-
-    Raises UsageError if one of these was given, not None.
-    """
-    refuse_typed(typed, NOT_WITH_CONTINUE)
-
-    def go_on() -> int:
-        refuse_launcher(command)
-        check_left_by(command, folder)
-        runs = import_module(f"replay.{command}.runs")  # torch and the like, which take seconds
-        return int(runs.go_on(folder, *arguments, **named))
-
-    return go_on
 
 
 # Read the shapes of the inputs that a campaign replays in an order of its own.

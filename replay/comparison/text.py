@@ -9,7 +9,10 @@ from replay.tracing.trace_file import Kind
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
     from replay.tracing.first_difference import FirstDifference
+from collections.abc import Sequence
+from pathlib import Path
 
+from replay.output.printing import open_console, print_line, print_pairs, print_table
 
 UNITS = {"seconds": "ms", "bytes": "GiB"}
 
@@ -107,3 +110,23 @@ def parting(one: "FirstDifference | None") -> str:
         by = f"{one.relative:.3g} of the tokens differ"
     behind = f"{one.num_following_beyond} of the {counted(one.num_following, 'tensor')} behind it leave theirs too"
     return f"{one.kind}, {one.name} {one.what}{where}: {by}; {behind}"
+
+
+# Print the answer to `replay compare`.
+
+
+def print_comparison(comparison: Comparison, *, written: Sequence[Path], full_names: bool = False) -> None:
+    """Print the answer to `replay compare`; docs/compare.md shows one."""
+    out = open_console()
+    print_pairs(out, other_work(comparison))
+    print_pairs(out, compared_runs(comparison))
+    print_line(out)
+    if comparison.settings:
+        print_table(out, setting_table(comparison))
+        print_line(out)
+    print_table(out, difference_table(comparison, full_names=full_names))
+    print_line(out)
+    print_pairs(out, remarks(comparison))
+    print_pairs(out, partings(comparison, full_names=full_names))
+    print_pairs(out, verdicts(comparison))
+    print_pairs(out, [("written", str(path)) for path in written])

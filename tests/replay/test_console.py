@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from actor_init.declarations.backends import BACKENDS
-from replay.commands.inspect.command import print_inspection
 from replay.commands.inspect.inspection import Inspection, KindFacts, Spread
+from replay.commands.inspect.text import print_inspection
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
 from replay.resolution.selection import Selection

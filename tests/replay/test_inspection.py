@@ -21,8 +21,8 @@ from capture.cli import main
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.record.retention import Keep
 from replay.commands.inspect import text as wording
-from replay.commands.inspect.command import print_inspection
 from replay.commands.inspect.inspection import Spread, inspect_folder
+from replay.commands.inspect.text import print_inspection
 from tests.helpers.doomed_jobs import TinyModel
 from tests.helpers.made_captures import damage, write_config, write_pass
 

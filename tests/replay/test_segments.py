@@ -14,8 +14,8 @@ from capture.cli import main
 from capture.file_format.capture_file import Call, read_call
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
 from replay.command_line.cli import main as replay_main
-from replay.commands.inspect.command import print_inspection
 from replay.commands.inspect.inspection import MOST_ODD, Inspection, inspect_folder
+from replay.commands.inspect.text import print_inspection
 from replay.options.spec import InputsSpec, Passes, ReplaySpec, default_folder
 from replay.processes.child_job import ChildJob
 from replay.resolution import selection

@@ -7,30 +7,8 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import UsageError
-from replay.comparison import text as wording
-from replay.comparison.comparison import Comparison
 from replay.options.option_parsing import Action
 from replay.options.spec import check_log
-from replay.output.printing import open_console, print_line, print_pairs, print_table
-
-# Print the answer to `replay compare`.
-
-
-def print_comparison(comparison: Comparison, *, written: Sequence[Path], full_names: bool = False) -> None:
-    """Print the answer to `replay compare`; docs/compare.md shows one."""
-    out = open_console()
-    print_pairs(out, wording.other_work(comparison))
-    print_pairs(out, wording.compared_runs(comparison))
-    print_line(out)
-    if comparison.settings:
-        print_table(out, wording.setting_table(comparison))
-        print_line(out)
-    print_table(out, wording.difference_table(comparison, full_names=full_names))
-    print_line(out)
-    print_pairs(out, wording.remarks(comparison))
-    print_pairs(out, wording.partings(comparison, full_names=full_names))
-    print_pairs(out, wording.verdicts(comparison))
-    print_pairs(out, [("written", str(path)) for path in written])
 
 
 def compare(
@@ -62,8 +40,8 @@ def _compare(
     for log in logs:
         check_log(log)
     from actor_init.as_json import json_bytes
-    from replay.commands.compare.command import print_comparison
     from replay.comparison.comparison import Comparison
+    from replay.comparison.text import print_comparison
 
     if plot is not None:
         from replay.comparison.plot import check_plot, draw

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import going_on
+from replay.campaign.going_on import going_on
 from replay.options.option_parsing import Action, Toggle, refuse_typed, replay_spec, with_options
 from replay.options.spec import check_inputs, check_left_by
 from replay.processes.launch import refuse_launcher

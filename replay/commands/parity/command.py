@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from replay.campaign.campaign import going_on
+from replay.campaign.going_on import going_on
 from replay.options.option_parsing import Action, replay_spec, with_options
 from replay.options.ray_options import AddressOption, LauncherOption, ray_options
 from replay.options.spec import check_inputs

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import going_on
+from replay.campaign.going_on import going_on
 from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, sizes_of
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.options.spec import check_inputs

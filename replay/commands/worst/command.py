@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from replay.campaign.campaign import going_on
+from replay.campaign.going_on import going_on
 from replay.commands.worst.configuration import WorstPlan
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.options.spec import check_inputs

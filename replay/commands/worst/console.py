@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.commands.worst.configuration import Bounds, Configuration
+from replay.commands.worst.configuration import Configuration
+from replay.commands.worst.configuration_costs import Bounds
 from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ

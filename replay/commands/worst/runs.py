@@ -17,7 +17,8 @@ from typing import Any
 from actor_init.spec import ActorSpec, UsageError
 from replay.campaign.campaign import Campaign, ShapedInputs, until_interrupted
 from replay.campaign.executor import ThisMachine
-from replay.commands.worst.configuration import Bounds, Configuration, WorstPlan, predict_configuration
+from replay.commands.worst.configuration import Configuration, WorstPlan
+from replay.commands.worst.configuration_costs import Bounds, predict_configuration
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room, measure, memory_here
 from replay.options.option_parsing import command_line, in_flags

@@ -1,0 +1,150 @@
+"""Predict a configuration that was not measured, from what one rank measured.
+
+num-layers  every phase of an input grows by the same seconds and bytes with each layer, known from two numbers of them
+zero-stage  one rank can run it, so it is measured
+ranks       what data ranks share is divided by them: bytes for each parameter, as the backend declares them
+ring        a rank has its share of a row's tokens
+tp          weights are divided; of the rest it is not known what is. So a lower and an upper bound
+
+Communication between ranks, and what it holds meanwhile, is not measured: seconds are without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends.declaration import Holding
+from actor_init.model import count_parameters
+from actor_init.spec import ActorSpec, UsageError
+from replay.commands.worst.configuration import Configuration
+from replay.options.spec import ReplaySpec
+from replay.profiling.prediction import Cost, Measured, Model, Shape
+from replay.resolution.job_defaults import find_source
+
+
+class Measure(Protocol):
+    """Measures the chosen inputs with an actor of one rank, always the same ones in the same order."""
+
+    def __call__(self, actor: ActorSpec) -> Sequence[Measured]: ...
+
+
+class HeldBytes(Protocol):
+    def __call__(self, *, gradients: bool) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The least and the most that a pass is predicted to cost; the same where nothing is left open."""
+
+    least: Cost
+    most: Cost
+
+    def nearest(self, measured: Cost) -> Cost:
+        """Return the prediction that is nearest to what was measured."""
+        return Cost(
+            seconds={name: self._within("seconds", name, value) for name, value in measured.seconds.items()},
+            peaks={name: self._within("peaks", name, value) for name, value in measured.peaks.items()},
+        )
+
+    def _within(self, quantity: str, name: str, value: float) -> float:
+        least, most = getattr(self.least, quantity)[name], getattr(self.most, quantity)[name]
+        return float(min(max(value, least), most))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherModel:
+    """Predicts another configuration's passes."""
+
+    other: Configuration
+    model: Model  # of one rank's passes
+    num_layers: int
+    num_parameters: int
+    holding: Holding
+    accumulates: bool
+
+    def bounds(self, shapes: Sequence[Shape]) -> Bounds | None:
+        """Predict the pass in which each data rank is fed one of `shapes`; None if no pass of its kind was measured."""
+        costs = [cost for shape in shapes if (cost := self._cost(shape)) is not None]
+        if len(costs) < len(shapes):
+            return None
+        whole = _most(costs)
+        tp = self.other.actor.parallel.tp
+        if tp == 1:
+            return Bounds(least=whole, most=whole)
+        return Bounds(
+            least=Cost(
+                seconds={name: value / tp for name, value in whole.seconds.items()},
+                peaks={name: value / tp for name, value in whole.peaks.items()},
+            ),
+            most=Cost(seconds=whole.seconds, peaks=self._less(whole.peaks, 1 - 1 / tp, self._on_a_rank)),
+        )
+
+    def _cost(self, shape: Shape) -> Cost | None:
+        cost = self.model.cost(shape, ring=self.other.actor.parallel.ring)
+        if cost is None:
+            return None
+        share = 1 - 1 / self.other.ranks
+        return Cost(seconds=cost.seconds, peaks=self._less(cost.peaks, share, self.holding.shared.bytes))
+
+    def _on_a_rank(self, *, gradients: bool) -> float:
+        """Return the bytes for each parameter that one of the data ranks holds."""
+        alone, shared = (held.bytes(gradients=gradients) for held in (self.holding.alone, self.holding.shared))
+        return alone - shared * (1 - 1 / self.other.ranks)
+
+    def _less(self, peaks: Mapping[str, float], share: float, held: HeldBytes) -> dict[str, float]:
+        """Return the peaks without that share of what is held."""
+        before, later = (self.num_parameters * held(gradients=with_them) for with_them in (self.accumulates, True))
+        return {name: peak - share * (before if name == "forward" else later) for name, peak in peaks.items()}
+
+
+def predict_configuration(
+    other: Configuration, spec: ReplaySpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
+) -> OtherModel:
+    """Measure as much of another configuration as one rank can run, and return what predicts its passes.
+
+    base         measured with the actor of `spec`
+    accumulates  passes begin with a gradient
+
+    Raises UsageError for a number of layers that the model does not have.
+    """
+    source = find_source(replace(spec, actor=replace(other.actor, parallel=spec.actor.parallel)))
+    if source.adapter is not None and (other.ranks > 1 or other.actor.parallel.tp > 1):
+        raise UsageError(f"--predict {other.text!r}: ranks and tp are predicted for models without an adapter alone")
+    measured_layers = num_layers_of(spec)
+    num_layers = source.config.get_text_config().num_hidden_layers
+    measured = base if other.alone == spec.actor else measure(other.alone)
+    if num_layers != measured_layers:
+        fewer = measured_layers // 2 or 2
+        more = measure(replace(other.alone, num_layers=fewer))
+        share = (num_layers - measured_layers) / (fewer - measured_layers)
+        measured = [_extrapolated(one, another, share) for one, another in zip(measured, more, strict=True)]
+    return OtherModel(
+        other=other,
+        model=Model.of(measured),
+        num_layers=num_layers,
+        num_parameters=count_parameters(source.config),
+        holding=declaration_of(spec.actor.backend).holding(other.alone, spec.measure.step),
+        accumulates=accumulates,
+    )
+
+
+def num_layers_of(spec: ReplaySpec) -> int:
+    return int(find_source(spec).config.get_text_config().num_hidden_layers)
+
+
+def _extrapolated(one: Measured, other: Measured, share: float) -> Measured:
+    """Return the cost on the line from one to the other, so many times their distance from the first."""
+    seconds, peaks = (
+        {name: before[name] + share * (after[name] - before[name]) for name in before}
+        for before, after in ((one.cost.seconds, other.cost.seconds), (one.cost.peaks, other.cost.peaks))
+    )
+    return replace(one, cost=Cost(seconds=seconds, peaks=peaks))
+
+
+def _most(costs: Sequence[Cost]) -> Cost:
+    """Return the most of each phase: a pass takes as long as its slowest rank."""
+    return Cost(
+        seconds={name: max(cost.seconds[name] for cost in costs) for name in costs[0].seconds},
+        peaks={name: max(cost.peaks[name] for cost in costs) for name in costs[0].peaks},
+    )
