@@ -22,7 +22,7 @@ _HOMES = {
     "MicroBatch": "capture.file_format.micro_batch",
     "Origin": "capture.file_format.micro_batch",
     "Recorder": "capture.record.recorder",
-    "capture_files": "capture.file_format.folder_layout",
+    "capture_files": "capture.file_format.listing",
     "note": "capture.record.recorder",
     "note_next": "capture.record.recorder",
     "read_actor_config": "capture.file_format.actor_config",
