@@ -88,7 +88,9 @@ def find_model(
     if spec.model is None:
         if captured is None:
             given = Setting("model")
-            advice = f"Try: {given.of(_preset_names()[0])}, or {given} <folder, config.json or FILE.py:function>"
+            advice = (
+                f"Try: {given.with_value(_preset_names()[0])}, or {given} <folder, config.json or FILE.py:function>"
+            )
             raise UsageError(f"no actor.json beside the inputs says which model they came from. {advice}")
         values, name = dict(captured), captured_name
     elif spec.model in _preset_names():

@@ -93,15 +93,15 @@ class ParallelSpec:
     def __post_init__(self) -> None:
         tp, ring = Setting("tp"), Setting("ring")
         if self.tp == 1 and self.sequence_parallel:
-            why, advice = f"shards over the ranks of {tp}", f"Try: {tp.of(2)} {SEQUENCE_PARALLEL}"
+            why, advice = f"shards over the ranks of {tp}", f"Try: {tp.with_value(2)} {SEQUENCE_PARALLEL}"
             raise UsageError(SEQUENCE_PARALLEL, why, advice)
         if self.ring == 1 and self.ring_head_stride is not None:
             stride = Setting("ring_head_stride")
-            advice = f"Try: {ring.of(2)} {stride.of(self.ring_head_stride)}"
+            advice = f"Try: {ring.with_value(2)} {stride.with_value(self.ring_head_stride)}"
             raise UsageError(stride, f"is a setting of {ring}", advice)
         if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
             given = Setting("tp_plan", self.tp_plan)
-            raise UsageError(given, f"is a plan for {tp}", f"Try: {tp.of(2)} {given}")
+            raise UsageError(given, f"is a plan for {tp}", f"Try: {tp.with_value(2)} {given}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,19 +300,21 @@ class ActorSpec:
             raise UsageError(ring, f"slices packed rows, and {PADDED} leaves none", advice)
         if kernel is not None and kernel.slices is None:
             first, *others = (other.word for other in KERNELS.values() if other.slices is not None)
-            advice = f"Try: {', or '.join([f'{ring} {attention.of(first)}', *others])}"
+            advice = f"Try: {', or '.join([f'{ring} {attention.with_value(first)}', *others])}"
             raise UsageError(attention, "has no ring", advice)
 
     def _refuse_what_a_custom_model_lacks(self) -> None:
         model = Setting("model", self.model)
         if not self.is_custom:
             if (self.model or "").endswith((".py", ".py:")):
-                advice = f"Try: {model.of((self.model or '').removesuffix(':') + ':FUNCTION')}"
+                advice = f"Try: {model.with_value((self.model or '').removesuffix(':') + ':FUNCTION')}"
                 raise UsageError(model, "names no function", advice)
-            custom = model.of("FILE.py:function")
+            custom = model.with_value("FILE.py:function")
             if self.weights is not None:
                 weights = Setting("weights", self.weights)
-                folder = f", or for transformers' models {model.of(self.weights)}" if self.weights.is_dir() else ""
+                folder = (
+                    f", or for transformers' models {model.with_value(self.weights)}" if self.weights.is_dir() else ""
+                )
                 raise UsageError(weights, f"is for {custom}", f"Try: {custom} {weights}{folder}")
             if self.blocks is not None:
                 raise UsageError(Setting("blocks", self.blocks), f"is for {custom}", "Leave it out")
@@ -351,7 +353,7 @@ class ActorSpec:
         for name, value in wrong.items():
             if value is not None:
                 optimizer = Setting("optimizer", self.optimizer)
-                other = optimizer.of(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
+                other = optimizer.with_value(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
                 given = Setting(name, int(value) if float(value).is_integer() else value)
                 raise UsageError(given, f"is no setting of {optimizer}", f"Try: {other}")
 
@@ -361,30 +363,30 @@ class ActorSpec:
         if declared.shards and stage is not None and stage not in declared.stages:
             which = " and ".join(f"{number} ({what})" for number, what in declared.stages.items())
             given = Setting("zero_stage", stage)
-            others = "".join(f", or {backend.of(one)}" for one in names_of(lambda one: stage in one.stages)[:1])
-            advice = f"Try: {backend} {given.of(declared.default_stage)}{others}"
+            others = "".join(f", or {backend.with_value(one)}" for one in names_of(lambda one: stage in one.stages)[:1])
+            advice = f"Try: {backend} {given.with_value(declared.default_stage)}{others}"
             raise UsageError(given, f"does not exist under {name}, which has {which}", advice)
         if self.deepspeed_config is not None and "deepspeed_config" not in declared.own_options:
             owner, *_ = _takers("deepspeed_config")
             given, advice = (
                 Setting("deepspeed_config", self.deepspeed_config),
-                f"Try: {backend.of(owner)}, or leave it out",
+                f"Try: {backend.with_value(owner)}, or leave it out",
             )
             raise UsageError(given, f"is {owner}'s, and the backend is {name}", advice)
         self._refuse_sharding(declared)
         if self.compile not in (Compile.OFF, Compile.BLOCKS, *declared.compilers):
             owner, *_ = _compiling(self.compile)
             given = Setting("compile", self.compile)
-            advice = f"Try: {backend.of(owner)} {given}, or {given.of(Compile.BLOCKS)}"
+            advice = f"Try: {backend.with_value(owner)} {given}, or {given.with_value(Compile.BLOCKS)}"
             raise UsageError(given, f"belongs to {owner}", advice)
         if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
             owner, *_ = _takers("sequence_parallel")
-            advice = f"Try: {backend.of(owner)}"
+            advice = f"Try: {backend.with_value(owner)}"
             raise UsageError(SEQUENCE_PARALLEL, f"is not there for {name}", advice)
         if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
             owner, *_ = _takers("tp_plan")
             given = Setting("tp_plan", self.parallel.tp_plan)
-            advice = f"Try: {backend.of(owner)}, or no {Setting('tp_plan')}"
+            advice = f"Try: {backend.with_value(owner)}, or no {Setting('tp_plan')}"
             raise UsageError(given, f"is {owner}'s", advice)
 
     def _refuse_sharding(self, declared: Declaration) -> None:
@@ -403,7 +405,7 @@ class ActorSpec:
                 why = f"is not there for {name}"
                 if not declared.shards:
                     why = f"shards, and under {name} every rank holds the whole model and its own inputs"
-                advice = [*(f"{backend.of(other)} {given}" for other in others[:1]), f"{backend} alone"]
+                advice = [*(f"{backend.with_value(other)} {given}" for other in others[:1]), f"{backend} alone"]
                 raise UsageError(given, why, f"Try: {', or '.join(advice)}")
 
     @property

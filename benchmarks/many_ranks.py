@@ -32,11 +32,11 @@ from benchmarks.capture_kill import TinyModel
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import encode_call, read_call
-from capture.file_format.listing import listed
+from capture.file_format.listing import list_captures
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import Origin
-from capture.file_format.pass_record import RECORD_BYTES
 from capture.file_format.segment import index_of
+from capture.file_format.segment_record import RECORD_BYTES
 
 PASS_BYTES = 16_384  # from one pass to the next, in made segments
 BEGINNING = 1_760_000_000_000_000
@@ -88,7 +88,7 @@ def look_at_many(folder: Path, *, num_ranks: int, num_passes: int) -> None:
             f"replay inspect {what}: {took:.2f} s, {processor:.2f} s of processors, {peak / 1e6:.0f} MB at most so far"
         )
     began = time.perf_counter()
-    captures = listed(folder)
+    captures = list_captures(folder)
     print(
         f"listed for a selection: {len(captures):,} in {time.perf_counter() - began:.2f} s, "
         f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB at most"
@@ -110,7 +110,7 @@ def make_segment(folder: Path, rank: int, num_ranks: int, num_passes: int) -> No
     home = folder / f"rank{rank}"
     home.mkdir()
     path = home / f"segment_rank{rank}_made_000001.seg"
-    begin = len(head.packed())
+    begin = len(head.pack())
     records = bytearray()
     for number in range(num_passes):
         is_real = number == 0
@@ -122,11 +122,11 @@ def make_segment(folder: Path, rank: int, num_ranks: int, num_passes: int) -> No
             number=number,
             time=BEGINNING + number * 1000,
             trains=number % 4 != 3,
-        ).packed()
+        ).pack()
     with open(path, "wb") as file:
-        file.write(head.packed() + records[:RECORD_BYTES] + data)
+        file.write(head.pack() + records[:RECORD_BYTES] + data)
         file.truncate(begin + num_passes * PASS_BYTES)
-    index_of(path).write_bytes(head.packed() + records)
+    index_of(path).write_bytes(head.pack() + records)
 
 
 def used() -> float:

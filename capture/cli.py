@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from capture.facts import FactError, Setting, flag_of, worded
+from capture.facts import FactError, Setting, flag_of, spell_settings
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
@@ -203,7 +203,7 @@ def in_flags(error: Exception) -> str:
         flag = flags.get(setting.name, flag_of(setting.name))
         return f"{flag} {setting.value}" if setting.has_value else flag
 
-    return worded(error.text if isinstance(error, FactError) else str(error), as_typed)
+    return spell_settings(error.text if isinstance(error, FactError) else str(error), as_typed)
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -217,7 +217,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from capture.file_format.listing import ranges_of
+    from capture.file_format.listing import format_ranges
     from capture.file_format.manifest import check_folder
 
     result = check_folder(parsed.folder)
@@ -237,7 +237,7 @@ def _check(parsed: argparse.Namespace) -> int:
     if number := len(result.unreplayable):
         print(f"no replay  {number} of them cannot be replayed: {result.unreplayable[0]}")
     if missing := result.missing_ranks:
-        print(f"no pass    of rank{'s' * (len(missing) > 1)} {ranges_of(missing)} of the job's {result.world_size}")
+        print(f"no pass    of rank{'s' * (len(missing) > 1)} {format_ranges(missing)} of the job's {result.world_size}")
     for reason in result.damaged.values():
         print(f"damaged    {reason}")
     for name in result.missing:

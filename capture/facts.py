@@ -30,7 +30,7 @@ class Setting:
         plain = self.value if isinstance(self.value, (bool, int, float)) else str(self.value)
         return f"⟨{self.name}={json.dumps(plain)}⟩"
 
-    def of(self, value: Any) -> "Setting":
+    def with_value(self, value: Any) -> "Setting":
         """Return the setting with another value."""
         return Setting(self.name, value)
 
@@ -43,9 +43,9 @@ class Setting:
         return f"{self.name}={self.value!r}" if self.has_value else self.name
 
 
-def worded(text: str, words: Callable[[Setting], str]) -> str:
+def spell_settings(text: str, words: Callable[[Setting], str]) -> str:
     """Return a sentence in which `words` names the settings."""
-    return MARK.sub(lambda mark: _in_words(mark, words), text)
+    return MARK.sub(lambda mark: _spell_setting(mark, words), text)
 
 
 def flag_of(name: str) -> str:
@@ -53,7 +53,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _in_words(mark: re.Match[str], words: Callable[[Setting], str]) -> str:
+def _spell_setting(mark: re.Match[str], words: Callable[[Setting], str]) -> str:
     name, value = mark.groups()
     try:
         return words(Setting(name, None if value is None else json.loads(value)))
@@ -78,7 +78,7 @@ class FactError(ValueError):
         return cls(Setting(name), f"{value!r} is not allowed", advice)
 
     @classmethod
-    def excluding(cls, first: Setting, second: Setting) -> "FactError":
+    def mutually_exclusive(cls, first: Setting, second: Setting) -> "FactError":
         """Return the error of two settings that were given together."""
         return cls(first, f"and {second} exclude each other", "Give one of the two")
 
@@ -90,4 +90,4 @@ class FactError(ValueError):
 
     def __str__(self) -> str:
         """Return the sentence as Python code would name the settings."""
-        return worded(self.text.replace("⟩ ⟨", "⟩, ⟨"), lambda setting: setting.in_python)
+        return spell_settings(self.text.replace("⟩ ⟨", "⟩, ⟨"), lambda setting: setting.in_python)

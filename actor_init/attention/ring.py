@@ -114,7 +114,7 @@ def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
     if heads % parallel.ring_head_stride:
         possible = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
         stride, why = Setting("ring_head_stride"), f"does not divide the {heads} key-value heads of a rank"
-        raise UsageError(stride.of(parallel.ring_head_stride), why, f"Try: {stride} with one of {possible}")
+        raise UsageError(stride.with_value(parallel.ring_head_stride), why, f"Try: {stride} with one of {possible}")
 
 
 def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

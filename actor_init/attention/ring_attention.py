@@ -280,4 +280,4 @@ def _logits(model: Callable[..., Any], ids_L: Tensor, alone: EachAlone) -> Tenso
 
 def _refuse(config: PretrainedConfig, why: str) -> None:
     ring = Setting("ring")
-    raise UsageError(ring, f"cannot slice a {config.model_type}: {why}", f"Try: {ring.of(1)}")
+    raise UsageError(ring, f"cannot slice a {config.model_type}: {why}", f"Try: {ring.with_value(1)}")

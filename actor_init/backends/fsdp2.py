@@ -227,7 +227,9 @@ def check_streams(device: torch.device) -> None:
     """Raise UsageError on a CPU whose streams lack what `fully_shard` calls, as in torch 2.6."""
     if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         backend, why = Setting("backend"), f"on a CPU needs a later torch than {torch.__version__}, as 2.8"
-        raise UsageError(backend.of("fsdp2"), why, f"Try: {backend.of('ddp')}, or {backend.of('deepspeed')}")
+        raise UsageError(
+            backend.with_value("fsdp2"), why, f"Try: {backend.with_value('ddp')}, or {backend.with_value('deepspeed')}"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
     if spec.kernels is Kernels.FUSED and "kernels" not in opened.facts():
         opened.close()
         fused = Setting("kernels", Kernels.FUSED)
-        raise UsageError(fused, f"is not there for {spec.backend}", f"Try: {fused.of(Kernels.MODEL)}")
+        raise UsageError(fused, f"is not there for {spec.backend}", f"Try: {fused.with_value(Kernels.MODEL)}")
     return opened
 
 

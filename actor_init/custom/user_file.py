@@ -44,9 +44,9 @@ class UserFunction:
             source = file.read_bytes()
         except OSError as error:
             given = Setting(setting, f"{file}:{function}")
-            advice = f"Give {given.of('FILE.py:FUNCTION')}"
+            advice = f"Give {given.with_value('FILE.py:FUNCTION')}"
             if setting == MODEL:
-                advice = f"Try: {given.of('FILE.py:function')}, where function() returns the module"
+                advice = f"Try: {given.with_value('FILE.py:function')}, where function() returns the module"
             raise UsageError(given, f": {file.absolute()}: {error.strerror}", advice) from None
         sha256 = hashlib.sha256(source).hexdigest()
         opened = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)

@@ -36,7 +36,7 @@ def check_liger(kernels: Kernels, where: torch.device) -> None:
     """Raise UsageError for --kernels fused where Liger's kernels cannot run."""
     if kernels is Kernels.FUSED and (lack := lack_of_liger(where)):
         fused = Setting("kernels", Kernels.FUSED)
-        raise UsageError(fused, f"is Liger's, which {lack}", f"Try: {fused.of(Kernels.MODEL)}")
+        raise UsageError(fused, f"is Liger's, which {lack}", f"Try: {fused.with_value(Kernels.MODEL)}")
 
 
 def liger_version() -> str:

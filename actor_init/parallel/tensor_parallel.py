@@ -63,8 +63,8 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
     """
     if not packing and TorchVersion(torch.__version__) < GATHERS_IN_ONE_PIECE:
         why = f"with {PADDED} needs torch {GATHERS_IN_ONE_PIECE}, and this is {torch.__version__}"
-        raise UsageError(SEQUENCE_PARALLEL, why, f"Try: {PACKED}, or {SEQUENCE_PARALLEL.of(False)}")
-    advice = f"Try: {SEQUENCE_PARALLEL.of(False)}"
+        raise UsageError(SEQUENCE_PARALLEL, why, f"Try: {PACKED}, or {SEQUENCE_PARALLEL.with_value(False)}")
+    advice = f"Try: {SEQUENCE_PARALLEL.with_value(False)}"
     if plan.gathered:
         why = f"needs a plan that splits all of a layer, and {type(model).__name__} has none"
         raise UsageError(SEQUENCE_PARALLEL, why, advice)

@@ -74,7 +74,7 @@ def find_plan(model: PreTrainedModel, wanted: TpPlan, tp: int = 1) -> Plan:
     builtin_gap = _head_gap(model, named=False) or _gap(model, builtin)
     if wanted is TpPlan.MODEL and own_gap:
         given = Setting("tp_plan", TpPlan.MODEL)
-        advice = f"Try: {given.of(TpPlan.AUTO if builtin_gap else TpPlan.BUILTIN)}"
+        advice = f"Try: {given.with_value(TpPlan.AUTO if builtin_gap else TpPlan.BUILTIN)}"
         raise UsageError(given, f": transformers' plan for {name} {own_gap}", advice)
     if wanted is not TpPlan.BUILTIN and not own_gap:
         return Plan(splits={key: Split(style) for key, style in own.items()}, origin=f"transformers' for {name}")

@@ -136,7 +136,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
         return replace(padded, refusal=UsageError(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
-        advice = f"Try: {PACKED.of(False)}, or neither: rows are padded by themselves"
+        advice = f"Try: {PACKED.with_value(False)}, or neither: rows are padded by themselves"
         return replace(padded, refusal=UsageError(PACKED, f": {why}", advice))
     return padded
 

@@ -32,7 +32,7 @@ MAX_SHARD_SIZE = "5GB"
 def check_folder(folder: Path, setting: str) -> None:
     """Raise UsageError unless `folder`, the value of the setting, can be created, or exists and is empty."""
     given = Setting(setting, folder)
-    advice = f"Try: {given.of(f'{folder}-2')}"
+    advice = f"Try: {given.with_value(f'{folder}-2')}"
     if folder.is_dir():
         if any(folder.iterdir()):
             raise UsageError(given, "is not empty, and is never overwritten", advice)

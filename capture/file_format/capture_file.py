@@ -49,10 +49,10 @@ from capture.file_format.micro_batch import (
     misfit,
 )
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
-from capture.file_format.pass_record import Counts, PassRecord, microseconds_of, window_digest
 from capture.file_format.safe_unpickler import NamesAClassError, load_plain, plain_copy
 from capture.file_format.saved_tensors import read_legacy
 from capture.file_format.segment import Head, pass_bytes
+from capture.file_format.segment_record import Counts, SegmentRecord, digest_window, to_microseconds
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,
     Body,
@@ -146,7 +146,7 @@ class Call:
 
     def counts(self) -> Counts | None:
         """Count rows and tokens; None for a call with embeddings in the place of token ids. Raises CaptureError."""
-        return None if is_of_embeddings(self.tensors) else Counts.of(self.micro_batch())
+        return None if is_of_embeddings(self.tensors) else Counts.from_batch(self.micro_batch())
 
     def write(self, folder: str | Path) -> Path:
         """Write the call as a new file of format 1 and return its path. Raises what `write_call` does."""
@@ -224,22 +224,22 @@ class EncodedCall:
             del self.body["notes"]
         return refused
 
-    def record(self) -> PassRecord:
+    def record(self) -> SegmentRecord:
         """Describe the call as a segment's index does, without its place, length and checksum."""
         step = json.loads(self.body["step"]) if "step" in self.body else None
-        return PassRecord(
+        return SegmentRecord(
             offset=0,
             num_bytes=0,
             crc32=0,
             number=self.step,
-            time=microseconds_of(self.time),
+            time=to_microseconds(self.time),
             forward=self.body["origin"]["step"],
             trains=self.body["trains"],
             counts=self.counts,
-            has_odd_number=bool(odd_numbers(self.body.get("outputs", {}))),
+            has_non_finite=bool(find_non_finite(self.body.get("outputs", {}))),
             has_gradients=step is not None and step["gradients"] is not None,
             optimizer_step=self.body.get("optimizer_step"),
-            window=None if step is None else window_digest(step["passes"]),
+            window=None if step is None else digest_window(step["passes"]),
         )
 
     def head(self) -> Head:
@@ -308,7 +308,7 @@ def encode_call(
         body["optimizer_step"] = optimizer_step
     if recording is not None:
         body["recording"] = recording
-    counts = None if batch is None else Counts.of(batch)
+    counts = None if batch is None else Counts.from_batch(batch)
     encoded = EncodedCall(rank=origin.rank or 0, step=origin.step or 0, time=time, body=body, counts=counts)
     _check_readable(encoded, name)
     return encoded
@@ -419,7 +419,7 @@ def read_capture_bytes(path: Path) -> bytes:
     return (pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
 
 
-def odd_numbers(outputs: Mapping[str, Output]) -> dict[str, float]:
+def find_non_finite(outputs: Mapping[str, Output]) -> dict[str, float]:
     """Return the outputs that are numbers and not finite."""
     return {name: value for name, value in outputs.items() if isinstance(value, float) and not math.isfinite(value)}
 

@@ -15,7 +15,7 @@ from typing import Any
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, Call, read_call
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in
-from capture.file_format.listing import lone_files, segment_files
+from capture.file_format.listing import list_segment_files, list_single_pass_files
 from capture.file_format.micro_batch import BY_EMBEDDINGS, CaptureError, is_of_embeddings
 from capture.file_format.segment import INDEX_SUFFIX, Segment, is_whole
 
@@ -141,7 +141,7 @@ def check_folder(folder: Path) -> FolderCheck:
 
     A file of one pass is decoded; of a pass in a segment the bytes are compared with its checksum.
     """
-    present = lone_files(folder)
+    present = list_single_pass_files(folder)
     manifests = sorted(path for home in homes_in(folder) for path in home.glob("manifest_rank*.json"))
     result = FolderCheck(num_manifests=len(manifests))
     entries: dict[Path, Entry] = {}
@@ -168,7 +168,7 @@ def check_folder(folder: Path) -> FolderCheck:
         if is_of_embeddings(call.tensors):
             result.unreplayable.append(f"{path.name}: {BY_EMBEDDINGS}")
     result.missing.extend(sorted(path.name for path in entries.keys() - set(present)))
-    for path in segment_files(folder):
+    for path in list_segment_files(folder):
         _check_segment(path, result)
     indexes = (path for home in homes_in(folder) for path in home.glob(f"segment_rank*{INDEX_SUFFIX}"))
     segments = (path.with_suffix(SEGMENT_SUFFIX) for path in indexes)

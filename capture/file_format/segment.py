@@ -24,14 +24,14 @@ from torch import Tensor
 
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, is_in_segment, rank_in_name
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.pass_record import (
+from capture.file_format.segment_record import (
     COLUMN,
     MAGIC,
     RECORD_BYTES,
-    PassRecord,
+    SegmentRecord,
     are_records,
-    columns,
-    time_of,
+    as_table,
+    from_microseconds,
 )
 
 SEGMENT_FORMAT = 1
@@ -56,7 +56,7 @@ class Head:
     versions: Mapping[str, str]
     host: str
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Return a line of JSON, padded to whole records."""
         known = {name: getattr(self, name) for name in self.__slots__}
         text = json.dumps({"format": SEGMENT_FORMAT, **known}).encode()
@@ -149,17 +149,17 @@ class Segment:
     def has_whole_index(self) -> bool:
         return self.num_indexed == self.num_passes and index_of(self.path).exists()
 
-    def record(self, number: int) -> PassRecord:
-        return PassRecord.unpacked(self.records[number * RECORD_BYTES : (number + 1) * RECORD_BYTES])
+    def record(self, number: int) -> SegmentRecord:
+        return SegmentRecord.unpack(self.records[number * RECORD_BYTES : (number + 1) * RECORD_BYTES])
 
     def name(self, number: int) -> str:
-        of = columns(self.records[number * RECORD_BYTES : (number + 1) * RECORD_BYTES])[0]
+        of = as_table(self.records[number * RECORD_BYTES : (number + 1) * RECORD_BYTES])[0]
         return pass_name(rank_in_name(self.path), int(of[COLUMN["time"]]), int(of[COLUMN["number"]]))
 
     def pass_path(self, number: int) -> Path:
         return self.path / self.name(number)
 
-    def passes(self) -> Iterator[tuple[PassRecord, bytes]]:
+    def passes(self) -> Iterator[tuple[SegmentRecord, bytes]]:
         """Read one pass after the other, unchecked. Raises OSError."""
         with open(self.path, "rb") as file:
             for number in range(self.num_passes):
@@ -179,7 +179,7 @@ def index_of(segment: Path) -> Path:
 
 def pass_name(rank: int, microseconds: int, number: int) -> str:
     """Name a pass as its capture would be named in a file of its own."""
-    return f"actor_inputs_rank{rank}_{time_of(microseconds):%Y%m%d_%H%M%S_%f}_{number:08d}.pkl"
+    return f"actor_inputs_rank{rank}_{from_microseconds(microseconds):%Y%m%d_%H%M%S_%f}_{number:08d}.pkl"
 
 
 def is_pass(path: Path) -> bool:
@@ -202,11 +202,11 @@ def pass_bytes(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def is_whole(record: PassRecord, data: bytes) -> bool:
+def is_whole(record: SegmentRecord, data: bytes) -> bool:
     return len(data) == record.num_bytes and zlib.crc32(data) == record.crc32
 
 
-def _found(path: Path) -> PassRecord:
+def _found(path: Path) -> SegmentRecord:
     """Find a pass's record by halving in the index, or, if that fails, in the whole segment."""
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -222,14 +222,16 @@ def _found(path: Path) -> PassRecord:
     return found
 
 
-def _halved(segment: Path, number: int) -> PassRecord | None:
+def _halved(segment: Path, number: int) -> SegmentRecord | None:
     try:
         with open(index_of(segment), "rb", buffering=0) as file:
             _, begin = Head.read(file.fileno(), segment.name)
             low, high = 0, (os.fstat(file.fileno()).st_size - begin) // RECORD_BYTES
             while low < high:
                 middle = (low + high) // 2
-                record = PassRecord.read(os.pread(file.fileno(), RECORD_BYTES, begin + middle * RECORD_BYTES))
+                record = SegmentRecord.unpack_checked(
+                    os.pread(file.fileno(), RECORD_BYTES, begin + middle * RECORD_BYTES)
+                )
                 if record.number == number:
                     return record
                 low, high = (middle + 1, high) if record.number < number else (low, middle)
@@ -264,17 +266,17 @@ def _within(records: bytearray, num_bytes: int) -> tuple[bytearray, int]:
 
 def _places(records: bytearray) -> tuple[Tensor, Tensor, Tensor]:
     """Return where passes begin and end, and their numbers."""
-    table = columns(records)
+    table = as_table(records)
     begins, lengths, numbers = (table[:, COLUMN[name]] for name in ("offset", "num_bytes", "number"))
     return begins, begins + lengths + RECORD_BYTES, numbers
 
 
 def _end_of(records: bytearray, begin: int) -> int:
-    return PassRecord.unpacked(records[-RECORD_BYTES:]).end if records else begin
+    return SegmentRecord.unpack(records[-RECORD_BYTES:]).end if records else begin
 
 
 def _last_number(records: bytearray) -> int:
-    return PassRecord.unpacked(records[-RECORD_BYTES:]).number if records else -1
+    return SegmentRecord.unpack(records[-RECORD_BYTES:]).number if records else -1
 
 
 def _scanned(
@@ -298,18 +300,18 @@ def _scanned(
             break
         if at > end:
             gaps.append((end, at - end))
-        records += record.packed()
+        records += record.pack()
         at = end = record.end
         after = record.number
     return records, end, gaps
 
 
-def _record_at(descriptor: int, at: int) -> PassRecord | None:
+def _record_at(descriptor: int, at: int) -> SegmentRecord | None:
     data = os.pread(descriptor, RECORD_BYTES, at)
     if not data.startswith(MAGIC):
         return None
     try:
-        record = PassRecord.read(data)
+        record = SegmentRecord.unpack_checked(data)
     except CaptureError:
         return None
     return record if record.offset == at else None

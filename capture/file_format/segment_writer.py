@@ -13,8 +13,8 @@ from pathlib import Path
 from capture.file_format.atomic_write import HOST, OTHER_HOSTS_SECONDS, write_atomically
 from capture.file_format.folder_layout import SEGMENT_SUFFIX, make_home, rank_in_name
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.pass_record import RECORD_BYTES, PassRecord
 from capture.file_format.segment import MAX_HEAD_BYTES, Head, Segment, index_of, pass_name, segments_in
+from capture.file_format.segment_record import RECORD_BYTES, SegmentRecord
 
 SECONDS_BETWEEN_SYNCS = 1.0  # what a host that goes down may take along; a killed process takes nothing
 _open_here: set[int] = set()  # descriptors, each with a lock on its segment
@@ -52,7 +52,7 @@ class SegmentWriter:
         is_full = self._last_number >= 0 and self._sizes[0] + RECORD_BYTES + num_bytes > self._max_bytes
         return self.path is None or is_full or number <= self._last_number or head != self._head
 
-    def append(self, parts: Sequence[bytes], record: PassRecord, head: Head) -> Path:
+    def append(self, parts: Sequence[bytes], record: SegmentRecord, head: Head) -> Path:
         """Append a pass and return its path. `record` need not know its place, length and checksum."""
         num_bytes = sum(map(len, parts))
         if self.will_begin(head, num_bytes, record.number):
@@ -62,7 +62,7 @@ class SegmentWriter:
         for part in parts:
             crc32 = zlib.crc32(part, crc32)
         placed = replace(record, offset=self._sizes[0], num_bytes=num_bytes, crc32=crc32)
-        packed = placed.packed()
+        packed = placed.pack()
         self._add(0, packed, *parts)
         try:
             self._add(1, packed)
@@ -111,7 +111,7 @@ class SegmentWriter:
             fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._descriptors = segment, _create(index_of(path))
         for which in (0, 1):
-            self._add(which, head.packed())
+            self._add(which, head.pack())
 
     def _add(self, which: int, *parts: bytes) -> None:
         """Append all or nothing."""
@@ -180,7 +180,7 @@ def _repair(path: Path, descriptor: int) -> bool:
         return False
     if segment.num_torn_bytes:
         os.ftruncate(descriptor, segment.end)
-    write_atomically(index_of(path), segment.head.packed(), bytes(segment.records))
+    write_atomically(index_of(path), segment.head.pack(), bytes(segment.records))
     return True
 
 

@@ -13,8 +13,8 @@ from capture.facts import Setting
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, SEGMENT_SUFFIX, homes_in, rank_in_name
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.pass_record import RECORD_BYTES
 from capture.file_format.segment import Segment, index_of
+from capture.file_format.segment_record import RECORD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class _Room:
                 data = file.read(segment.record(num_fitting - 1).end)
             self._package.writestr(self._inside(path), data)
             records = bytes(segment.records[: num_fitting * RECORD_BYTES])
-            self._package.writestr(self._inside(index), segment.head.packed() + records)
+            self._package.writestr(self._inside(index), segment.head.pack() + records)
         return num_fitting, None if num_fitting == segment.num_passes else segment.name(num_fitting)
 
     def _left(self, path: Path) -> int:

@@ -18,7 +18,7 @@ from capture.file_format.actor_config import (
     write_actor_config,
 )
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.listing import listed, segment_files
+from capture.file_format.listing import list_captures, list_segment_files
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, CaptureError
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
@@ -65,8 +65,8 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
 
     Raises CaptureError without a source, or for a target that holds something already; OSError.
     """
-    captures = listed(source)
-    segment = max((path.stat().st_size for path in segment_files(source)), default=None)
+    captures = list_captures(source)
+    segment = max((path.stat().st_size for path in list_segment_files(source)), default=None)
     make_empty_folder(target)
     config = read_actor_config(source)
     if config is not None:

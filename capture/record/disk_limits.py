@@ -21,8 +21,8 @@ from capture.file_format.manifest import (
     write_manifest,
 )
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.pass_record import RECORD_BYTES
 from capture.file_format.segment import INDEX_SUFFIX, index_of
+from capture.file_format.segment_record import RECORD_BYTES
 from capture.file_format.segment_writer import SegmentWriter, repair_segments
 from capture.record.retention import Keep
 
@@ -224,7 +224,7 @@ class RankSegments:
         parts, record, head = encoded.parts(), encoded.record(), encoded.head()
         num_bytes = sum(map(len, parts))
         begins = self._writer.will_begin(head, num_bytes, record.number)
-        charge = num_bytes + 2 * RECORD_BYTES + 2 * len(head.packed()) * begins
+        charge = num_bytes + 2 * RECORD_BYTES + 2 * len(head.pack()) * begins
         while self._keep.max_bytes is not None and self._num_bytes + charge > self._keep.max_bytes:
             is_last = len(self._oldest_first) == 1 and not begins
             if not self._oldest_first or is_last:  # what is left is the segment that is being written

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from capture.file_format.folder_layout import ranks_in
-from capture.file_format.listing import ranges_of
+from capture.file_format.listing import format_ranges
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
@@ -265,7 +265,7 @@ class Recorder:
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         self._observer.on_close()
         if missing := self._missing_ranks():
-            named = f"rank{'s' * (len(missing) > 1)} {ranges_of(missing)}"
+            named = f"rank{'s' * (len(missing) > 1)} {format_ranges(missing)}"
             warn(
                 f"capture: {self.folder} has nothing of {named} of the job's {self.world_size}. Ranks of other hosts "
                 "have folders of their own; those of this one were started where no recording is opened"

@@ -20,7 +20,7 @@ import typer
 
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
-from capture.facts import FactError, Setting, flag_of, worded
+from capture.facts import FactError, Setting, flag_of, spell_settings
 from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec, StateSpec
 
 Action = Callable[[], int]  # the work of a parsed command; returns the exit code
@@ -291,7 +291,7 @@ def in_flags(said: BaseException | str) -> str:
     """Return an error's sentence, or one from `FactError.text`, as the terminal shows it."""
     if isinstance(said, FactError):
         said = said.text
-    return worded(str(said), as_typed)
+    return spell_settings(str(said), as_typed)
 
 
 def as_typed(setting: Setting) -> str:

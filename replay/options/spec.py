@@ -112,9 +112,9 @@ class InputsSpec:
 
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
-            raise UsageError.excluding(Setting("inputs"), Setting("input_file"))
+            raise UsageError.mutually_exclusive(Setting("inputs"), Setting("input_file"))
         if self.order is Order.WORST and self.shuffle_inputs:
-            raise UsageError.excluding(Setting("order", self.order), Setting("shuffle_inputs", True))
+            raise UsageError.mutually_exclusive(Setting("order", self.order), Setting("shuffle_inputs", True))
         if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
             advice = f"Give numbers with commas between. Try: {Setting('pick_inputs', '4,0,17')}"
             raise UsageError.not_allowed("pick_inputs", self.pick_inputs, advice)
@@ -189,8 +189,10 @@ class MeasureSpec:
             raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(words)}, or FILE.py:FUNCTION")
         if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
             loss, window = Setting("loss", self.loss), Setting("window")
-            why = f"is for {loss.of(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
-            raise UsageError(window.of(self.window), why, f"Try: without {window}, and with {Setting('reduction')}")
+            why = f"is for {loss.with_value(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
+            raise UsageError(
+                window.with_value(self.window), why, f"Try: without {window}, and with {Setting('reduction')}"
+            )
 
     @property
     def keeps_details(self) -> bool:
@@ -275,14 +277,18 @@ class StateSpec:
     def __post_init__(self) -> None:
         every, folder = Setting("save_every"), Setting("save_state", "PATH")
         if self.save_every is not None and self.save_state is None:
-            raise UsageError(every.of(self.save_every), "needs a folder", f"Try: {folder} {every.of(self.save_every)}")
+            raise UsageError(
+                every.with_value(self.save_every),
+                "needs a folder",
+                f"Try: {folder} {every.with_value(self.save_every)}",
+            )
         if self.resume and self.save_every is None:
-            raise UsageError(RESUME, f"goes on from what {every} saved", f"Try: {folder} {every.of('N')}")
+            raise UsageError(RESUME, f"goes on from what {every} saved", f"Try: {folder} {every.with_value('N')}")
         if self.resume and self.load_state is not None:
-            raise UsageError.excluding(RESUME, Setting("load_state"))
+            raise UsageError.mutually_exclusive(RESUME, Setting("load_state"))
         if self.save_state is not None and self.save_state == self.save_model:
             model = Setting("save_model")
-            advice = f"Try: {model.of(f'{self.save_model}-model')}"
+            advice = f"Try: {model.with_value(f'{self.save_model}-model')}"
             raise UsageError(Setting("save_state"), f"and {model} are both {self.save_state}", advice)
 
 
@@ -299,13 +305,13 @@ class Parts:
     def __post_init__(self) -> None:
         self.objective.check(self.measure.loss)
         one_of_two, optimizer = "Drop one of the two", Setting("optimizer")
-        no_optimizer = f"needs an optimizer, but {optimizer.of('none')} was given"
+        no_optimizer = f"needs an optimizer, but {optimizer.with_value('none')} was given"
         if self.measure.trace and self.inputs.reverse_rows:
             raise UsageError(TRACE, "tells rows by their place, and these are fed in reverse", one_of_two)
         if self.measure.step and not self.measure.backward:
             raise UsageError(STEP, f"needs the gradients that {Setting('backward', False)} leaves out", one_of_two)
         if self.measure.step and self.actor.optimizer == "none":
-            raise UsageError(STEP, no_optimizer, f"Try: {optimizer.of('adamw')}")
+            raise UsageError(STEP, no_optimizer, f"Try: {optimizer.with_value('adamw')}")
         if self.state.save_every is not None and not self.measure.step:
             every = Setting("save_every", self.state.save_every)
             raise UsageError(every, "counts optimizer steps", f"Try: {STEP} {every}")
@@ -322,7 +328,7 @@ class Parts:
                 advice = f"Try: {other}, or {model} for weights alone"
                 raise UsageError(given, f"is not there for {self.actor.backend}", advice)
         if self.state.load_state and self.actor.random_weights:
-            raise UsageError.excluding(RANDOM_WEIGHTS, Setting("load_state"))
+            raise UsageError.mutually_exclusive(RANDOM_WEIGHTS, Setting("load_state"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import EndRecord, read_ends
-from capture.file_format.listing import Listed, listed
+from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import ID_NAMES
 from capture.file_format.optimizer_step import OptimizerStep
 
@@ -80,7 +80,7 @@ def read_schedules(folder: Path) -> list[Schedule]:
 
     Raises CaptureError for a damaged capture.
     """
-    captures = listed(folder)
+    captures = list_captures(folder)
     known = [one for one in captures if _OF_A_RANK.fullmatch(one.path.name)]
     left_out = (
         [f"{len(captures) - len(known)} captures with names of another kind"] if len(known) < len(captures) else []
@@ -121,7 +121,7 @@ def _end_of(rank: int, place: int, most: int, ends: Sequence[EndRecord]) -> EndR
 
 
 def _planned(
-    one: Listed, recordings: Mapping[int, Sequence[Mapping[int, PlannedPass]]], reads_all: bool
+    one: CaptureLocation, recordings: Mapping[int, Sequence[Mapping[int, PlannedPass]]], reads_all: bool
 ) -> tuple[int, int, PlannedPass]:
     record = one.record
     if record is not None and not reads_all and record.window is None and record.forward is not None:

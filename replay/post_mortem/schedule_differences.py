@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from capture.file_format.listing import ranges_of
+from capture.file_format.listing import format_ranges
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.post_mortem.schedule import PlannedPass, RankSchedule, Schedule, windows_of
 
@@ -333,7 +333,7 @@ def _pads_across_ranks(schedule: Schedule) -> bool:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges_of(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
 def _has(ranks: Sequence[int]) -> str:

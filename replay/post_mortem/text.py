@@ -5,7 +5,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from capture.black_box.salvage import salvage_for_reading
-from capture.file_format.listing import ranges_of
+from capture.file_format.listing import format_ranges
 from capture.file_format.micro_batch import CaptureError
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, counted
@@ -87,7 +87,7 @@ def schedule_pairs(schedule: Schedule, found: Sequence[ScheduleDifference]) -> P
         pairs.append(("parts", f"pass {one.number}: {one.text}{meets}. To mend it: {one.mend}"))
     missing = sorted(set(range(schedule.world_size)) - set(there))
     if missing:
-        pairs.append(("no pass", f"of rank {ranges_of(missing)} of the job's {schedule.world_size}; not compared"))
+        pairs.append(("no pass", f"of rank {format_ranges(missing)} of the job's {schedule.world_size}; not compared"))
     pairs += [("left out", text) for text in schedule.left_out]
     return pairs
 

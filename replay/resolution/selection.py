@@ -15,10 +15,10 @@ from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import not_recorded_in
-from capture.file_format.listing import Listed, listed
+from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
-from capture.file_format.pass_record import PassRecord, window_digest
 from capture.file_format.segment import Segment, is_pass
+from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
@@ -72,7 +72,7 @@ class Reader:
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
 
-    def read(self, captures: Iterable[Listed]) -> Iterator[Captured]:
+    def read(self, captures: Iterable[CaptureLocation]) -> Iterator[Captured]:
         for one in captures:
             record = one.record
             captured = self._opened(one) if record is None else self._recorded(one, record)
@@ -104,7 +104,7 @@ class Reader:
         except CaptureError:
             return 0, 0
 
-    def _recorded(self, one: Listed, record: PassRecord) -> Captured | None:
+    def _recorded(self, one: CaptureLocation, record: SegmentRecord) -> Captured | None:
         """Return what a segment's index knows of a pass."""
         if record.counts is None:
             return self._opened(one)
@@ -123,7 +123,7 @@ class Reader:
             padded_tokens=record.counts.rows * record.counts.row_length,
         )
 
-    def _opened(self, one: Listed) -> Captured | None:
+    def _opened(self, one: CaptureLocation) -> Captured | None:
         try:
             call = read_call(one.path)
             batch = call.micro_batch()
@@ -142,7 +142,7 @@ class Reader:
             world_size=batch.origin.world_size,
             num_tokens=num_tokens,
             optimizer_step=call.optimizer_step,
-            window=None if call.step is None else window_digest(call.step.passes),
+            window=None if call.step is None else digest_window(call.step.passes),
             has_gradients=call.step is not None and call.step.gradients is not None,
             real_tokens=batch.num_real_tokens,
             padded_tokens=batch.num_padded_tokens,
@@ -178,7 +178,7 @@ def select(
     rest: list[list[Captured]] = []
     missing: Mapping[str, int] = {}
     if spec.input_file is not None:
-        files = list(reader.read([Listed(_existing_file(spec.input_file))]))
+        files = list(reader.read([CaptureLocation(_existing_file(spec.input_file))]))
         rounds = [tuple(files * num_data_ranks)] * (len(files) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
@@ -261,26 +261,31 @@ def _first_incident(folder: Path) -> Incident | None:
         return None
 
 
-def _captures_in(folder: Path) -> list[Listed]:
-    captures, given = listed(folder), Setting("inputs", folder)
+def _captures_in(folder: Path) -> list[CaptureLocation]:
+    captures, given = list_captures(folder), Setting("inputs", folder)
     if not captures and (missing := _not_recorded(folder)):
         raise UsageError(given, "holds no captures", f"Missing: {not_recorded_text(missing)}")
     if not captures and (happened := _first_incident(folder)) is not None:
         how = f"{happened.what}, {happened.where}" + (f": {one_line(happened.message)}" if happened.message else "")
         raise UsageError(given, f"holds no captures, but an incident: {how}", f"Try: replay inspect {folder}")
     if not captures:
-        inside = sorted(one for one in folder.iterdir() if one.is_dir() and listed(one))
+        inside = sorted(one for one in folder.iterdir() if one.is_dir() and list_captures(one))
         if inside:
             names = ", ".join(one.name for one in inside[:5])
             why = f"holds no captures (*.pkl), but folders that do: {names}"
-            raise UsageError(given, why, f"Try: {given.of(inside[0])}")
+            raise UsageError(given, why, f"Try: {given.with_value(inside[0])}")
         advice = "Capture some with `capture.recording`, or try: replay"
         raise UsageError(given, "holds no captures (*.pkl)", advice)
     return captures
 
 
 def _dealt(
-    spec: InputsSpec, reader: Reader, folder: list[Listed], num_data_ranks: int, order: WindowOrder, packs: bool
+    spec: InputsSpec,
+    reader: Reader,
+    folder: list[CaptureLocation],
+    num_data_ranks: int,
+    order: WindowOrder,
+    packs: bool,
 ) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
     """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution."""
     if spec.shuffle_inputs:
@@ -307,7 +312,7 @@ def _dealt(
     return rounds, table.left_over() if table.exhausted else [], dealing
 
 
-def _in_order(reader: Reader, folder: list[Listed], order: WindowOrder) -> tuple[Iterator[Captured], str]:
+def _in_order(reader: Reader, folder: list[CaptureLocation], order: WindowOrder) -> tuple[Iterator[Captured], str]:
     """Return the captures by step if the first one records its step, else by file name; and the order's name."""
     left = iter(folder)
     captures = reader.read(left)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from capture.file_format.listing import Listed
-from capture.file_format.pass_record import window_digest
+from capture.file_format.listing import CaptureLocation
+from capture.file_format.segment_record import digest_window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
     """What selection needs to know about one readable capture."""
 
-    capture: Listed
+    capture: CaptureLocation
     trains: bool
     rank: int | None
     forward: int | None  # its number among its rank's forwards
@@ -52,7 +52,7 @@ def is_whole(passes: Sequence[Captured]) -> bool:
     if len(by_rank) != (passes[0].world_size or 1):
         return False
     return all(
-        own[-1].window is not None and own[-1].window == window_digest([one.forward for one in own])
+        own[-1].window is not None and own[-1].window == digest_window([one.forward for one in own])
         for own in by_rank.values()
     )
 

@@ -42,7 +42,7 @@ def create_folder(logs: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             if not logs.is_dir():
-                raise UsageError(given, "is not a folder", f"Try: {given.of('logs')}") from None
+                raise UsageError(given, "is not a folder", f"Try: {given.with_value('logs')}") from None
         except OSError as error:
             advice = f"Try: {Setting(given.name)} with a folder you may write to"
             raise UsageError(given, f": {error.strerror}", advice) from None

@@ -73,7 +73,7 @@ class FolderStates:
         given = Setting("save_state", self.folder)
         if not self.is_resumed:
             if whole_states(self.folder):
-                other = given.of(f"{self.folder}-2")
+                other = given.with_value(f"{self.folder}-2")
                 raise UsageError(given, "holds the states of a run", f"Try: {Setting('resume', True)}, or {other}")
             check_folder(self.folder, "save_state")
             try:
@@ -125,8 +125,9 @@ class Earlier:
         here = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
         if (state.world_size, state.tp, state.ring) != here:
             resume, tp, ring = Setting("resume"), Setting("tp"), Setting("ring")
-            saved = f"{state.world_size} ranks with {tp.of(state.tp)} {ring.of(state.ring)}"
-            why = f": {folder} was saved by {saved}, and here are {here[0]} with {tp.of(here[1])} {ring.of(here[2])}"
+            saved = f"{state.world_size} ranks with {tp.with_value(state.tp)} {ring.with_value(state.ring)}"
+            present = f"{here[0]} with {tp.with_value(here[1])} {ring.with_value(here[2])}"
+            why = f": {folder} was saved by {saved}, and here are {present}"
             anew = f"{Setting('load_state', folder)} {Setting('skip_inputs', state.num_inputs)}"
             raise UsageError(resume, why, f"Try: as there; or {anew}, a run of its own")
         records = [

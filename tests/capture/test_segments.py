@@ -21,8 +21,8 @@ from capture.cli import main
 from capture.file_format.capture_file import read_call, read_capture_bytes
 from capture.file_format.folder_layout import MANY_RANKS
 from capture.file_format.manifest import check_folder, read_manifest
-from capture.file_format.pass_record import RECORD_BYTES
 from capture.file_format.segment import Segment, index_of
+from capture.file_format.segment_record import RECORD_BYTES
 from capture.record.retention import keep_of, num_bytes_of
 from tests.helpers.small_jobs import TinyModel, steps_in
 

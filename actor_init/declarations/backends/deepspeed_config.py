@@ -38,10 +38,10 @@ def complaint(spec: Asked, device_type: str) -> str | None:
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
         return f"{DEEPCOMPILE} needs CUDA, and this machine has none. Try: {Setting('compile', Compile.BLOCKS)}"
     if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
-        none, stage = OPTIMIZER.of(OptimizerName.NONE), Setting("zero_stage", spec.zero_stage)
+        none, stage = OPTIMIZER.with_value(OptimizerName.NONE), Setting("zero_stage", spec.zero_stage)
         return (
             f"{none} does not go with {stage}: DeepSpeed's stages 1 to 3 keep fp32 master weights of their own. "
-            f"Try: {stage.of(0)} {none}, or {FSDP2}"
+            f"Try: {stage.with_value(0)} {none}, or {FSDP2}"
         )
     try:
         config_of(spec)
@@ -89,7 +89,7 @@ def _advice_for(name: str, value: Any) -> str:
     option = next((option for prefix, option in OPTIONS.items() if name.startswith(prefix)), None)
     if option is None:
         return ". Leave it out"
-    wanted = option.of(value) if type(value) in (int, float) else option
+    wanted = option.with_value(value) if type(value) in (int, float) else option
     return f", which {option} says. Leave it out, and try: {wanted}"
 
 

@@ -187,7 +187,7 @@ def _check_writable(path: Path) -> None:
         path.open("a").close()
     except OSError as error:
         given = Setting("json", path)
-        raise UsageError(given, f": {error.strerror}", f"Try: {given.of('diagnose.json')}") from None
+        raise UsageError(given, f": {error.strerror}", f"Try: {given.with_value('diagnose.json')}") from None
 
 
 def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:

@@ -17,13 +17,21 @@ from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
-from capture.file_format.capture_file import Call, odd_numbers, read_call
+from capture.file_format.capture_file import Call, find_non_finite, read_call
 from capture.file_format.end_record import not_recorded_in
-from capture.file_format.listing import lone_files, segment_files
+from capture.file_format.listing import list_segment_files, list_single_pass_files
 from capture.file_format.manifest import damage_in
 from capture.file_format.micro_batch import CaptureError, NotReplayableError
-from capture.file_format.pass_record import COLUMN, HAS_TOKENS, IS_ODD, TRAINS, Counts, columns, time_of
 from capture.file_format.segment import Segment
+from capture.file_format.segment_record import (
+    COLUMN,
+    HAS_TOKENS,
+    NON_FINITE,
+    TRAINS,
+    Counts,
+    as_table,
+    from_microseconds,
+)
 from replay.options.option_parsing import in_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
@@ -143,7 +151,7 @@ class Totals:
         """Read a file of one pass."""
         try:
             call = read_call(path)
-            counts = Counts.of(call.micro_batch())
+            counts = Counts.from_batch(call.micro_batch())
         except NotReplayableError as error:
             self.unreplayable.append((path, in_flags(error)))
             self.num_by_format["that cannot be replayed"] += 1
@@ -171,7 +179,7 @@ class Totals:
             self._damaged.append((path, reason))
         self.versions.update(f"{name} {number}" for name, number in segment.head.versions.items() if segment.num_passes)
         self.world_size = max(self.world_size, segment.head.world_size or 0)
-        for begin, table in enumerate(columns(segment.records).split(_ROWS_AT_ONCE)):
+        for begin, table in enumerate(as_table(segment.records).split(_ROWS_AT_ONCE)):
             self._add_columns(segment, begin * _ROWS_AT_ONCE, table)
 
     def _add_columns(self, segment: Segment, begin: int, table: Tensor) -> None:
@@ -187,7 +195,9 @@ class Totals:
             self._kind(trains).add_columns(segment.head.rank, table[has_tokens & (is_training == trains)])
         self.num_by_format["of format 1 in segments"] += int(has_tokens.sum())
         times = table[has_tokens, COLUMN["time"]]
-        first, last = (time_of(int(one)).isoformat(timespec="microseconds") for one in (times.min(), times.max()))
+        first, last = (
+            from_microseconds(int(one)).isoformat(timespec="microseconds") for one in (times.min(), times.max())
+        )
         self._see_times(first, last)
         sizes = table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]]
         largest, least = sizes.where(has_tokens, -1).argmax(), sizes.where(has_tokens, 2**62).argmin()
@@ -196,7 +206,7 @@ class Totals:
             assert record.counts is not None
             self._see_size(int(sizes[place]), segment.name(begin + place), record.counts)
         real, actions = table[:, COLUMN["real_tokens"]], table[:, COLUMN["action_tokens"]]
-        is_odd = (flags & IS_ODD != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
+        is_odd = (flags & NON_FINITE != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
         for place in (is_odd & has_tokens).nonzero().flatten().tolist():
             self._see_odd_in(segment, begin + place)
 
@@ -207,7 +217,7 @@ class Totals:
         record, path = segment.record(place), segment.pass_path(place)
         assert record.counts is not None
         try:
-            self._see_odd(path.name, record.counts, read_call(path) if record.has_odd_number else None)
+            self._see_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
         except CaptureError as error:
             self._damaged.append((path, in_flags(error)))
 
@@ -244,7 +254,7 @@ class Totals:
 
 
 def _oddities(counts: Counts, call: Call | None) -> list[str]:
-    odd = {} if call is None else odd_numbers(call.outputs)
+    odd = {} if call is None else find_non_finite(call.outputs)
     reasons = [f"{name} was {value}" for name, value in odd.items()]
     if counts.empty_rows:
         reasons.append(f"{counts.empty_rows} of {counts.rows} rows have no real token")
@@ -312,7 +322,7 @@ def inspect_folder(folder: Path) -> Inspection:
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents, hang, not_recorded = _records_of(folder, damaged)
-    files, segments = lone_files(folder), segment_files(folder)
+    files, segments = list_single_pass_files(folder), list_segment_files(folder)
     if not (files or segments or incidents or not_recorded) and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl, or segments, *.seg). Try: replay inspect inputs/sample")
     totals = Totals(damaged)

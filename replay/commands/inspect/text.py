@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import IO
 
-from capture.file_format.listing import ranges_of
+from capture.file_format.listing import format_ranges
 from replay.commands.inspect.inspection import Inspection, Spread
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, counted, damaged_files, not_recorded, unreplayable
@@ -78,7 +78,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int | None]) -> str:
-    named = ranges_of(rank for rank in ranks if rank is not None)
+    named = format_ranges(rank for rank in ranks if rank is not None)
     return ", ".join([*([named] if named else []), *(["unknown"] if None in ranks else [])])
 
 

@@ -33,9 +33,9 @@ COLUMN = {
         )
     )
 }
-TRAINS, HAS_TOKENS, IS_ODD, HAS_GRADIENTS, IS_NUMBERED = (1 << bit for bit in range(5))
-_BEGINNING = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_MOST = {
+TRAINS, HAS_TOKENS, NON_FINITE, HAS_GRADIENTS, IS_NUMBERED = (1 << bit for bit in range(5))
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_UPPER_LIMITS = {
     "offset": 2**53,
     "num_bytes": 2**32,
     "number": 2**53,
@@ -55,7 +55,7 @@ class Counts:
     empty_rows: int  # without a real token
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> "Counts":
+    def from_batch(cls, batch: MicroBatch) -> "Counts":
         real_B = batch.attention_mask_BS.sum(1)
         return cls(
             rows=batch.num_rows,
@@ -67,7 +67,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassRecord:
+class SegmentRecord:
     """One pass in a segment.
 
     offset          of this record in the segment; the pass comes behind it
@@ -76,7 +76,7 @@ class PassRecord:
     time            microseconds since 1970
     forward         `number`, or None if the capture does not say it
     counts          None for a call with embeddings in the place of token ids
-    has_odd_number  one of its outputs is not finite
+    has_non_finite  one of its outputs is not finite
     window          `window_digest` of the passes that went into the step behind it; None if it was not the last of one
     """
 
@@ -88,7 +88,7 @@ class PassRecord:
     forward: int | None
     trains: bool
     counts: Counts | None
-    has_odd_number: bool
+    has_non_finite: bool
     has_gradients: bool
     optimizer_step: int | None
     window: int | None
@@ -98,26 +98,26 @@ class PassRecord:
         """Return the offset of what follows."""
         return self.offset + RECORD_BYTES + self.num_bytes
 
-    def packed(self) -> bytes:
-        flags = self.trains * TRAINS | (self.counts is not None) * HAS_TOKENS | self.has_odd_number * IS_ODD
+    def pack(self) -> bytes:
+        flags = self.trains * TRAINS | (self.counts is not None) * HAS_TOKENS | self.has_non_finite * NON_FINITE
         flags |= self.has_gradients * HAS_GRADIENTS | (self.forward is not None) * IS_NUMBERED
         counts = self.counts or Counts(rows=0, row_length=0, real_tokens=0, action_tokens=None, empty_rows=0)
         known = _LAYOUT.pack(
             *(MAGIC, self.offset, self.num_bytes, self.crc32, self.number, self.time, flags, counts.rows),
-            *(counts.row_length, counts.real_tokens, _or_unknown(counts.action_tokens), counts.empty_rows),
-            *(_or_unknown(self.optimizer_step), _or_unknown(self.window), 0, 0),
+            *(counts.row_length, counts.real_tokens, _encode_optional(counts.action_tokens), counts.empty_rows),
+            *(_encode_optional(self.optimizer_step), _encode_optional(self.window), 0, 0),
         )[:-8]
         return known + zlib.crc32(known).to_bytes(8, "little")
 
     @classmethod
-    def read(cls, data: bytes) -> "PassRecord":
-        """Read what `packed` wrote. Raises CaptureError for anything else."""
+    def unpack_checked(cls, data: bytes) -> "SegmentRecord":
+        """Read what `pack` wrote. Raises CaptureError for anything else."""
         if len(data) != RECORD_BYTES or not data.startswith(MAGIC) or not are_records(data):
             raise CaptureError("no record of a pass")
-        return cls.unpacked(data)
+        return cls.unpack(data)
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray | memoryview) -> "PassRecord":
+    def unpack(cls, data: bytes | bytearray | memoryview) -> "SegmentRecord":
         """Read a record that is known to be one."""
         _, offset, num_bytes, crc32, number, time, flags, rows, row_length, real, action, empty, step, window, _, _ = (
             _LAYOUT.unpack(data)
@@ -138,7 +138,7 @@ class PassRecord:
             forward=number if flags & IS_NUMBERED else None,
             trains=bool(flags & TRAINS),
             counts=counts if flags & HAS_TOKENS else None,
-            has_odd_number=bool(flags & IS_ODD),
+            has_non_finite=bool(flags & NON_FINITE),
             has_gradients=bool(flags & HAS_GRADIENTS),
             optimizer_step=None if step < 0 else step,
             window=None if window < 0 else window,
@@ -151,7 +151,7 @@ def are_records(data: bytes | bytearray | memoryview) -> bool:
         return False
     if not len(data):
         return True
-    view, table = memoryview(data), columns(data)
+    view, table = memoryview(data), as_table(data)
     sums = array("q", (zlib.crc32(view[at : at + RECORD_BYTES - 8]) for at in range(0, len(data), RECORD_BYTES)))
     magic = int.from_bytes(MAGIC, "little", signed=True)
     return (
@@ -159,12 +159,13 @@ def are_records(data: bytes | bytearray | memoryview) -> bool:
         and bool((table[:, 0] == magic).all())
         and bool((table[:, 1:6] >= 0).all())
         and all(
-            bool(((of := table[:, COLUMN[name]]) >= -1).all() and (of < most).all()) for name, most in _MOST.items()
+            bool(((of := table[:, COLUMN[name]]) >= -1).all() and (of < most).all())
+            for name, most in _UPPER_LIMITS.items()
         )
     )
 
 
-def columns(records: bytes | bytearray | memoryview) -> Tensor:
+def as_table(records: bytes | bytearray | memoryview) -> Tensor:
     """Return records as a tensor of a row each; COLUMN says what is where."""
     if not len(records):
         return torch.empty(0, NUM_COLUMNS, dtype=torch.int64, device="cpu")
@@ -172,20 +173,20 @@ def columns(records: bytes | bytearray | memoryview) -> Tensor:
     return torch.frombuffer(writable, dtype=torch.int64).view(-1, NUM_COLUMNS)
 
 
-def microseconds_of(time: str) -> int:
+def to_microseconds(time: str) -> int:
     """Turn an ISO 8601 time into microseconds since 1970."""
-    return (datetime.fromisoformat(time).astimezone(timezone.utc) - _BEGINNING) // timedelta(microseconds=1)
+    return (datetime.fromisoformat(time).astimezone(timezone.utc) - _EPOCH) // timedelta(microseconds=1)
 
 
-def time_of(microseconds: int) -> datetime:
-    return _BEGINNING + timedelta(microseconds=microseconds)
+def from_microseconds(microseconds: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=microseconds)
 
 
-def window_digest(passes: Sequence[int | None]) -> int:
+def digest_window(passes: Sequence[int | None]) -> int:
     """Name a sequence of forwards by 62 bits."""
     text = ",".join(map(str, passes)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
-def _or_unknown(value: int | None) -> int:
+def _encode_optional(value: int | None) -> int:
     return -1 if value is None else value
