@@ -141,13 +141,13 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from capture.record.retention import SETTINGS, keep_of
+    from capture.record.retention import SETTINGS, check_retention
 
     settings = {name: getattr(parsed, name) for name in SETTINGS if getattr(parsed, name) is not None}
     try:
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
-        keep_of(**settings)
+        check_retention(**settings)
         arguments = _names(parsed.arguments)
     except ValueError as error:
         return _wrong_usage(error)
@@ -166,11 +166,11 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _names(typed: str | None) -> dict[str, str]:
     """Read `idx=input_ids,targets=labels`. Raises CaptureError."""
-    from capture.record.call_arguments import checked_names
+    from capture.record.call_arguments import check_argument_names
 
     pairs = [pair.partition("=") for pair in (typed or "").split(",") if pair]
     try:
-        names = checked_names({theirs.strip(): ours.strip() for theirs, _, ours in pairs})
+        names = check_argument_names({theirs.strip(): ours.strip() for theirs, _, ours in pairs})
     except (TypeError, ValueError):
         names = {}
     if typed is not None and (not names or len(names) < len(pairs)):
@@ -247,11 +247,11 @@ def _check(parsed: argparse.Namespace) -> int:
 
 def _salvage(parsed: argparse.Namespace) -> int:
     from capture.black_box.salvage import repair_folder, salvage
-    from capture.record.retention import Keep
+    from capture.record.retention import RetentionSettings
 
     if not parsed.folder.is_dir():
         raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
-    print(f"salvaged   {salvage(parsed.folder, Keep())} passes of processes that died")
+    print(f"salvaged   {salvage(parsed.folder, RetentionSettings())} passes of processes that died")
     if num_repaired := repair_folder(parsed.folder):
         print(f"repaired   {num_repaired} segments: torn tails cut, indexes completed")
     return 0
@@ -322,10 +322,10 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _segment(typed: str | None) -> int | None:
-    from capture.record.retention import num_bytes_of
+    from capture.record.retention import parse_segment_bytes
 
     try:
-        return None if typed is None else num_bytes_of(typed)
+        return None if typed is None else parse_segment_bytes(typed)
     except ValueError as error:
         raise CaptureError(str(error)) from None
 

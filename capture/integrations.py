@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from capture.record.call_arguments import checked_names
+from capture.record.call_arguments import check_argument_names
 from capture.record.recorder import Recorder
-from capture.record.retention import keep_of
+from capture.record.retention import check_retention
 from capture.recordings import recording
 from capture.search import Search
 
@@ -28,8 +28,8 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        checked_names(settings.get("arguments"))
-        keep_of(**{name: value for name, value in settings.items() if name not in ("max_queued", "arguments")})
+        check_argument_names(settings.get("arguments"))
+        check_retention(**{name: value for name, value in settings.items() if name not in ("max_queued", "arguments")})
         self.recorder: Recorder | None = None
         self._folder = Path(folder).absolute()
         self._settings = settings

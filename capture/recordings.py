@@ -14,9 +14,9 @@ from typing import NoReturn
 from torch import nn
 
 from capture.black_box.black_box import BlackBox
-from capture.record.call_arguments import checked_names
+from capture.record.call_arguments import check_argument_names
 from capture.record.recorder import Recorder
-from capture.record.retention import Passes, WhichEnd, keep_of
+from capture.record.retention import Passes, WhichEnd, check_retention
 
 
 def recording(
@@ -72,7 +72,7 @@ def recording(
         raise TypeError(f"recording needs a torch.nn.Module, not {type(model).__name__}")
     if max_queued < 1:
         raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
-    kept = keep_of(
+    kept = check_retention(
         every=every,
         forwards=forwards,
         ranks=ranks,
@@ -86,6 +86,6 @@ def recording(
         segment=segment,
         **unknown,
     )
-    names = checked_names(arguments)
+    names = check_argument_names(arguments)
     place = Path(folder).absolute()
     return Recorder(model, place, keep=kept, max_queued=max_queued, names=names, observer=BlackBox(place, kept))

@@ -28,9 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from capture.child_processes import leave_mark, marks_folder, recorded_children, take_marks
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
-from capture.record.job_facts import rank_and_world_size
-from capture.record.optimizer_hooks import LateHooks
-from capture.record.recorder import Recorder, at_end_of_child, hold_notes, take_held_notes
+from capture.record.job_facts import read_rank_and_world_size
+from capture.record.optimizer_hooks import RunningStepHook
+from capture.record.recorder import Recorder, call_at_child_exit, hold_notes, take_held_notes
 from capture.recordings import recording
 from capture.search import Search, TrainedLanguageModel, is_called
 
@@ -103,7 +103,7 @@ class ModelSearch:
         self._keep = keep
         self._process = os.getpid()
         self._search = Search(self._is_wanted, self._found)
-        self._late_hooks = LateHooks()
+        self._late_hooks = RunningStepHook()
         hold_notes()
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ class ModelSearch:
     def end_with_process(self) -> None:
         """Have this process, which multiprocessing has started for a function, say at its end what was recorded."""
         leave_mark(Path(self._order.marks))
-        at_end_of_child(self._sum_up_as_child, order=0)  # the recorder has closed before
+        call_at_child_exit(self._sum_up_as_child, order=0)  # the recorder has closed before
 
     def _sum_up_as_child(self) -> None:
         if self.recordings[0][1].rank == 0:
@@ -170,7 +170,9 @@ def run(
         raise
     finally:
         children = take_marks(marks)
-        is_first = (search.recordings[0][1].rank if search and search.recordings else rank_and_world_size()[0]) == 0
+        is_first = (
+            search.recordings[0][1].rank if search and search.recordings else read_rank_and_world_size()[0]
+        ) == 0
         if search is not None and is_first and (search.recordings or not children):
             print(search.summary(), file=sys.stderr)
 

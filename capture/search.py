@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from capture.file_format.micro_batch import EMBEDDINGS_NAME, ID_NAMES
 from capture.record.background_writer import warn
-from capture.record.call_arguments import forward_signature, take_apart
+from capture.record.call_arguments import find_forward_signature, sort_arguments
 
 TOKEN_NAMES = frozenset({*ID_NAMES, EMBEDDINGS_NAME})
 
@@ -166,7 +166,7 @@ def is_called(name: str, module: nn.Module) -> bool:
 def _tensors(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among the arguments, by the forward's names."""
     try:
-        return take_apart(forward_signature(module), args, kwargs).tensors
+        return sort_arguments(find_forward_signature(module), args, kwargs).tensors
     except TypeError:  # a call that the module's own forward will refuse
         return {}
 

@@ -19,7 +19,7 @@ from capture.cli import main
 from capture.file_format.capture_file import utc_time
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
-from capture.on_ray.node_files import MOST_BYTES_AT_ONCE
+from capture.on_ray.node_files import MAX_BYTES_PER_ANSWER
 from replay.command_line.cli import main as replay_main
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import TwoNodes, two_nodes
@@ -132,7 +132,7 @@ def test_a_folder_that_no_node_has_is_one_line(
 
 def test_ctrl_c_leaves_no_actor(cluster: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cluster.disk / "large").mkdir()
-    (cluster.disk / "large" / "file").write_bytes(bytes(2 * MOST_BYTES_AT_ONCE))
+    (cluster.disk / "large" / "file").write_bytes(bytes(2 * MAX_BYTES_PER_ANSWER))
     actors: list[int] = []
 
     def interrupt(*_: object) -> None:

@@ -13,16 +13,23 @@ from statistics import median
 
 from capture.black_box import flight_recorder
 from capture.black_box.flight_recorder import SharedFolder, Spool
-from capture.black_box.incidents import Incident, incident, incident_of, is_news_to, placed, write_incidents
+from capture.black_box.incidents import (
+    Incident,
+    add_position,
+    describe_exception,
+    is_first_report,
+    make_incident,
+    write_incidents,
+)
 from capture.black_box.position_page import PositionPage
 from capture.black_box.salvage import salvage
-from capture.black_box.signal_handlers import listen, unlisten
+from capture.black_box.signal_handlers import add_listener, remove_listener
 from capture.file_format.capture_file import EncodedCall
 from capture.file_format.manifest import stamp_of
 from capture.file_format.tensor_codec import Output
 from capture.record.background_writer import warn
 from capture.record.observer import Observer, Recording
-from capture.record.retention import Keep
+from capture.record.retention import RetentionSettings
 
 _NUM_REMEMBERED = 64
 _MIN_REMEMBERED = 8  # steps before a median means something: the first ones compile and allocate
@@ -31,7 +38,7 @@ MAX_SIGNALS_OF_A_KIND = 64
 _CHECKED = {"loss": "loss", "noted_loss": "loss", "grad_norm": "grad_norm"}
 
 
-class StepWatch:
+class SlowStepWatch:
     """Times steps, each from one forward to the next, and compares them with the median, or with a limit in seconds.
 
     A median needs eight steps; a limit holds from the first one.
@@ -97,11 +104,11 @@ class BlackBox(Observer):
     hears_signals  False where the recording was opened outside the main thread: Python handles signals in that alone
     """
 
-    def __init__(self, folder: Path, keep: Keep) -> None:
+    def __init__(self, folder: Path, keep: RetentionSettings) -> None:
         self.hears_signals = False
         self._folder = folder
         self._keep = keep
-        self._watch = StepWatch(keep.slow_step, max_seconds=keep.slow_seconds)
+        self._watch = SlowStepWatch(keep.slow_step, max_seconds=keep.slow_seconds)
         self._page = PositionPage()
         self._shared: SharedFolder | None = None
         self._spool: Spool | None = None
@@ -123,7 +130,7 @@ class BlackBox(Observer):
                 self._page.open(self._shared, recording)
 
     def on_attach(self) -> None:
-        self.hears_signals = listen(self)
+        self.hears_signals = add_listener(self)
 
     def on_move(self) -> None:
         position = self._recording.position
@@ -139,24 +146,24 @@ class BlackBox(Observer):
 
     def on_close(self) -> None:
         self._page.close()
-        unlisten(self)
+        remove_listener(self)
 
     # in the thread that a signal or an exception comes to
 
     def hear_signal(self, number: int) -> None:
-        self._tell(incident("signal", signal.Signals(number).name, self._forward))
+        self._tell(make_incident("signal", signal.Signals(number).name, self._forward))
 
     def hear_exception(self, error: BaseException, where: str) -> None:
         is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.hears_signals)
-        if not is_ordinary and is_news_to(id(self), error):
-            self._tell(incident_of(error, where, self._forward))
+        if not is_ordinary and is_first_report(id(self), error):
+            self._tell(describe_exception(error, where, self._forward))
 
     def flush(self, *, max_seconds: float) -> bool:
         return self._recording.flush(max_seconds=max_seconds)
 
     def _tell(self, happened: Incident) -> None:
         with suppress(Exception):  # an incident without its stacks is better than none
-            happened = placed(happened, self._recording)
+            happened = add_position(happened, self._recording)
         self._page.was_told = happened.ends_job
         self._page.write(self._recording)
         self._recording.do_in_writer(partial(self._write, happened))
@@ -173,7 +180,7 @@ class BlackBox(Observer):
 
     def on_deadline(self) -> None:
         while (late := self._watch.take()) is not None:
-            self._tell(incident("slow step", "step", late[0], late[1]))
+            self._tell(make_incident("slow step", "step", late[0], late[1]))
 
     def on_settle(self) -> None:
         salvage(self._folder, self._keep)
@@ -208,7 +215,7 @@ class BlackBox(Observer):
             value = numbers.get(kept_as)
             if isinstance(value, float) and not math.isfinite(value) and (forward, kept_as) != self._not_finite:
                 self._not_finite = forward, kept_as
-                self._write(incident("not finite", name, forward, f"{name} is {value}"))
+                self._write(make_incident("not finite", name, forward, f"{name} is {value}"))
 
     def on_lost_copy(self) -> None:
         self._num_not_copied += 1

@@ -23,7 +23,7 @@ MAX_TRACE_SECONDS = 1.0  # that the flight recorder of the process groups may ta
 MAX_DUMP_BYTES = 64 * 2**20
 
 
-def collectives_entered() -> dict[str, int]:
+def count_collectives() -> dict[str, int]:
     """Count the collectives that this rank has entered, by the name of the process group; empty where torch differs."""
     counted: dict[str, int] = {}
     with contextlib.suppress(Exception):
@@ -34,7 +34,7 @@ def collectives_entered() -> dict[str, int]:
     return counted
 
 
-def last_collective() -> str:
+def find_last_collective() -> str:
     """Ask torch's flight recorder of collectives (NCCL's) for the last one of each process group.
 
     Empty where it keeps none. It is asked in a thread: a driver that hangs may not let it answer.
@@ -47,7 +47,7 @@ def last_collective() -> str:
             known: Any = torch._C._distributed_c10d
             for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
                 if not found and hasattr(known, name):
-                    found.append(described_trace(json.loads(getattr(known, name)())))
+                    found.append(describe_trace(json.loads(getattr(known, name)())))
                     found[:] = [text for text in found if text]
         answered.set()
 
@@ -57,7 +57,7 @@ def last_collective() -> str:
     return "".join(found[:1])
 
 
-def described_trace(trace: Mapping[str, Any]) -> str:
+def describe_trace(trace: Mapping[str, Any]) -> str:
     """Describe each process group's last collective in a dump: `all_reduce 12 of default_pg, [4] Float, started`."""
     last: dict[str, Mapping[str, Any]] = {}
     for entry in trace.get("entries", ()):
@@ -88,7 +88,7 @@ class _DumpReader(PickleReader):
         return self.memo[index]
 
 
-def last_collective_in_dump(rank: int, prefix: str | None, *, after: float) -> str:
+def find_last_collective_in_dump(rank: int, prefix: str | None, *, after: float) -> str:
     """Describe the last collective of each group in this rank's dump; empty without one that is newer than `after`.
 
     prefix  of the dump's name, as the job had set it; None: torch's own, in the home folder or in /tmp
@@ -102,7 +102,7 @@ def last_collective_in_dump(rank: int, prefix: str | None, *, after: float) -> s
             if facts.st_mtime < after or facts.st_size > MAX_DUMP_BYTES or facts.st_uid != os.getuid():
                 continue
             trace = _DumpReader(memoryview(path.read_bytes()), 0, path.name, None, None).run()
-            if isinstance(trace, dict) and (text := described_trace(trace)):
+            if isinstance(trace, dict) and (text := describe_trace(trace)):
                 return text
         except (OSError, CaptureError, AttributeError, TypeError, ValueError):
             continue

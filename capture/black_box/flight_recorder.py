@@ -34,7 +34,7 @@ class SharedFolder:
     """One recording's directory in shared memory, locked until `close`. Raises OSError where it cannot be made."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.directory = SHARED_MEMORY / f"{_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.directory = SHARED_MEMORY / f"{_directory_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
         self.directory.mkdir(mode=0o700)
         _own[self.directory] = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(_own[self.directory], fcntl.LOCK_EX)
@@ -99,14 +99,14 @@ class DeadSpool:
     num_cut_short: int
 
 
-def dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
+def find_dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
     """Find what dead processes of this host that recorded into `folder` had in shared memory. Raises OSError.
 
     Each is locked until the next one is asked for: no other process salvages it meanwhile.
     """
     if not SHARED_MEMORY.is_dir():
         return
-    named = re.compile(re.escape(_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
+    named = re.compile(re.escape(_directory_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
     for directory in sorted(SHARED_MEMORY.iterdir()):
         match = named.fullmatch(directory.name)
         if match is None:
@@ -134,7 +134,7 @@ def _encoded(path: Path) -> EncodedCall:
     return EncodedCall(rank=rank, step=step, time=time, body=body, counts=call.counts())
 
 
-def _prefix(folder: Path) -> str:
+def _directory_prefix(folder: Path) -> str:
     return f"capture-{os.getuid()}-{zlib.crc32(os.fsencode(os.path.realpath(folder))):08x}-rank"
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from capture.black_box.collectives import collectives_entered, last_collective
-from capture.black_box.stacks import all_stacks, main_stack, refined, traceback_frames
+from capture.black_box.collectives import count_collectives, find_last_collective
+from capture.black_box.stacks import correct_phase, find_main_stack, format_all_stacks, parse_traceback
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, utc_time
 from capture.file_format.folder_layout import homes_in, make_home
@@ -90,39 +90,39 @@ class Incident:
         return self.what == "exception" and _LOST_CONNECTION.search(self.message) is not None
 
 
-def incident(what: str, where: str, forward: int | None, message: str = "") -> Incident:
+def make_incident(what: str, where: str, forward: int | None, message: str = "") -> Incident:
     """Describe an incident that happens now; `message` is scrubbed of paths and secrets."""
-    return Incident(what=what, where=where, forward=forward, time=utc_time(), message=scrubbed(message))
+    return Incident(what=what, where=where, forward=forward, time=utc_time(), message=scrub(message))
 
 
-def incident_of(error: BaseException, where: str, forward: int | None) -> Incident:
+def describe_exception(error: BaseException, where: str, forward: int | None) -> Incident:
     """Describe an exception as texts alone: the exception itself holds its frames, and these the job's tensors."""
     is_out_of_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
     lines = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES).format()
-    made = incident(
+    made = make_incident(
         "out of memory" if is_out_of_memory else "exception", where, forward, f"{type(error).__name__}: {error}"
     )
-    return replace(made, traceback=scrubbed("".join(lines)))
+    return replace(made, traceback=scrub("".join(lines)))
 
 
-def placed(happened: Incident, recording: Recording) -> Incident:
+def add_position(happened: Incident, recording: Recording) -> Incident:
     """Add to an incident that happens now where the rank is, what every thread does, and its last collectives."""
-    stacks = scrubbed(all_stacks())
-    frames = [*main_stack(stacks), *traceback_frames(happened.traceback)]
+    stacks = scrub(format_all_stacks())
+    frames = [*find_main_stack(stacks), *parse_traceback(happened.traceback)]
     at = recording.position
     return replace(
         happened,
-        place=refined(at.place, frames),
+        place=correct_phase(at.place, frames),
         last_backward=at.last_backward if at.last_backward >= 0 else None,
         stacks=stacks,
-        collectives=collectives_entered(),
-        last_collective=last_collective(),
+        collectives=count_collectives(),
+        last_collective=find_last_collective(),
         world_size=recording.world_size,
         opened=recording.opened,
     )
 
 
-def is_news_to(listener: int, error: BaseException) -> bool:
+def is_first_report(listener: int, error: BaseException) -> bool:
     """Tell whether `listener` hears of this exception for the first time: on its way up it passes several hooks."""
     heard_by: set[int] = error.__dict__.setdefault("_heard_by_capture", set())
     if listener in heard_by:
@@ -131,7 +131,7 @@ def is_news_to(listener: int, error: BaseException) -> bool:
     return True
 
 
-def scrubbed(text: str) -> str:
+def scrub(text: str) -> str:
     """Return the end of `text` without values of secrets, folders of libraries and absolute paths."""
     text = text[-_MAX_TEXT:]
     for name, value in os.environ.items():

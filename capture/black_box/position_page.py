@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from capture.black_box.flight_recorder import POSITION_FILE, STACKS_FILE, SharedFolder
-from capture.record.observer import PLACES, Place, Recording
+from capture.record.observer import TRAINING_PHASES, Recording, TrainingPhase
 
 PAGE_BYTES = 4096
 # forward, place, when it was reached, rank, world size, was_told, has_stacks, last_backward
 _MOVING = struct.Struct("<qqdqqqqq")
-_NUMBER_OF = {place: number for number, place in enumerate(PLACES)}
+_NUMBER_OF = {place: number for number, place in enumerate(TRAINING_PHASES)}
 _TRACE_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # where NCCL's flight recorder dumps
 _enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
 
@@ -96,7 +96,7 @@ class LastPosition:
     has_stacks: bool
     forward: int | None
     last_backward: int | None
-    place: Place
+    place: TrainingPhase
     time: str
     opened: str
     main_thread: int | None
@@ -116,7 +116,7 @@ def read_position(directory: Path) -> LastPosition | None:
             has_stacks=bool(has_stacks),
             forward=forward if forward >= 0 else None,
             last_backward=last_backward if last_backward >= 0 else None,
-            place=PLACES[number],
+            place=TRAINING_PHASES[number],
             time=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds"),
             opened=str(facts["opened"]),
             main_thread=facts["main_thread"],

@@ -5,34 +5,34 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from capture.black_box.collectives import last_collective_in_dump
-from capture.black_box.flight_recorder import STACKS_FILE, DeadSpool, dead_spools
-from capture.black_box.incidents import Incident, incident, scrubbed, write_incidents
+from capture.black_box.collectives import find_last_collective_in_dump
+from capture.black_box.flight_recorder import STACKS_FILE, DeadSpool, find_dead_spools
+from capture.black_box.incidents import Incident, make_incident, scrub, write_incidents
 from capture.black_box.position_page import LastPosition, read_position
-from capture.black_box.stacks import main_stack, refined, with_main_thread_named
+from capture.black_box.stacks import correct_phase, find_main_stack, mark_main_thread
 from capture.file_format.capture_file import utc_time
 from capture.file_format.folder_layout import homes_in, rank_in_name
 from capture.file_format.manifest import stamp_of
 from capture.file_format.segment import segments_in
 from capture.file_format.segment_writer import repair_segments
-from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.retention import Keep
+from capture.record.rank_writer import RankWriter, open_rank_writer
+from capture.record.retention import RetentionSettings
 
 STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faulthandler writes"
 
 
-def salvage(folder: Path, keep: Keep) -> int:
+def salvage(folder: Path, keep: RetentionSettings) -> int:
     """Write the passes that killed processes had in their flight recorders, and return how many.
 
     Every rank's: a launcher that starts ranks again may give this host's to another one. Raises OSError.
     """
     num_saved = 0
-    for spool in dead_spools(folder):
+    for spool in find_dead_spools(folder):
         position = read_position(spool.directory)
         rank = spool.rank if position is None else position.rank
         stamp = utc_time()
         world_size = max((encoded.world_size or 1 for encoded in spool.calls), default=None)
-        files = rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
+        files = open_rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
         try:
             num_saved += _write(spool, position, files, rank=rank, stamp=stamp)
         finally:
@@ -55,7 +55,7 @@ def _write(spool: DeadSpool, position: LastPosition | None, files: RankWriter, *
     names = [path.name for encoded in spool.calls if (path := files.write(encoded)) is not None]
     if spool.calls or spool.num_cut_short or (position is not None and not position.was_told):
         last = max((encoded.step for encoded in spool.calls), default=None)
-        died = incident("died", "without a word", last)
+        died = make_incident("died", "without a word", last)
         if position is not None:
             died = _placed(died, spool.directory, position)
         died = replace(died, files=names, num_not_copied=spool.num_cut_short)
@@ -71,16 +71,16 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
     except OSError:
         text = ""
     text = text.partition("\nExtension modules:")[0]
-    stacks = scrubbed(with_main_thread_named(text, position.main_thread))
+    stacks = scrub(mark_main_thread(text, position.main_thread))
     begun = datetime.fromisoformat(position.opened).timestamp()
     return replace(
         died,
         forward=died.forward if position.forward is None else position.forward,
-        message=scrubbed(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
-        place=refined(position.place, main_stack(stacks)),
+        message=scrub(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
+        place=correct_phase(position.place, find_main_stack(stacks)),
         last_backward=position.last_backward,
         stacks=stacks,
-        last_collective=last_collective_in_dump(position.rank, position.trace_file, after=begun),
+        last_collective=find_last_collective_in_dump(position.rank, position.trace_file, after=begun),
         world_size=position.world_size,
         opened=position.opened,
         last_moved=position.time,
@@ -90,13 +90,13 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
 def salvage_for_reading(folder: Path) -> str | None:
     """Write what killed processes left into `folder`; if that fails, return what to type as which user."""
     try:
-        ranks = sorted({spool.rank for spool in dead_spools(folder)})
+        ranks = sorted({spool.rank for spool in find_dead_spools(folder)})
     except OSError:
         return None
     if not ranks:
         return None
     try:
-        salvage(folder, Keep())
+        salvage(folder, RetentionSettings())
     except OSError as error:
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return (

@@ -20,7 +20,7 @@ MAX_SIGNAL_SECONDS = 10.0  # that a signal waits for the disk
 HEAD_START_SECONDS = 2.0  # for the main thread to handle a signal itself
 
 
-class Listener(Protocol):
+class IncidentListener(Protocol):
     """Is told of signals and exceptions. Its methods do not raise."""
 
     def hear_signal(self, number: int) -> None: ...
@@ -34,7 +34,7 @@ class _Handlers:
     """The signal handlers and exception hooks of this process while somebody listens."""
 
     def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
+        self.listeners: tuple[IncidentListener, ...] = ()
         self.process = os.getpid()
         self.previous: dict[int, Any] = {}
         self.previous_excepthook: Any = None
@@ -95,7 +95,7 @@ _handlers = _Handlers()
 _lock = threading.RLock()
 
 
-def listen(listener: Listener) -> bool:
+def add_listener(listener: IncidentListener) -> bool:
     """Add a listener. Returns whether it hears signals too: it does if the first one was added in the main thread."""
     with _lock:
         if not _handlers.listeners:
@@ -104,7 +104,7 @@ def listen(listener: Listener) -> bool:
         return bool(_handlers.previous)
 
 
-def unlisten(listener: Listener) -> None:
+def remove_listener(listener: IncidentListener) -> None:
     with _lock:
         rest = tuple(other for other in _handlers.listeners if other is not listener)
         if _handlers.listeners and not rest:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from capture.record.observer import Place
+from capture.record.observer import TrainingPhase
 
 MAX_FRAMES = 100  # of a thread, the innermost
 _OWN_HANDLER = "capture/black_box/signal_handlers.py", "_handle"  # on top of what the signal interrupted
@@ -29,7 +29,7 @@ _MAIN = "MainThread"
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StackFrame:
     """One line of a stack: `train.py`, 27, `compute_loss`."""
 
     file: str
@@ -44,7 +44,7 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def all_stacks() -> str:
+def format_all_stacks() -> str:
     """Write the stacks of all threads, the main thread's last. Paths are those of the host."""
     threads: Any = getattr(threading, "_active", {})  # enumerate would take a lock that an interrupted thread may hold
     names = {ident: thread.name for ident, thread in list(threads.items())}
@@ -73,14 +73,14 @@ def _lines(innermost: FrameType) -> Iterator[str]:
         yield f'  File "{one.f_code.co_filename}", line {one.f_lineno} in {one.f_code.co_name}'
 
 
-def with_main_thread_named(text: str, ident: int | None) -> str:
+def mark_main_thread(text: str, ident: int | None) -> str:
     """Mark the main thread in faulthandler's text."""
     if ident is None:
         return text
     return re.sub(rf"^((?:Current thread|Thread) 0x0*{ident:x})(?= \()", rf"\1 [{_MAIN}]", text, flags=re.MULTILINE)
 
 
-def main_stack(stacks: str) -> list[Frame]:
+def find_main_stack(stacks: str) -> list[StackFrame]:
     """Return the main thread's frames, the innermost first; of the last thread if none is marked as the main one."""
     heads = list(_HEAD.finditer(stacks))
     if not heads:
@@ -90,16 +90,16 @@ def main_stack(stacks: str) -> list[Frame]:
     return _frames(stacks[heads[chosen].end() : ends[chosen]])
 
 
-def traceback_frames(traceback: str) -> list[Frame]:
+def parse_traceback(traceback: str) -> list[StackFrame]:
     """Return the frames of an exception's traceback, the innermost first."""
     return _frames(traceback)[::-1]
 
 
-def _frames(text: str) -> list[Frame]:
-    return [Frame(*match.groups()) for match in _FRAME.finditer(text)]
+def _frames(text: str) -> list[StackFrame]:
+    return [StackFrame(*match.groups()) for match in _FRAME.finditer(text)]
 
 
-def refined(place: Place, frames: Sequence[Frame]) -> Place:
+def correct_phase(place: TrainingPhase, frames: Sequence[StackFrame]) -> TrainingPhase:
     """Correct what the hooks saw last by the main thread's stack, which alone shows where a backward ends."""
     if place in ("before any forward", "in forward"):
         return place

@@ -21,8 +21,8 @@ from capture.file_format.folder_layout import home_of, is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import bytes_of
 from capture.importers import dump_files, importer_of, read_dump
-from capture.record.disk_limits import RankWriter, rank_writer
-from capture.record.retention import Keep
+from capture.record.rank_writer import RankWriter, open_rank_writer
+from capture.record.retention import RetentionSettings
 
 # Write captures into a new folder as a recording would: files with manifests, or segments.
 
@@ -37,7 +37,7 @@ class FolderWriter:
     def __init__(self, folder: Path, *, segment: int | None) -> None:
         self.num_bytes = 0
         self._folder = folder
-        self._keep = Keep(segment=segment)
+        self._keep = RetentionSettings(segment=segment)
         self._stamp = utc_time()
         self._writers: dict[tuple[int, Path], RankWriter] = {}
         self._latest: RankWriter | None = None
@@ -66,7 +66,7 @@ class FolderWriter:
             home_of(self._folder, rank=encoded.rank, world_size=encoded.world_size, in_segments=in_segments),
         )
         if place not in self._writers:
-            self._writers[place] = rank_writer(
+            self._writers[place] = open_rank_writer(
                 self._folder, self._keep, rank=encoded.rank, world_size=encoded.world_size, stamp=self._stamp
             )
         writer = self._writers[place]

@@ -19,7 +19,7 @@ _HTTP_2_BEGINS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 _SETTINGS = 4  # type of the frame with which each HTTP/2 server answers
 
 
-class Node(NamedTuple):
+class RayNode(NamedTuple):
     id: str
     host: str
     is_alive: bool
@@ -29,7 +29,7 @@ class Node(NamedTuple):
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Any]:
+def connect(address: str | None) -> Iterator[Any]:
     """Connect to the cluster at the address, and give the module `ray`; leave the cluster at the end.
 
     address  HOST:PORT, `auto`, or None: the cluster that this process is connected to, which it stays; else `auto`
@@ -45,9 +45,9 @@ def connected(address: str | None) -> Iterator[Any]:
         yield ray
         return
     address = address or "auto"
-    meant = _remembered() if address == "auto" else address
+    meant = _find_default_address() if address == "auto" else address
     if meant is not None:
-        refuse_silent(meant, typed=address)
+        check_address(meant, typed=address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
@@ -59,7 +59,7 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _remembered() -> str | None:
+def _find_default_address() -> str | None:
     """Return what Ray takes `auto` for: its variable, or the cluster last started here, which may be gone."""
     folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
     try:
@@ -69,7 +69,7 @@ def _remembered() -> str | None:
     return os.environ.get("RAY_ADDRESS") or latest or None
 
 
-def refuse_silent(address: str, *, typed: str | None = None) -> None:
+def check_address(address: str, *, typed: str | None = None) -> None:
     """Raise CaptureError if no cluster answers at the address. Ray itself would try for minutes.
 
     typed  what was given for it
@@ -93,14 +93,14 @@ def refuse_silent(address: str, *, typed: str | None = None) -> None:
         raise CaptureError(given, why, TRY_ANOTHER) from None
 
 
-def nodes(ray: Any) -> list[Node]:
+def list_nodes(ray: Any) -> list[RayNode]:
     """List the nodes of the cluster by host, those that it has lost too."""
-    found = [Node(node["NodeID"], node["NodeManagerHostname"], node["Alive"]) for node in ray.nodes()]
+    found = [RayNode(node["NodeID"], node["NodeManagerHostname"], node["Alive"]) for node in ray.nodes()]
     return sorted(found, key=lambda node: (node.host, node.id))
 
 
 @contextmanager
-def reading(ray: Any, where: Sequence[Node], folder: str) -> Iterator[list[Any]]:
+def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
     """Start an actor on each node that reads below the folder, and give their handles; end them at the end.
 
     The actors take no CPU, so they start beside a job that has all of them. The class travels with its code: a node

@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple
 from capture.facts import Setting
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
-from capture.on_ray.cluster import Node, connected, nodes, reading
-from capture.on_ray.node_files import Change, Listed, checksum
-from capture.record.job_facts import architecture
+from capture.on_ray.cluster import RayNode, connect, list_nodes, start_readers
+from capture.on_ray.node_files import FileChange, FileState, compute_checksum
+from capture.record.job_facts import select_architecture
 
 ANSWER_SECONDS = 120.0  # a node that is busy starts the actor late; one that is gone is known to Ray much sooner
 MOST_FILES_AT_ONCE = 500
@@ -33,7 +33,7 @@ _TEMPORARY = re.compile(rf"\..+\.{_HOST}-(\d+)-\w+\.tmp")
 
 
 @dataclass(kw_only=True, slots=True)
-class FromNode:
+class NodeCollection:
     """What came from one node.
 
     num_files, num_bytes  that came now
@@ -47,7 +47,7 @@ class FromNode:
     problem       what ended the work with this node, or what it could not do
     """
 
-    node: Node
+    node: RayNode
     has_folder: bool = True
     num_files: int = 0
     num_bytes: int = 0
@@ -66,11 +66,11 @@ class FromNode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
+class Collection:
     """What came home, by node; `lost` are nodes that had left the cluster before."""
 
-    nodes: list[FromNode]
-    lost: list[Node]
+    nodes: list[NodeCollection]
+    lost: list[RayNode]
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +88,7 @@ def collect_folder(
     address: str | None = None,
     node: str | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
-) -> Collected:
+) -> Collection:
     """Copy the folder of each node into `target`, with the passes that dead processes left in the nodes' memory.
 
     folder       absolute; variables are those of the node's environment
@@ -108,17 +108,17 @@ def collect_folder(
     if Path(folder) in target.parents:
         why = f"lies in {folder}, whose files would be brought there"
         raise CaptureError(target, why, f"Give {Setting('to')} another folder")
-    with _writable(target), connected(address) as ray:
-        known = nodes(ray)
+    with _writable(target), connect(address) as ray:
+        known = list_nodes(ray)
         asked = [one for one in known if one.is_alive and (node is None or one.id.startswith(node) or one.host == node)]
         if not asked:
             listed = ", ".join(str(one) for one in known if one.is_alive)
             raise CaptureError(Setting("node", node), ": no such node", f"Give an id or a host of {listed}")
         home = _Home(target)
-        with reading(ray, asked, folder) as actors:
+        with start_readers(ray, asked, folder) as actors:
             saved = [actor.salvage.remote() for actor in actors]
             found = [
-                _Collection(ray, one, actor, home, on_progress).run(salvaged)
+                _NodeCollector(ray, one, actor, home, on_progress).run(salvaged)
                 for one, actor, salvaged in zip(asked, actors, saved, strict=True)
             ]
         lost = [one for one in known if not one.is_alive]
@@ -127,10 +127,10 @@ def collect_folder(
                 f"{folder}: no node of the cluster has this folder: asked {_names(asked)}"
                 f"{f'; lost before: {_names(lost)}' if lost else ''}. Give the path that the training function has"
             )
-    return Collected(nodes=found, lost=lost)
+    return Collection(nodes=found, lost=lost)
 
 
-def _lines(done: Collected, folder: str | Path, target: str | Path) -> Iterator[str]:
+def _lines(done: Collection, folder: str | Path, target: str | Path) -> Iterator[str]:
     for one in done.nodes:
         if one.has_folder:
             yield from _lines_of_node(one, folder, target)
@@ -142,7 +142,7 @@ def _lines(done: Collected, folder: str | Path, target: str | Path) -> Iterator[
     yield f"           replay inspect {target}"
 
 
-def _lines_of_node(one: FromNode, folder: str | Path, target: str | Path) -> Iterator[str]:
+def _lines_of_node(one: NodeCollection, folder: str | Path, target: str | Path) -> Iterator[str]:
     later = f", {one.num_later} in the place of an earlier state" if one.num_later else ""
     here = f"; here already: {one.num_equal}" if one.num_equal else ""
     yield f"node       {one.node}: {_counted(one.num_files, 'file')}, {one.num_bytes:,} bytes{later}{here}"
@@ -174,7 +174,7 @@ def _first(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _names(known: Sequence[Node]) -> str:
+def _names(known: Sequence[RayNode]) -> str:
     return ", ".join(map(str, known[:8])) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
 
 
@@ -216,7 +216,7 @@ def _stage(name: str) -> _Stage:
     return _Stage.RECORDS if _RECORDS.fullmatch(last) else _Stage.PASSES
 
 
-class _Wanted(NamedTuple):
+class _FileRange(NamedTuple):
     """A file to bring: all of it, or what follows the bytes that are here already."""
 
     name: str
@@ -225,20 +225,20 @@ class _Wanted(NamedTuple):
     modified_ns: int
 
 
-class _Collection:
+class _NodeCollector:
     """The work with one node."""
 
     def __init__(
-        self, ray: Any, node: Node, actor: Any, home: "_Home", on_progress: Callable[[int, int, str], None] | None
+        self, ray: Any, node: RayNode, actor: Any, home: "_Home", on_progress: Callable[[int, int, str], None] | None
     ) -> None:
         self._ray = ray
         self._actor = actor
         self._home = home
         self._on_progress = on_progress
-        self._came = FromNode(node=node)
+        self._came = NodeCollection(node=node)
         self._other_models: list[PurePosixPath] = []  # folders that hold captures of another model than here
 
-    def run(self, salvaged: Any) -> FromNode:
+    def run(self, salvaged: Any) -> NodeCollection:
         """Bring the node's files home. `salvaged` is the answer that the actor owes."""
         errors = self._ray.exceptions
         try:
@@ -253,7 +253,7 @@ class _Collection:
         except errors.RayTaskError as error:
             self._came.problem = f"cannot read the folder: {str(error.cause or error).splitlines()[-1]}"
         except errors.RayError as error:
-            is_gone = all(one.id != self._came.node.id or not one.is_alive for one in nodes(self._ray))
+            is_gone = all(one.id != self._came.node.id or not one.is_alive for one in list_nodes(self._ray))
             self._came.problem = (
                 "left the cluster meanwhile" if is_gone else f"its actor died: {str(error).splitlines()[0]}"
             )
@@ -265,7 +265,7 @@ class _Collection:
     def _bring(self, stage: "_Stage") -> None:
         left: set[str] | None = None
         for _ in range(MOST_ATTEMPTS):
-            listing: dict[str, Listed] | None = self._ask("listing")
+            listing: dict[str, FileState] | None = self._ask("listing")
             if listing is None:
                 self._came.has_folder = False
                 return
@@ -276,33 +276,33 @@ class _Collection:
         for name in left or ():
             self._came.unread[name] = "it is rewritten again and again"
 
-    def _plan(self, listing: dict[str, Listed]) -> list[_Wanted]:
+    def _plan(self, listing: dict[str, FileState]) -> list[_FileRange]:
         """Return what has to come; what is here, and what may not come, is noted."""
-        wanted: list[_Wanted] = []
-        to_compare: list[tuple[str, Listed, os.stat_result]] = []
+        wanted: list[_FileRange] = []
+        to_compare: list[tuple[str, FileState, os.stat_result]] = []
         for name, listed in listing.items():
             here = self._home.facts(name)
             if any(PurePosixPath(name).is_relative_to(folder) for folder in self._other_models):
                 self._came.unread[name] = "the actor.json here is another model's"
             elif here is None:
-                wanted.append(_Wanted(name, 0, *listed))
+                wanted.append(_FileRange(name, 0, *listed))
             elif (here.st_size, here.st_mtime_ns) == listed:
                 self._came.num_equal += 1
             else:
                 to_compare.append((name, listed, here))
         return [*wanted, *filter(None, (self._rest_of(*one) for one in to_compare))]
 
-    def _rest_of(self, name: str, listed: Listed, here: os.stat_result) -> _Wanted | None:
+    def _rest_of(self, name: str, listed: FileState, here: os.stat_result) -> _FileRange | None:
         """Return what has to come of a file that is here in another state; None, noted, for nothing or another file."""
         num_bytes = min(listed.num_bytes, here.st_size)
         (crc,) = self._ask("checksums", [(name, num_bytes)])
-        if crc is not None and crc == checksum(self._home.folder / name, num_bytes):
+        if crc is not None and crc == compute_checksum(self._home.folder / name, num_bytes):
             if listed.num_bytes > here.st_size:
-                return _Wanted(name, here.st_size, *listed)
+                return _FileRange(name, here.st_size, *listed)
             self._came.num_equal += 1  # or here is a later state
         elif _stage(name) == _Stage.RECORDS:
             if listed.modified_ns > here.st_mtime_ns:
-                return _Wanted(name, 0, *listed)
+                return _FileRange(name, 0, *listed)
             self._came.num_equal += 1
         elif _stage(name) == _Stage.MODEL and self._is_same_model(name, listed):
             self._came.num_equal += 1
@@ -312,11 +312,11 @@ class _Collection:
                 self._other_models.append(PurePosixPath(name).parent)
         return None
 
-    def _is_same_model(self, name: str, listed: Listed) -> bool:
+    def _is_same_model(self, name: str, listed: FileState) -> bool:
         (part,) = self._ask("parts", [(name, 0, listed.num_bytes)])
         return not isinstance(part, str) and _model(part.data) == _model((self._home.folder / name).read_bytes())
 
-    def _fetch(self, wanted: list[_Wanted]) -> set[str]:
+    def _fetch(self, wanted: list[_FileRange]) -> set[str]:
         """Bring the files, and return the names of those that were rewritten meanwhile."""
         rewritten: set[str] = set()
         num_all, num_done = sum(one.end - one.begin for one in wanted), 0
@@ -340,7 +340,7 @@ class _Collection:
                         break
         return rewritten
 
-    def _parts(self, wanted: Sequence[_Wanted]) -> Iterator[Change | str]:
+    def _parts(self, wanted: Sequence[_FileRange]) -> Iterator[FileChange | str]:
         """Ask for the files, one after the other, and give each part as it comes."""
         begin, offset = 0, wanted[0].begin if wanted else 0
         while begin < len(wanted):
@@ -354,13 +354,13 @@ class _Collection:
                 else:
                     offset = part.offset + len(part.data)
 
-    def _keep(self, file: IO[bytes], one: _Wanted, last: Change) -> bool:
+    def _keep(self, file: IO[bytes], one: _FileRange, last: FileChange) -> bool:
         """Give the file its name if it is what the node has; a later state must begin with it."""
         file.flush()
         size = os.fstat(file.fileno()).st_size
         if last.modified_ns != one.modified_ns:
             (theirs,) = self._ask("checksums", [(one.name, size)])
-            if theirs is None or theirs != checksum(Path(file.name), size):
+            if theirs is None or theirs != compute_checksum(Path(file.name), size):
                 return False
             if last.num_bytes > size:
                 self._came.growing.append(one.name)
@@ -368,7 +368,7 @@ class _Collection:
         return True
 
 
-def _is_last(part: Change, wanted: _Wanted) -> bool:
+def _is_last(part: FileChange, wanted: _FileRange) -> bool:
     return part.offset + len(part.data) >= wanted.end or not part.data  # the second: the file has become shorter
 
 
@@ -426,6 +426,6 @@ def _remove_stale(folder: Path) -> None:
 def _model(data: bytes) -> Any:
     """Return what tells one model from another in an actor.json; the text if it is none."""
     try:
-        return architecture(json.loads(data)["config"])
+        return select_architecture(json.loads(data)["config"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return data

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_BYTES_AT_ONCE = 16 * 2**20
+MAX_BYTES_PER_ANSWER = 16 * 2**20
 OVERLAP_BYTES = 2**18  # sent again of a file that grew: a rank rewrites the latest line of its log
 _CHECKED_AT_ONCE = 2**20
 DELETED = -1
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class Change(NamedTuple):
+class FileChange(NamedTuple):
     """A part of a file: `data` begins at `offset`, and the file ends behind it unless more follows."""
 
     name: str  # relative to the folder
@@ -28,14 +28,14 @@ class Change(NamedTuple):
         return self.offset == 0 and self.name.endswith((".json", ".txt"))
 
 
-class Listed(NamedTuple):
+class FileState(NamedTuple):
     """A file of the node, by its name relative to the folder."""
 
     num_bytes: int
     modified_ns: int
 
 
-class Salvaged(NamedTuple):
+class SalvageResult(NamedTuple):
     """What came of flight recorders that dead processes left in this node's memory."""
 
     num_passes: int
@@ -52,16 +52,16 @@ class NodeFiles:
         self.folder = Path(os.path.expandvars(folder)).expanduser()
         self._seen: dict[str, tuple[int, int, int]] = {}  # by name: inode, modification time, bytes that were sent
 
-    def news(self) -> list[Change]:
+    def news(self) -> list[FileChange]:
         """Return changes since the last call: what was appended, files that were replaced or rewritten, and deletions.
 
         An empty list says that all has been sent.
         """
-        changes: list[Change] = []
-        left = MOST_BYTES_AT_ONCE
+        changes: list[FileChange] = []
+        left = MAX_BYTES_PER_ANSWER
         files = list(self._files())
         for name in self._seen.keys() - {name for name, _, _ in files}:
-            changes.append(Change(name, 0, b"", DELETED))
+            changes.append(FileChange(name, 0, b"", DELETED))
             del self._seen[name]
         for name, path, facts in files:
             if left <= 0:
@@ -76,29 +76,29 @@ class NodeFiles:
             except FileNotFoundError:  # replaced between the listing and here: the next call gets it
                 continue
             left -= len(data)
-            changes.append(Change(name, begin, data, max(facts.st_size, begin + len(data))))
+            changes.append(FileChange(name, begin, data, max(facts.st_size, begin + len(data))))
             self._seen[name] = (facts.st_ino, facts.st_mtime_ns, begin + len(data))
         return changes
 
-    def listing(self) -> dict[str, Listed] | None:
+    def listing(self) -> dict[str, FileState] | None:
         """List the files by name; None if the node has no such folder. Temporaries are left out."""
         if not self.folder.is_dir():
             return None
-        return {name: Listed(facts.st_size, facts.st_mtime_ns) for name, _, facts in self._files()}
+        return {name: FileState(facts.st_size, facts.st_mtime_ns) for name, _, facts in self._files()}
 
     def num_unfinished(self) -> int:
         """Count the temporaries: files that are being written, or that a killed process did not finish."""
         return sum(1 for path in self.folder.rglob("*") if _is_temporary(path) and path.is_file())
 
-    def parts(self, wanted: Sequence[tuple[str, int, int]]) -> list[Change | str]:
+    def parts(self, wanted: Sequence[tuple[str, int, int]]) -> list[FileChange | str]:
         """Read each file from an offset to an end, in order, until one answer is full.
 
         wanted  name, offset and end of each; the end is that of the file as it was listed
 
         Returns as many as were reached, the last one perhaps in part; a text says why a file cannot be read.
         """
-        found: list[Change | str] = []
-        left = MOST_BYTES_AT_ONCE
+        found: list[FileChange | str] = []
+        left = MAX_BYTES_PER_ANSWER
         for name, offset, end in wanted:
             if left <= 0:
                 break
@@ -111,29 +111,31 @@ class NodeFiles:
                 found.append(error.strerror or str(error))
                 continue
             left -= len(data)
-            found.append(Change(name, offset, data, facts.st_size, facts.st_mtime_ns))
+            found.append(FileChange(name, offset, data, facts.st_size, facts.st_mtime_ns))
         return found
 
     def checksums(self, beginnings: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the CRC-32 of the first so many bytes of each file; None if it cannot be read or is shorter."""
-        return [checksum(self.folder / name, num_bytes) for name, num_bytes in beginnings]
+        return [compute_checksum(self.folder / name, num_bytes) for name, num_bytes in beginnings]
 
-    def salvage(self) -> Salvaged:
+    def salvage(self) -> SalvageResult:
         """Write the flight recorders of dead processes of this node into the folder.
 
         Needs micro-replay on the node, and imports it only where a process that recorded may have died.
         """
         if not (_SHARED_MEMORY.is_dir() and self.folder.is_dir() and any(_SHARED_MEMORY.glob("capture-*"))):
-            return Salvaged(0, None)
+            return SalvageResult(0, None)
         try:
             from capture.black_box.salvage import salvage
-            from capture.record.retention import Keep
+            from capture.record.retention import RetentionSettings
 
-            return Salvaged(salvage(self.folder, Keep()), None)
+            return SalvageResult(salvage(self.folder, RetentionSettings()), None)
         except ImportError as error:
-            return Salvaged(0, f"flight recorders in its memory cannot be read: {error}")
+            return SalvageResult(0, f"flight recorders in its memory cannot be read: {error}")
         except OSError as error:
-            return Salvaged(0, f"flight recorders in its memory cannot be written to {self.folder}: {error.strerror}")
+            return SalvageResult(
+                0, f"flight recorders in its memory cannot be written to {self.folder}: {error.strerror}"
+            )
 
     def forget(self, name: str) -> None:
         """Remove the file or folder `name`, and what is known of it."""
@@ -165,7 +167,7 @@ def _read(path: Path, begin: int, num_bytes: int) -> bytes:
         return file.read(num_bytes)
 
 
-def checksum(path: Path, num_bytes: int) -> int | None:
+def compute_checksum(path: Path, num_bytes: int) -> int | None:
     """Compute the CRC-32 of a file's first bytes; None if it cannot be read or has fewer."""
     crc = 0
     try:
@@ -178,7 +180,7 @@ def checksum(path: Path, num_bytes: int) -> int | None:
     return None if num_bytes else crc
 
 
-def write(change: Change, folder: Path) -> None:
+def write_change(change: FileChange, folder: Path) -> None:
     """Make a change below the driver's folder."""
     path = folder / change.name
     if change.num_bytes == DELETED:

@@ -4,7 +4,7 @@ The thread takes the interpreter from the job's thread while it works, and each 
 threads. While a pass begins, a device that has done all before stands idle for as long. So the thread sleeps until it
 is roused, as it is at the end of each forward: then the device has work, and the job's thread goes on to the backward
 or to a wait for the device, which need no interpreter. What comes after that waits for the end of the next forward, or
-for MAX_LULL_SECONDS.
+for MAX_DELAY_SECONDS.
 """
 
 import sys
@@ -19,7 +19,7 @@ from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 _MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
-MAX_LULL_SECONDS = 0.2  # that something waits for `rouse`
+MAX_DELAY_SECONDS = 0.2  # that something waits for `rouse`
 
 Item = TypeVar("Item")
 
@@ -195,7 +195,7 @@ class BackgroundWriter(Generic[Item]):
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
                     return None, False
-                lull = MAX_LULL_SECONDS if seconds_left is None else min(seconds_left, MAX_LULL_SECONDS)
+                lull = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 if not self._changed.wait(lull):
                     self._num_ready = max(self._num_ready, len(self._queue))
             item, num_bytes, is_pass = self._queue.popleft()

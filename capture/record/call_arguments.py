@@ -53,7 +53,7 @@ class CallArguments:
         return bool(caches - self.empty_caches if trains else caches)
 
 
-def checked_names(arguments: Mapping[str, str] | None) -> dict[str, str]:
+def check_argument_names(arguments: Mapping[str, str] | None) -> dict[str, str]:
     """Check what maps a forward's names to those of a capture, such as `{"idx": "input_ids"}`.
 
     Raises TypeError for anything else than names, ValueError where two arguments would get one name.
@@ -66,7 +66,7 @@ def checked_names(arguments: Mapping[str, str] | None) -> dict[str, str]:
     return names
 
 
-def forward_signature(model: nn.Module) -> inspect.Signature:
+def find_forward_signature(model: nn.Module) -> inspect.Signature:
     """Find the signature that names the model's arguments: a wrapper's own forward takes `*inputs, **kwargs`."""
     module: nn.Module | None = model
     while module is not None:
@@ -78,7 +78,7 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
     return inspect.signature(model.forward)
 
 
-def take_apart(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> CallArguments:
+def sort_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> CallArguments:
     """Sort the arguments of a call. Raises TypeError where positional arguments do not fit the signature."""
     taken = CallArguments()
     if not args:  # every argument has a name: without binding it is twice as quick

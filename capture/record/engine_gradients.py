@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from capture.record.parameter_sampler import Slot
-from capture.record.sharding import Place
+from capture.record.parameter_sampler import ParameterSlot
+from capture.record.sharding import SampleLocation
 
 _CLIP_EPS = 1e-6  # DeepSpeed's
 _GROUPS_OF_PARTITIONS = {  # attributes of its optimizers: the flat partitions, and the model's parameters in them
@@ -25,7 +25,7 @@ _GROUPS_OF_PARTITIONS = {  # attributes of its optimizers: the flat partitions, 
 }
 
 
-def engine_optimizer_of(model: nn.Module | None, optimizer: Optimizer) -> Any | None:
+def find_engine_optimizer(model: nn.Module | None, optimizer: Optimizer) -> Any | None:
     """Find DeepSpeed's optimizer around `optimizer`, if that trains `model`, which is an engine or in one."""
     if model is None:
         return None
@@ -49,7 +49,7 @@ class EngineGradients:
         held = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
         return cls(wrapper=wrapper, held=held)
 
-    def find(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+    def find(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient that holds the slot's samples, and where in it they are; None if it is not among these."""
         if hasattr(parameter, "ds_tensor"):
             return self._in_sub_group(slot, parameter)
@@ -106,7 +106,7 @@ class EngineGradients:
             return True
         return norm is not None and all(not norm.is_cuda or one.device == norm.device for one in self.held)
 
-    def _in_sub_group(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+    def _in_sub_group(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient under ZeRO 3: one tensor has the partitions of several parameters, one by one."""
         position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
         place = slot.place(slot.of_weight, parameter)
@@ -120,7 +120,7 @@ class EngineGradients:
                 return held.grad, replace(place, offset=begin + place.offset, dtype=name, held_as=None)
         return None
 
-    def _in_copy(self, slot: Slot, parameter: Any) -> tuple[Tensor, Place] | None:
+    def _in_copy(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient at stage 0 in half precision: of a flat copy of each group, or of one of each parameter."""
         for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
             begin = 0
@@ -135,8 +135,8 @@ class EngineGradients:
         return None
 
     def _at(
-        self, slot: Slot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
-    ) -> tuple[Tensor, Place] | None:
+        self, slot: ParameterSlot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
+    ) -> tuple[Tensor, SampleLocation] | None:
         """Find the samples in the gradient of the partition that shares its storage with `own`.
 
         There `count` elements of the parameter, from `start` on, lie at `begin`.
@@ -150,7 +150,7 @@ class EngineGradients:
         low, high = max(first, start), min(first + length, start + count)
         if high <= low:
             return None
-        place = Place(
+        place = SampleLocation(
             shape=shape,
             start=low,
             count=high - low,
@@ -163,13 +163,13 @@ class EngineGradients:
         return held.grad, place
 
 
-def num_skipped_steps(model: nn.Module | None) -> int:
+def count_skipped_steps(model: nn.Module | None) -> int:
     """Count the steps that DeepSpeed's engine left out because gradients overflowed."""
     skipped = None if model is None else vars(model).get("skipped_steps")
     return skipped if isinstance(skipped, int) else 0
 
 
-def has_stepped(model: nn.Module | None) -> bool | None:
+def has_engine_stepped(model: nn.Module | None) -> bool | None:
     """Tell whether the engine has stepped before: its optimizers have a state from the start. None: not known."""
     steps = None if model is None else vars(model).get("global_steps")
     return steps > 0 if isinstance(steps, int) else None

@@ -22,7 +22,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
         else:
             copies[name] = _copy_to_host(tensor)
     for pack in packs.values():
-        copies |= copy_in_one(pack)
+        copies |= copy_packed(pack)
     events = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         event = torch.cuda.Event(blocking=True)
@@ -31,7 +31,7 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
     return copies, events
 
 
-def copy_in_one(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_packed(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Begin to copy contiguous tensors of one device and dtype, by one copy to the host."""
     if len(pack) == 1:
         [(name, tensor)] = pack.items()

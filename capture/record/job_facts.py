@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.micro_batch import CaptureError
-from capture.record.parameter_sampler import frozen_names
+from capture.record.parameter_sampler import list_frozen_names
 
 LIGER = "liger_kernel"
 
@@ -30,14 +30,14 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
         config: Any = vars(module).get("config")  # the module's own: wrappers look `config` up in what they wrap
         if callable(getattr(config, "to_dict", None)):
             name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
-            adapters = adapters_of(model)
-            frozen = [] if adapters else frozen_names(model)
+            adapters = find_adapter_configs(model)
+            frozen = [] if adapters else list_frozen_names(model)
             _write_config_once(folder, _without_host_paths(config.to_dict()), name, adapters, frozen)
             return str(name)
     return type(model).__name__
 
 
-def adapters_of(model: nn.Module) -> dict[str, dict[str, object]]:
+def find_adapter_configs(model: nn.Module) -> dict[str, dict[str, object]]:
     """Return the configs of PEFT's adapters in the model by name, as plain data; empty without any."""
     for module in model.modules():
         configs = vars(module).get("peft_config")
@@ -74,7 +74,7 @@ def _write_config_once(
     if present is None:
         write_actor_config(folder, config, model_name, adapters, frozen)
     elif (
-        architecture(present) != architecture(json.loads(json.dumps(config, default=str)))
+        select_architecture(present) != select_architecture(json.loads(json.dumps(config, default=str)))
         or read_adapter_configs(folder) != adapters
     ):
         raise CaptureError(
@@ -90,38 +90,38 @@ def _without_host_paths(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
-def architecture(config: dict[str, object]) -> dict[str, object]:
+def select_architecture(config: dict[str, object]) -> dict[str, object]:
     """Return the settings that tell one model from another."""
     # these differ between runs of one model, and save_pretrained, which one rank alone may call, sets the last ones
     changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
     return {name: value for name, value in config.items() if name not in changing}
 
 
-def is_in_group() -> bool:
+def is_in_process_group() -> bool:
     """Tell whether the job has a process group now."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    if is_in_group():
+def read_rank_and_world_size() -> tuple[int, int]:
+    if is_in_process_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of packages that are loaded; nothing is imported for it."""
     used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
     return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}
 
 
-def attention_of(model: nn.Module) -> str | None:
+def find_attention_kernel(model: nn.Module) -> str | None:
     """Return the attention kernel that transformers was asked for; None where nothing says one."""
     configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     names = (getattr(config, "_attn_implementation", None) for config in configs)
     return next((name for name in names if isinstance(name, str)), None)
 
 
-def kernels_of(model: nn.Module) -> str:
+def find_kernels(model: nn.Module) -> str:
     """Return `liger` if Liger computes a norm, a SwiGLU layer or rotary embeddings of the model, else `model`.
 
     Liger replaces classes, forwards of modules, or functions in the file of a class. Nothing is imported for it.
@@ -138,13 +138,13 @@ def kernels_of(model: nn.Module) -> str:
     return "liger" if any(str(name).split(".")[0] == LIGER for name in (*files, *forwards, *functions)) else "model"
 
 
-def settings_of(tensors: Mapping[str, Tensor], of_model: Mapping[str, str]) -> dict[str, str]:
+def describe_call_settings(tensors: Mapping[str, Tensor], of_model: Mapping[str, str]) -> dict[str, str]:
     """Return settings that only the job's thread knows: device, autocast, and those of the model that were given."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    return {"device": device_name(device), "autocast": autocast_on(device.type), **of_model}
+    return {"device": read_device_name(device), "autocast": read_autocast_dtype(device.type), **of_model}
 
 
-def autocast_on(kind: str) -> str:
+def read_autocast_dtype(kind: str) -> str:
     """Return autocast's dtype on devices of this kind, or `off`."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return "off"
@@ -152,5 +152,5 @@ def autocast_on(kind: str) -> str:
 
 
 @cache
-def device_name(device: torch.device) -> str:
+def read_device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()

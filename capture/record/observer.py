@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 from capture.file_format.capture_file import EncodedCall
 from capture.file_format.tensor_codec import Output
 
-Place = Literal[
+TrainingPhase = Literal[
     "before any forward",
     "in forward",
     "after forward",
@@ -17,11 +17,11 @@ Place = Literal[
     "in the optimizer's step",
     "after the optimizer's step",
 ]
-PLACES: tuple[Place, ...] = get_args(Place)  # in the order in which a pass goes through them
+TRAINING_PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)  # in the order in which a pass goes through them
 
 
 @dataclass(kw_only=True, slots=True)
-class Position:
+class JobPosition:
     """Where a job is, as the hooks of its recording saw it last.
 
     forward        number of the forward that began last; -1 before the first
@@ -30,7 +30,7 @@ class Position:
 
     forward: int = -1
     last_backward: int = -1
-    place: Place = "before any forward"
+    place: TrainingPhase = "before any forward"
 
 
 class Recording(Protocol):
@@ -40,7 +40,7 @@ class Recording(Protocol):
     place   the rank, and the folder of its files, as the writer's thread knows them
     """
 
-    position: Position
+    position: JobPosition
     rank: int
     world_size: int
     opened: str

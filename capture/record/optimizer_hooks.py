@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
 
-class Listener(Protocol):
+class OptimizerCallbacks(Protocol):
     """Is told of clipping and steps. Its methods may not raise, wait for a device, or call a collective."""
 
     def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
@@ -44,7 +44,7 @@ class Listener(Protocol):
 class OptimizerHooks:
     """Tells `listener` of clipping and steps from `attach` to `remove`; those of a forked child are not seen."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: OptimizerCallbacks) -> None:
         self.listener = listener
         self._process = os.getpid()
         self._handle: Any = None
@@ -91,7 +91,7 @@ class OptimizerHooks:
             self.listener.stepped()
 
 
-class LateHooks:
+class RunningStepHook:
     """Tells those who attach inside a step's closure of that step, until `remove`.
 
     A closure is the pass, so a recording that is opened by the first pass has not seen that its step began.
@@ -182,7 +182,7 @@ def _unwrap_clipping() -> None:
     _norms_of_other_kinds.clear()
 
 
-def _open_listeners() -> list[Listener]:
+def _open_listeners() -> list[OptimizerCallbacks]:
     return [] if torch.compiler.is_compiling() else [hooks.listener for hooks in _listening if hooks.hears()]
 
 

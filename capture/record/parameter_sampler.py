@@ -23,21 +23,21 @@ from torch import Tensor, nn
 
 from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
 from capture.file_format.safe_unpickler import type_name
-from capture.record.sharding import NotMappedError, Place, place_in_flat, place_of
+from capture.record.sharding import SampleLocation, UnknownLayoutError, locate_run, locate_run_in_flat
 
 NUM_IN_FIRST_PASS = 1024
-NUM_A_PASS = 8
-NUM_A_STEP = 16
+NUM_PER_PASS = 8
+NUM_PER_STEP = 16
 NUM_IN_SMALL_MODEL = 64  # a model of no more parameters has all of them sampled at every step
 _NUM_ASKED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TakenSamples:
+class RawSamples:
     """Samples as they were taken, one after the other, and what they were taken of."""
 
     values: Tensor
-    places: Sequence[tuple[str, Place]]  # by name
+    places: Sequence[tuple[str, SampleLocation]]  # by name
     num_parameters: int
     num_frozen: int
     is_sharded: bool
@@ -61,7 +61,7 @@ class TakenSamples:
 
 
 @dataclass(kw_only=True, slots=True)
-class Slot:
+class ParameterSlot:
     """The attribute of a module that is a parameter.
 
     A library may put another object there, or other data into the same object.
@@ -71,8 +71,8 @@ class Slot:
     module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
     key: str
     reason: str | None = None  # why there are no samples, as far as the name says
-    of_weight: "Placed" = field(default_factory=lambda: Placed())
-    of_gradient: "Placed" = field(default_factory=lambda: Placed())
+    of_weight: "CachedLocation" = field(default_factory=lambda: CachedLocation())
+    of_gradient: "CachedLocation" = field(default_factory=lambda: CachedLocation())
 
     def parameter(self) -> nn.Parameter | None:
         module = self.module()
@@ -91,13 +91,13 @@ class Slot:
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 
-    def place(self, placed: "Placed", held: Any) -> Place | str:
+    def place(self, placed: "CachedLocation", held: Any) -> SampleLocation | str:
         """Find the samples in `held`, the parameter or its gradient, as it is now; a text says why they cannot be."""
         known = type(held), held.dtype, held.shape, held.stride()
         if placed.known != known:
             try:
-                placed.place = place_of(held, self.run)
-            except NotMappedError as error:
+                placed.place = locate_run(held, self.run)
+            except UnknownLayoutError as error:
                 placed.place = str(error) or f"of type {type_name(held)}"
             placed.known = known
         return placed.place
@@ -107,7 +107,7 @@ class Slot:
 
 
 @dataclass(kw_only=True, slots=True)
-class FlatSlot(Slot):
+class FlatParameterSlot(ParameterSlot):
     """A parameter that FSDP1 has put into a flat one, with others. `module` is the wrapper."""
 
     number: int  # in the flat parameter
@@ -133,22 +133,22 @@ class FlatSlot(Slot):
         flat: Any = self.parameter()
         return None if flat is None else flat.grad
 
-    def place(self, placed: "Placed", held: Any) -> Place | str:
+    def place(self, placed: "CachedLocation", held: Any) -> SampleLocation | str:
         try:
-            return place_in_flat(self.parameter(), held, self.number, self.run)
-        except (NotMappedError, AttributeError) as error:
+            return locate_run_in_flat(self.parameter(), held, self.number, self.run)
+        except (UnknownLayoutError, AttributeError) as error:
             return str(error) or "in flat shards (FSDP1) of a kind that is not known here"
 
 
 @dataclass(slots=True)
-class Placed:
+class CachedLocation:
     """Where samples lie in a tensor, valid while that has this type, dtype, shape and strides."""
 
-    place: Place | str = ""  # text: why it is left out
+    place: SampleLocation | str = ""  # text: why it is left out
     known: tuple[Any, ...] = ()
 
 
-Find = Callable[[Slot, nn.Parameter], tuple[Tensor, Place] | None]
+Find = Callable[[ParameterSlot, nn.Parameter], tuple[Tensor, SampleLocation] | None]
 
 
 class ParameterSampler:
@@ -162,9 +162,9 @@ class ParameterSampler:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._has_looked = False
-        self._all: list[Slot] = []  # also those without samples
-        self._slots: list[Slot] = []
-        self._window: Sequence[Slot] = ()  # those whose gradients the next step keeps
+        self._all: list[ParameterSlot] = []  # also those without samples
+        self._slots: list[ParameterSlot] = []
+        self._window: Sequence[ParameterSlot] = ()  # those whose gradients the next step keeps
         self._num_frozen = 0
         self._is_sharded = False
         self._is_plain = True
@@ -174,7 +174,7 @@ class ParameterSampler:
         self._has_begun = False
 
     @torch.inference_mode()
-    def weights(self, *, begins_window: bool = False) -> TakenSamples | None:
+    def weights(self, *, begins_window: bool = False) -> RawSamples | None:
         """Take samples of the next parameters; None where none can be taken.
 
         begins_window  this is the first pass after an optimizer step: `gradients` will be those of these parameters
@@ -182,13 +182,13 @@ class ParameterSampler:
         self._look()
         is_first = not self._has_taken or (begins_window and not self._has_begun)
         num_in_all = self.num_trained if self._num_frozen else len(self._slots)
-        num_a_step = num_in_all if num_in_all <= NUM_IN_SMALL_MODEL else NUM_A_STEP
-        num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_A_PASS
+        num_a_step = num_in_all if num_in_all <= NUM_IN_SMALL_MODEL else NUM_PER_STEP
+        num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_PER_PASS
         chosen = self._next_slots(num_wanted, are_trained=begins_window and not is_first)
         self._has_taken = True
         if begins_window:
             self._has_begun, self._window = True, chosen
-        collected = _Collected()
+        collected = _SampleViews()
         for slot in chosen:
             if (held := slot.held()) is not None:
                 collected.add(slot.name, slot.place(slot.of_weight, held), held)
@@ -208,9 +208,9 @@ class ParameterSampler:
         return self._is_plain
 
     @torch.inference_mode()
-    def gradients_in(self, find: Find, but: Container[str] = ()) -> TakenSamples | None:
+    def gradients_in(self, find: Find, but: Container[str] = ()) -> RawSamples | None:
         """Take samples of the gradients of the window's parameters, where `find` says that they are."""
-        collected = _Collected()
+        collected = _SampleViews()
         for slot in self._window:
             parameter = slot.parameter()
             if parameter is not None and slot.name not in but and (gradient := find(slot, parameter)) is not None:
@@ -220,7 +220,7 @@ class ParameterSampler:
     @torch.inference_mode()
     def gradients(
         self, of: Container[int] | None = None, but: Container[str] = ()
-    ) -> tuple[TakenSamples | None, list[str]]:
+    ) -> tuple[RawSamples | None, list[str]]:
         """Take samples of the gradients of the window's parameters.
 
         Returns also the names of those that are trained and have no gradient.
@@ -228,7 +228,7 @@ class ParameterSampler:
         of   ids of the parameters to sample; None: all
         but  names of parameters to leave out
         """
-        collected, without = _Collected(), []
+        collected, without = _SampleViews(), []
         for slot in self._window:
             parameter = slot.parameter()
             if parameter is None or slot.name in but or (of is not None and not slot.is_among(of)):
@@ -249,7 +249,7 @@ class ParameterSampler:
     def has_flat(self) -> bool:
         """Tell whether FSDP1 has flattened some of the parameters."""
         self._look()
-        return any(isinstance(slot, FlatSlot) for slot in self._all)
+        return any(isinstance(slot, FlatParameterSlot) for slot in self._all)
 
     def num_among(self, ids: Container[int]) -> int:
         """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
@@ -270,9 +270,9 @@ class ParameterSampler:
     def num_trained(self) -> int:
         return len(self._all) - self._num_frozen
 
-    def _next_slots(self, num_wanted: int, *, are_trained: bool) -> Sequence[Slot]:
+    def _next_slots(self, num_wanted: int, *, are_trained: bool) -> Sequence[ParameterSlot]:
         """Choose the next slots in turn; if `are_trained`, those of frozen parameters are passed over."""
-        chosen: list[Slot] = []
+        chosen: list[ParameterSlot] = []
         num_seen = 0
         while num_seen < len(self._slots) and len(chosen) < num_wanted:
             slot = self._slots[(self._next + num_seen) % len(self._slots)]
@@ -282,8 +282,8 @@ class ParameterSampler:
         self._next = (self._next + num_seen) % max(len(self._slots), 1)
         return chosen
 
-    def _snapshot(self, collected: "_Collected") -> TakenSamples:
-        return TakenSamples(
+    def _snapshot(self, collected: "_SampleViews") -> RawSamples:
+        return RawSamples(
             values=torch.cat(collected.views) if collected.views else torch.empty(0, device="cpu"),
             places=collected.places,
             num_parameters=len(self._all),
@@ -302,7 +302,7 @@ class ParameterSampler:
         for slot, parameter in _slots_once(model):
             self._all.append(slot)
             self._num_frozen += not parameter.requires_grad
-            self._is_plain &= type(slot) is Slot and type(parameter) is nn.Parameter and not slot.reason
+            self._is_plain &= type(slot) is ParameterSlot and type(parameter) is nn.Parameter and not slot.reason
             self._is_plain &= not hasattr(parameter, "ds_tensor")
             place = slot.reason or slot.place(slot.of_weight, slot.held())
             if isinstance(place, str):
@@ -314,29 +314,29 @@ class ParameterSampler:
         self._left_out = dict(left_out)
 
 
-def frozen_names(model: nn.Module) -> list[str]:
+def list_frozen_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are not trained; of one with several names, the first."""
     return [slot.name for slot, parameter in _slots_once(model) if not parameter.requires_grad]
 
 
-def _slots_once(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
+def _slots_once(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
     """Yield each parameter once, also one that has several names."""
     seen: set[tuple[int, int]] = set()
     for slot, parameter in _slots_of(model):
-        key = (id(parameter), slot.number) if isinstance(slot, FlatSlot) else (id(parameter), 0)
+        key = (id(parameter), slot.number) if isinstance(slot, FlatParameterSlot) else (id(parameter), 0)
         if key not in seen:
             seen.add(key)
             yield slot, parameter
 
 
-def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
+def _slots_of(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
     flattened: tuple[str, ...] = ()  # prefixes of what FSDP1 has flattened
     for prefix, module in model.named_modules():
         if (flat := _flat_parameter_of(module)) is not None:
             flattened = (*flattened, f"{prefix}." if prefix else "")
             for number, name in enumerate(flat._fqns):
                 full = plain_name(f"{prefix}.{name}" if prefix else name)
-                yield FlatSlot(name=full, module=weakref.ref(module), key="", number=number), flat
+                yield FlatParameterSlot(name=full, module=weakref.ref(module), key="", number=number), flat
         if prefix.startswith(flattened) and flattened:
             continue
         for key, parameter in module._parameters.items():
@@ -345,7 +345,7 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[Slot, nn.Parameter]]:
                 parts = raw.split(".")
                 is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
                 reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
-                yield Slot(name=plain_name(raw), module=weakref.ref(module), key=key, reason=reason), parameter
+                yield ParameterSlot(name=plain_name(raw), module=weakref.ref(module), key=key, reason=reason), parameter
 
 
 def _flat_parameter_of(module: nn.Module) -> Any:
@@ -355,14 +355,14 @@ def _flat_parameter_of(module: nn.Module) -> Any:
 
 
 @dataclass(slots=True)
-class _Collected:
+class _SampleViews:
     """Views of samples on one device. Of a model over several devices these are the samples of the first one."""
 
     views: list[Tensor] = field(default_factory=list)
-    places: list[tuple[str, Place]] = field(default_factory=list)
+    places: list[tuple[str, SampleLocation]] = field(default_factory=list)
     device: torch.device | None = None
 
-    def add(self, name: str, place: Place | str, of: Any) -> None:
+    def add(self, name: str, place: SampleLocation | str, of: Any) -> None:
         if isinstance(place, str) or not place.count:
             return
         held = of if place.held_as is None else place.held(of)

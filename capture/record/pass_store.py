@@ -19,11 +19,11 @@ from capture.file_format.manifest import stamp_of
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merged
 from capture.record.background_writer import warn
-from capture.record.disk_limits import RankWriter, rank_writer
 from capture.record.observer import Observer
-from capture.record.retention import Keep
-from capture.record.rng_and_outputs import environment, plain_outputs
-from capture.record.snapshot import Notes, Opened, Outputs, Pass
+from capture.record.rank_writer import RankWriter, open_rank_writer
+from capture.record.retention import RetentionSettings
+from capture.record.rng_and_outputs import read_environment, summarise_outputs
+from capture.record.snapshot import PassNotes, PassOutputs, PassSnapshot, RecordingOpened
 from capture.record.step_window import StepPart
 
 _MAX_COPY_SECONDS = 1.0  # when an incident waits: a copy that is not there by then stands behind something that hangs
@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class RecordingEnded:
     """Says that a recording was closed: of a rank of several, or one that could not record some training passes."""
 
     num_passes: int
@@ -54,10 +54,10 @@ class Ended:
         )
 
 
-Item = Pass | Outputs | Notes | StepPart | Opened | Ended | Callable[[], None]
+WriterTask = PassSnapshot | PassOutputs | PassNotes | StepPart | RecordingOpened | RecordingEnded | Callable[[], None]
 
 
-class Store:
+class PassStore:
     """Takes the passes, and counts those that did not fail.
 
     num_written   files
@@ -67,7 +67,7 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path, keep: Keep, *, opened: str, is_urgent: threading.Event, observer: Observer
+        self, folder: Path, keep: RetentionSettings, *, opened: str, is_urgent: threading.Event, observer: Observer
     ) -> None:
         self.num_lost = 0
         self.is_full = False
@@ -97,20 +97,20 @@ class Store:
     def _num_given_up(self) -> int:
         return sum(files.num_given_up for files in list(self._files.values()))
 
-    def handle(self, item: Item) -> None:
+    def handle(self, item: WriterTask) -> None:
         """Take one item. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
         match item:
-            case Pass():
+            case PassSnapshot():
                 self._take(item)
-            case Outputs():
+            case PassOutputs():
                 self._complete(item)
-            case Notes():
+            case PassNotes():
                 self._add_notes(item)
             case StepPart():
                 self._note_step(item)
-            case Opened():
+            case RecordingOpened():
                 self._settle(item.rank, item.world_size)
-            case Ended():
+            case RecordingEnded():
                 write_end(self.place[1], item.record(self.place[0]), stamp=stamp_of(self._opened))
             case _:
                 item()
@@ -130,7 +130,7 @@ class Store:
             for files in self._files.values():
                 files.close()
 
-    def _take(self, taken: Pass) -> None:
+    def _take(self, taken: PassSnapshot) -> None:
         origin = taken.origin()
         self._settle(origin.rank or 0, origin.world_size)
         if self._keep.flight_recorder is None:
@@ -143,7 +143,7 @@ class Store:
             origin=origin,
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
-            environment={**environment(), **taken.settings} if self._keep.reproduce else None,
+            environment={**read_environment(), **taken.settings} if self._keep.reproduce else None,
             weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
             optimizer_step=taken.optimizer_step,
             recording=self._opened,
@@ -163,12 +163,12 @@ class Store:
                 self._held.clear()  # the writer counts the pass that it handed in
                 raise
 
-    def _complete(self, came: Outputs) -> None:
+    def _complete(self, came: PassOutputs) -> None:
         try:
             self._await(came.copied)
         except CaptureError:  # its pass is not lost
             return
-        outputs = {**came.plain, **plain_outputs(came.tensors)}
+        outputs = {**came.plain, **summarise_outputs(came.tensors)}
         if self._keep.reproduce and self._held and self._held[-1].step == came.forward:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
@@ -182,7 +182,7 @@ class Store:
                 self._observer.on_hold(self._held[-1])
         self._observer.on_numbers(came.forward, outputs)
 
-    def _add_notes(self, came: Notes) -> None:
+    def _add_notes(self, came: PassNotes) -> None:
         """Put what was noted after a pass into it, unless it is written or was let go."""
         encoded = next((one for one in reversed(self._held) if one.step == came.forward), None)
         if encoded is None:
@@ -200,7 +200,7 @@ class Store:
             self._observer.on_hold(encoded)
         self._holds_latest = True
 
-    def _write_notes(self, encoded: EncodedCall, notes: Notes) -> None:
+    def _write_notes(self, encoded: EncodedCall, notes: PassNotes) -> None:
         refused = {**notes.left_out, **encoded.note(notes.tensors)}
         encoded.body["left_out"].update(refused)
         if refused:
@@ -264,7 +264,7 @@ class Store:
         self.place = rank, self._home_of(rank, world_size)
         if self.place not in self._files:
             self._observer.on_settle()
-            self._files[self.place] = rank_writer(
+            self._files[self.place] = open_rank_writer(
                 self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened
             )
             if self._files[self.place].had_passes and rank == min(self._keep.ranks or {0}):  # one rank speaks for all

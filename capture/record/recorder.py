@@ -20,20 +20,20 @@ from capture.file_format.listing import format_ranges
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
-from capture.record.job_facts import is_in_group, prepare_folder, rank_and_world_size
-from capture.record.observer import Observer, Place, Position
+from capture.record.job_facts import is_in_process_group, prepare_folder, read_rank_and_world_size
+from capture.record.observer import JobPosition, Observer, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
-from capture.record.parameter_sampler import TakenSamples
-from capture.record.pass_store import Ended, Item, Store
-from capture.record.retention import Choice, Keep
-from capture.record.rng_and_outputs import dtypes_of, noted, outputs_of
-from capture.record.snapshot import Clock, Notes, Opened, Outputs, Taker
+from capture.record.parameter_sampler import RawSamples
+from capture.record.pass_store import PassStore, RecordingEnded, WriterTask
+from capture.record.retention import PassSelector, RetentionSettings
+from capture.record.rng_and_outputs import describe_dtypes, find_outputs, sort_noted_values
+from capture.record.snapshot import PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
 _OPEN: "list[Recorder]" = []
 _held: dict[str, Any] | None = None  # what was noted for the next pass while there is no recording; None: not held
-MAX_SECONDS_BEHIND = 1.0  # that rank 0 waits at its end for the first file of another one
+MAX_SECONDS_FOR_OTHER_RANKS = 1.0  # that rank 0 waits at its end for the first file of another one
 
 
 def note(**values: Any) -> None:
@@ -69,7 +69,7 @@ def take_held_notes() -> dict[str, Any]:
     return held or {}
 
 
-def at_end_of_child(action: Callable[[], object], *, order: int) -> None:
+def call_at_child_exit(action: Callable[[], object], *, order: int) -> None:
     """Call `action` when this process ends, if multiprocessing started it: that calls nothing of `atexit`.
 
     order  the highest comes first
@@ -103,7 +103,7 @@ class Recorder:
         model: nn.Module,
         folder: Path,
         *,
-        keep: Keep,
+        keep: RetentionSettings,
         max_queued: int,
         names: Mapping[str, str],
         observer: Observer | None = None,
@@ -113,23 +113,23 @@ class Recorder:
         self.num_seen = 0
         self.num_skipped = 0
         self.not_recorded: Counter[str] = Counter()
-        self.rank, self.world_size = rank_and_world_size()
-        self.position = Position()
+        self.rank, self.world_size = read_rank_and_world_size()
+        self.position = JobPosition()
         self._observer = observer or Observer()
         self._is_in_group = False
         self._num_passed_over = 0
         self._is_closed = False
         self._process = os.getpid()
         self._taken: int | None = None  # the latest forward that was handed to the writer
-        self._notes_of_next: Notes | None = None
-        self._choice = Choice(keep)
+        self._notes_of_next: PassNotes | None = None
+        self._choice = PassSelector(keep)
         self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
         self._optimizer_hooks = OptimizerHooks(self)
-        is_urgent, clock = threading.Event(), Clock()
+        is_urgent, clock = threading.Event(), RecordingClock()
         self.opened = clock.at(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = Store(folder, keep, opened=self.opened, is_urgent=is_urgent, observer=self._observer)
-        self._writer: BackgroundWriter[Item] = BackgroundWriter(
+        self._store = PassStore(folder, keep, opened=self.opened, is_urgent=is_urgent, observer=self._observer)
+        self._writer: BackgroundWriter[WriterTask] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             rest=self._observer.on_idle,
@@ -139,13 +139,13 @@ class Recorder:
             when_late=self._observer.on_deadline,
         )
         atexit.register(self.close)
-        at_end_of_child(self.close, order=1)
+        call_at_child_exit(self.close, order=1)
         try:
             model_name = prepare_folder(folder, model)
-            self._taker = Taker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            self._taker = SnapshotMaker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
             if self._taker.window is not None:
                 self._taker.window.on_backward = self._backward_begins
-            self._writer.tell(Opened(rank=self.rank, world_size=self.world_size))
+            self._writer.tell(RecordingOpened(rank=self.rank, world_size=self.world_size))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
             return
@@ -214,14 +214,14 @@ class Recorder:
         if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
             return
         try:
-            outputs, plain = noted({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            outputs, plain = sort_noted_values({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
             if outputs or plain:
-                self._writer.tell(Outputs.of(self.num_seen - 1, outputs, plain))
+                self._writer.tell(PassOutputs.of(self.num_seen - 1, outputs, plain))
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                 forward = self.num_seen - 1
                 self._watch_steps(lambda window: window.watch_loss(forward, loss))
             if tensors and self._taken == self.num_seen - 1:
-                self._writer.tell(Notes.of(self.num_seen - 1, tensors))
+                self._writer.tell(PassNotes.of(self.num_seen - 1, tensors))
         except Exception as error:  # the job is worth more than its record
             self._writer.stop(error)
 
@@ -230,7 +230,7 @@ class Recorder:
         if self._is_closed or self.failure is not None or os.getpid() != self._process:
             return
         try:
-            came = Notes.of(self.num_seen, tensors)
+            came = PassNotes.of(self.num_seen, tensors)
             before = self._notes_of_next
             self._notes_of_next = came if before is None else before.joined(came)
         except Exception as error:  # the job is worth more than its record
@@ -253,7 +253,7 @@ class Recorder:
         if (self.world_size > 1 and self.num_seen) or self.not_recorded:
             window = self._taker.window
             self._writer.tell(
-                Ended(
+                RecordingEnded(
                     num_passes=self.num_seen,
                     num_steps=None if window is None else window.number,
                     world_size=self.world_size,
@@ -281,7 +281,7 @@ class Recorder:
         if self.rank != 0 or self.world_size == 1 or not self.num_written:
             return []
         wanted = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
-        deadline = time.monotonic() + MAX_SECONDS_BEHIND
+        deadline = time.monotonic() + MAX_SECONDS_FOR_OTHER_RANKS
         try:
             while (missing := wanted - ranks_in(self.folder)) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -320,7 +320,7 @@ class Recorder:
         if forward == self.position.forward and self.position.place == "after forward":
             self._move("in backward")
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: TrainingPhase) -> None:
         self.position.place = place
         self._observer.on_move()
 
@@ -347,8 +347,8 @@ class Recorder:
 
     def _look_at_rank(self) -> None:
         """Look at the rank again: a job may join a process group after the recording was opened, or leave it."""
-        self._is_in_group = is_in_group()
-        self.rank, self.world_size = rank_and_world_size()
+        self._is_in_group = is_in_process_group()
+        self.rank, self.world_size = read_rank_and_world_size()
 
     def _pass_ends(self, output: Any, error: BaseException | None) -> None:
         if error is None:
@@ -376,7 +376,7 @@ class Recorder:
             self._writer.drop()
             return
         notes, self._notes_of_next = self._notes_of_next, None
-        if self.num_seen == 1 or is_in_group() != self._is_in_group:
+        if self.num_seen == 1 or is_in_process_group() != self._is_in_group:
             self._look_at_rank()
         rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
@@ -392,8 +392,8 @@ class Recorder:
         elif self._writer.offer(taken, taken.num_bytes):
             self._taken = forward
 
-    def _outputs_of(self, output: Any, settings: Mapping[str, str], weights: TakenSamples | None) -> Outputs | None:
-        forward, outputs = self.num_seen - 1, outputs_of(output, with_rows=self.keep.reproduce)
+    def _outputs_of(self, output: Any, settings: Mapping[str, str], weights: RawSamples | None) -> PassOutputs | None:
+        forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.keep.reproduce)
         plain: dict[str, str] = {}
         if self.keep.reproduce:
             loss = outputs.get("loss")
@@ -401,7 +401,7 @@ class Recorder:
                 self._watch_steps(lambda window: window.watch_loss(forward, loss))
             if (few := self._taker.log_probs_of(output)) is not None:
                 outputs["token_log_probs"] = few
-            plain = dtypes_of(output, loss)
+            plain = describe_dtypes(output, loss)
         if not (outputs or settings or weights) or is_capturing_graph(outputs):
             return None
-        return Outputs.of(forward, outputs, plain, settings, weights)
+        return PassOutputs.of(forward, outputs, plain, settings, weights)

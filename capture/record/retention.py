@@ -19,8 +19,8 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keep:
-    """The settings of a recording, made by `keep_of`. A pass is kept if all of the first four say so.
+class RetentionSettings:
+    """The settings of a recording, made by `check_retention`. A pass is kept if all of the first four say so.
 
     ranks            ranks that record; None: all
     passes           `train` (autograd on), `rollout` (autograd off) or `all`
@@ -59,10 +59,10 @@ class Keep:
         )
 
 
-class Choice:
+class PassSelector:
     """Chooses the passes that `keep` wants, one after the other, for one recorder."""
 
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self, keep: RetentionSettings) -> None:
         self.keep = keep
         self._num_of_interest = 0
 
@@ -73,7 +73,7 @@ class Choice:
         return (self._num_of_interest - 1) % self.keep.every == 0
 
 
-def keep_of(
+def check_retention(
     *,
     every: int = 1,
     forwards: str | range | tuple[int, int] | None = None,
@@ -87,7 +87,7 @@ def keep_of(
     reproduce: bool | None = None,
     segment: str | int | None = None,
     **unknown: NoReturn,
-) -> Keep:
+) -> RetentionSettings:
     """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, `64MB` a segment, `60s` a step.
 
     Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
@@ -105,10 +105,10 @@ def keep_of(
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
     first_forward, end_forward = _first_and_end(forwards)
-    segment_bytes = None if segment is None else num_bytes_of(segment)
+    segment_bytes = None if segment is None else parse_segment_bytes(segment)
     if segment_bytes is not None:
         _check_segment(segment_bytes, keep, max_files, max_bytes)
-    return Keep(
+    return RetentionSettings(
         every=every,
         first_forward=first_forward,
         end_forward=end_forward,
@@ -144,7 +144,7 @@ def _check_segment(num_bytes: int, keep: WhichEnd, max_files: int | None, max_by
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def num_bytes_of(segment: str | int) -> int:
+def parse_segment_bytes(segment: str | int) -> int:
     """Read the size of a segment, a number of bytes or such as `64MB`, `1GiB`. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,15}) ?([A-Z]*)", str(segment).upper())
     num_bytes = int(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(segment, bool) else 0

@@ -33,7 +33,7 @@ _CPU_ELEMENTS = 2**18  # computed at once: what a cache holds
 _indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
 
 
-def logits_of(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -> Tensor | None:
+def find_logits(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -> Tensor | None:
     """Find logits for each token id in a forward's output; None if there are none in a plain tensor.
 
     Those that have no name are as wide as one of `vocabularies`: hidden states have their shape, too.
@@ -50,7 +50,7 @@ def logits_of(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -
 
 
 @torch.no_grad()
-def token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
+def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
     """Compute log-probs, in fp32, of the ids at `sampled_tokens` from the logits one place before.
 
     An id without a logit gives nan.
@@ -139,7 +139,7 @@ class RandomSnapshot:
         return states
 
 
-def random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
+def take_random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
     """Take the generators' states.
 
     The device's generator is a seed and an offset on the host, so there is no wait for the device.
@@ -223,7 +223,7 @@ def restore_random_states(states: RandomStates) -> None:
         ) from None
 
 
-def environment() -> dict[str, str]:
+def read_environment() -> dict[str, str]:
     """Return settings that change numbers: allow-listed variables that are set, and torch's own."""
     named = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
     return named | {
@@ -235,7 +235,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
+def find_outputs(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     """Find `loss` in a forward's result, and `output` if the result is a row of numbers for each row.
 
     In a tuple, the loss is the only number; what is no number is looked for in its first place.
@@ -253,14 +253,14 @@ def outputs_of(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     return {"output": output} if output.ndim == 2 and with_rows else {}
 
 
-def dtypes_of(output: Any, loss: Tensor | None) -> dict[str, str]:
+def describe_dtypes(output: Any, loss: Tensor | None) -> dict[str, str]:
     """Return the dtypes of logits and loss: they say more of a job's arithmetic than that of its weights."""
     logits = output.get("logits") if isinstance(output, dict) else None
     named = {"logits_dtype": logits, "loss_dtype": loss}
     return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
 
 
-def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float | str]]:
+def sort_noted_values(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float | str]]:
     """Sort what a job noted into tensors to copy and plain values.
 
     A DTensor becomes the name of its type: its value would take a collective. Raises TypeError or ValueError for what
@@ -279,7 +279,7 @@ def noted(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float
     return tensors, plain
 
 
-def plain_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Output]:
+def summarise_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Output]:
     """Turn tensors on the host into plain outputs.
 
     One number is kept as it is, more as a sum for each row and a checksum of all bytes. Numbers of tokens are also kept

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Run = tuple[int, int]  # first element in the whole parameter, flattened; number of elements
+ElementRun = tuple[int, int]  # first element in the whole parameter, flattened; number of elements
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class NotMappedError(ValueError):
+class UnknownLayoutError(ValueError):
     """The elements cannot be found. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class SampleLocation:
     """Where neighbouring elements lie in what this rank holds of a parameter; `count` is 0 if other ranks hold them."""
 
     shape: tuple[int, ...]  # of the whole parameter
@@ -37,19 +37,19 @@ class Place:
         return held
 
 
-def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """Find the run that `run_of` gives for the full shape of `parameter`. Raises NotMappedError."""
+def locate_run(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
+    """Find the run that `run_of` gives for the full shape of `parameter`. Raises UnknownLayoutError."""
     if hasattr(parameter, "ds_tensor"):
         return _in_partition(parameter, run_of)
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
         return _in_dtensor(parameter, run_of)
     if type(parameter) not in (Tensor, nn.Parameter):
-        raise NotMappedError
+        raise UnknownLayoutError
     shape = tuple(parameter.shape)
     _check(parameter, shape)
     start, count = run_of(shape)
     offset, stride = _in_strides(_unflattened(start, shape), parameter)
-    return Place(
+    return SampleLocation(
         shape=shape,
         start=start,
         count=count,
@@ -61,8 +61,10 @@ def place_of(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
     )
 
 
-def place_in_flat(flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
-    """Find the run in a rank's shard of FSDP1's flat parameter. Raises NotMappedError.
+def locate_run_in_flat(
+    flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[int, ...]], ElementRun]
+) -> SampleLocation:
+    """Find the run in a rank's shard of FSDP1's flat parameter. Raises UnknownLayoutError.
 
     held    the shard, or its gradient
     number  of the parameter in the flat one
@@ -70,11 +72,11 @@ def place_in_flat(flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[
     shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
     _check(held, shape)
     if held.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > held.numel()):
-        raise NotMappedError("in flat shards (FSDP1) of a kind that is not known here")
+        raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
     start, count = run_of(shape)
     begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
     first, last = max(start, begin), min(start + count, end)
-    return Place(
+    return SampleLocation(
         shape=shape,
         start=first if last > first else start,
         count=max(last - first, 0),
@@ -88,7 +90,7 @@ def place_in_flat(flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[
     )
 
 
-def own_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
+def list_local_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
     """List which of `size` indices along a dimension this rank has after sharding by each of `shards`.
 
     A shard is (number of ranks, this rank's number, split factor), in the order of the mesh's dimensions. The factor is
@@ -106,20 +108,20 @@ def _chunks(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
     return indices.tensor_split([min(len(indices), number * size) for number in range(1, num_chunks)])
 
 
-def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
     shape, mesh = tuple(parameter.shape), parameter.device_mesh
     local = parameter._local_tensor
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(placement.is_partial() for placement in parameter.placements):
-        raise NotMappedError("of ranks beside the mesh, or partial")
+        raise UnknownLayoutError("of ranks beside the mesh, or partial")
     shards: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
             factor = int(getattr(placement, "split_factor", 1))
             shards[placement.dim].append((mesh.size(axis), coordinate[axis], factor))
-    own = [own_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
+    own = [list_local_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
     if tuple(map(len, own)) != tuple(local.shape):
-        raise NotMappedError("sharded in a way that is not known here")
+        raise UnknownLayoutError("sharded in a way that is not known here")
     _check(local, shape)
     start, count = run_of(shape)
     place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "dtype": _name(local.dtype)}
@@ -130,23 +132,23 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Pla
     held = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
     held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # those that are neighbours here too
     if not held or not all(positions):
-        return Place(start=start, count=0, offset=0, stride=1, **place)
+        return SampleLocation(start=start, count=0, offset=0, stride=1, **place)
     offset, stride = _in_strides([*(indices[0] for indices in positions), held[0][1]][: len(shape)], local)
-    return Place(start=start + held[0][0], count=len(held), offset=offset, stride=stride, **place)
+    return SampleLocation(start=start + held[0][0], count=len(held), offset=offset, stride=stride, **place)
 
 
-def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> Place:
+def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
     """Find the run under ZeRO 3, which flattens a parameter and gives each rank an equal piece, padded at the end."""
     part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     group = parameter.ds_process_group
     num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     if part is None or part.ndim != 1 or part.numel() != -(-math.prod(shape) // num_ranks):
-        raise NotMappedError("partitioned by ZeRO 3 in a way that is not known here")
+        raise UnknownLayoutError("partitioned by ZeRO 3 in a way that is not known here")
     _check(part, shape)
     start, count = run_of(shape)
     begin = rank * part.numel()
     first, end = max(start, begin), min(start + count, begin + part.numel())
-    return Place(
+    return SampleLocation(
         shape=shape,
         start=first if end > first else start,
         count=max(end - first, 0),
@@ -160,9 +162,9 @@ def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], Run]) -> P
 
 def _check(held: Tensor, shape: tuple[int, ...]) -> None:
     if held.dtype not in _FLOATS or held.layout != torch.strided or held.device.type == "meta":
-        raise NotMappedError(f"of {held.dtype} on {held.device.type}")
+        raise UnknownLayoutError(f"of {held.dtype} on {held.device.type}")
     if not math.prod(shape):
-        raise NotMappedError("without elements")
+        raise UnknownLayoutError("without elements")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -177,7 +179,7 @@ def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
     return indices_found[::-1]
 
 
-def _in_strides(indices: Sequence[int], held: Tensor) -> Run:
+def _in_strides(indices: Sequence[int], held: Tensor) -> ElementRun:
     """Return the offset in the storage, and the stride along the last dimension."""
     strides = held.stride()
     return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1

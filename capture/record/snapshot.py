@@ -15,11 +15,17 @@ from capture.file_format.micro_batch import ID_NAMES, Origin
 from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import Output, can_encode
 from capture.record.background_writer import warn
-from capture.record.call_arguments import forward_signature, take_apart
+from capture.record.call_arguments import find_forward_signature, sort_arguments
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.job_facts import attention_of, autocast_on, kernels_of, settings_of, versions
-from capture.record.parameter_sampler import ParameterSampler, TakenSamples
-from capture.record.rng_and_outputs import RandomSnapshot, logits_of, random_snapshot, token_log_probs
+from capture.record.job_facts import (
+    describe_call_settings,
+    find_attention_kernel,
+    find_kernels,
+    read_autocast_dtype,
+    read_versions,
+)
+from capture.record.parameter_sampler import ParameterSampler, RawSamples
+from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
 
 _SAMPLES = " weights"  # no argument of a forward has this name
@@ -27,7 +33,7 @@ WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA gr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class RecordingOpened:
     """Says that a recording was opened, on this rank of so many."""
 
     rank: int
@@ -35,7 +41,7 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class PassSnapshot:
     """A forward's arguments on the host, complete once every event in `copied` has happened."""
 
     tensors: Mapping[str, Tensor]
@@ -45,10 +51,10 @@ class Pass:
     trains: bool
     origin: Callable[[], Origin]  # worked out in the background
     random: RandomSnapshot | None
-    weights: TakenSamples | None
+    weights: RawSamples | None
     optimizer_step: int | None
     settings: Mapping[str, str]  # beside those of the process
-    notes: "Notes | None" = None  # made before the pass
+    notes: "PassNotes | None" = None  # made before the pass
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +63,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Notes:
+class PassNotes:
     """Tensors that the job's loop noted for the pass `forward`, on the host once `copied` has happened.
 
     left_out  what could not be noted, with the reason
@@ -69,7 +75,7 @@ class Notes:
     left_out: Mapping[str, str]
 
     @classmethod
-    def of(cls, forward: int, values: Mapping[str, object]) -> "Notes":
+    def of(cls, forward: int, values: Mapping[str, object]) -> "PassNotes":
         """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; None is nothing."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
@@ -84,7 +90,7 @@ class Notes:
         copies, copied = copy_to_host(tensors)
         return cls(forward=forward, tensors=copies, copied=copied, left_out=left_out)
 
-    def joined(self, later: "Notes") -> "Notes":
+    def joined(self, later: "PassNotes") -> "PassNotes":
         """Return both; of what was noted twice, the later one."""
         return replace(
             later,
@@ -102,7 +108,7 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outputs:
+class PassOutputs:
     """What came of the pass `forward`: plain values, and tensors that are on the host once `copied` has happened."""
 
     forward: int
@@ -110,7 +116,7 @@ class Outputs:
     copied: list[torch.cuda.Event]
     plain: Mapping[str, Output]
     settings: Mapping[str, str]  # those that only the pass showed
-    weights: TakenSamples | None  # if they were taken when it had ended
+    weights: RawSamples | None  # if they were taken when it had ended
 
     @classmethod
     def of(
@@ -119,8 +125,8 @@ class Outputs:
         tensors: Mapping[str, Tensor],
         plain: Mapping[str, Output],
         settings: Mapping[str, str] | None = None,
-        weights: TakenSamples | None = None,
-    ) -> "Outputs":
+        weights: RawSamples | None = None,
+    ) -> "PassOutputs":
         copies, copied = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
         if weights is not None:
             weights = replace(weights, values=copies.pop(_SAMPLES))
@@ -129,7 +135,7 @@ class Outputs:
         )
 
 
-class Clock:
+class RecordingClock:
     """A clock that never goes back, so that the names of files sort as recorded."""
 
     def __init__(self) -> None:
@@ -141,7 +147,7 @@ class Clock:
         return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
 
 
-class Taker:
+class SnapshotMaker:
     """Makes a `Pass` of each call of `model`; with `reproduce` one that can be done again.
 
     names   the forward's names of arguments to those that they are kept by
@@ -149,12 +155,12 @@ class Taker:
     """
 
     def __init__(
-        self, model: nn.Module, clock: Clock, *, model_name: str, reproduce: bool, names: Mapping[str, str]
+        self, model: nn.Module, clock: RecordingClock, *, model_name: str, reproduce: bool, names: Mapping[str, str]
     ) -> None:
         self._names = names
-        self._signature = forward_signature(model)
-        attention = attention_of(model)
-        self._of_model = {"kernels": kernels_of(model)} if reproduce else {}
+        self._signature = find_forward_signature(model)
+        attention = find_attention_kernel(model)
+        self._of_model = {"kernels": find_kernels(model)} if reproduce else {}
         self._of_model |= {} if attention is None else {"attention": attention}
         self._clock = clock
         self._model_name = model_name
@@ -165,7 +171,7 @@ class Taker:
         self._begins_window: bool | None = None  # of a pass whose weights are sampled when it has ended
         self._wants_log_probs = reproduce
         self._vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
-        self._computing = ComputingDtype(model) if reproduce and not is_compiled(model) else None
+        self._computing = ComputeDtypeProbe(model) if reproduce and not is_compiled(model) else None
 
     def take(
         self,
@@ -175,10 +181,10 @@ class Taker:
         rank: int,
         world_size: int,
         forward: int,
-        notes: Notes | None = None,
-    ) -> Pass | str:
+        notes: PassNotes | None = None,
+    ) -> PassSnapshot | str:
         """Take a call's arguments and what was noted before it, or say why these cannot replay the pass."""
-        taken = take_apart(self._signature, args, kwargs)
+        taken = sort_arguments(self._signature, args, kwargs)
         if self._names:
             taken = taken.renamed(self._names)
         trains = torch.is_grad_enabled()
@@ -187,7 +193,7 @@ class Taker:
         if is_capturing_graph(taken.tensors):
             return IN_GRAPH
         weights = self._sampled_before(trains)
-        settings = settings_of(taken.tensors, self._of_model) if self._reproduce else {}
+        settings = describe_call_settings(taken.tensors, self._of_model) if self._reproduce else {}
         if self._computing is not None:
             settings |= self._computing.begin((trains, settings["autocast"]))
         self._ids_BS = next((taken.tensors[name] for name in ID_NAMES if name in taken.tensors), None)
@@ -195,21 +201,21 @@ class Taker:
         tensors, copied = copy_to_host(to_copy)
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
-        return Pass(
+        return PassSnapshot(
             tensors=tensors,
             copied=copied,
             call_facts=taken.call_facts,
             left_out=taken.left_out,
             trains=trains,
             origin=partial(self._origin, rank, world_size, forward, time.monotonic_ns()),
-            random=random_snapshot(on_cuda=bool(copied)) if self._reproduce else None,
+            random=take_random_snapshot(on_cuda=bool(copied)) if self._reproduce else None,
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
             notes=None if notes is None else replace(notes, forward=forward),
         )
 
-    def end_pass(self) -> tuple[dict[str, str], TakenSamples | None]:
+    def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
         """Return what the pass that ends has shown: settings, and samples of the weights if not taken before."""
         begins_window, self._begins_window = self._begins_window, None
         weights = None if begins_window is None else self._sampled(begins_window)
@@ -224,16 +230,16 @@ class Taker:
         if ids_BS is None or not self._wants_log_probs:
             return None
         try:
-            logits = logits_of(output, ids_BS, self._vocabularies)
+            logits = find_logits(output, ids_BS, self._vocabularies)
             if logits is None or is_capturing_graph({"logits": logits}):
                 return None
-            return token_log_probs(logits, ids_BS)
+            return compute_token_log_probs(logits, ids_BS)
         except Exception as error:  # the job is worth more than its record
             self._wants_log_probs = False
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sampled_before(self, trains: bool) -> TakenSamples | None:
+    def _sampled_before(self, trains: bool) -> RawSamples | None:
         """Take samples of the weights of a pass that begins, unless its end will do as well.
 
         While a pass begins, a device may stand idle until it gets its first work.
@@ -247,7 +253,7 @@ class Taker:
             return None
         return self._sampled(begins_window)
 
-    def _sampled(self, begins_window: bool) -> TakenSamples | None:
+    def _sampled(self, begins_window: bool) -> RawSamples | None:
         """Take samples of the weights, on their device.
 
         A failure is one warning, and the end of samples; the pass is still recorded.
@@ -269,11 +275,11 @@ class Taker:
             step=forward,
             time=self._clock.at(monotonic_ns),
             model_name=self._model_name,
-            versions=versions(),
+            versions=read_versions(),
         )
 
 
-class ComputingDtype:
+class ComputeDtypeProbe:
     """Looks at the first linear layer that runs, in one pass of each kind, and then removes its hooks.
 
     Compiled layers have no hooks: these would be compiled too.
@@ -310,7 +316,7 @@ class ComputingDtype:
         given = args[0] if args else None
         if self._found or torch.compiler.is_compiling() or not isinstance(given, Tensor):
             return
-        autocast = autocast_on(given.device.type)
+        autocast = read_autocast_dtype(given.device.type)
         dtype = str(given.dtype).removeprefix("torch.") if autocast == "off" else autocast
         self._found = {"autocast": autocast, "computed_in": dtype}
 

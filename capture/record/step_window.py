@@ -18,12 +18,12 @@ from capture.file_format.optimizer_step import OptimizerStep, distinct
 from capture.record import optimizer_hooks
 from capture.record.engine_gradients import (
     EngineGradients,
-    engine_optimizer_of,
-    has_stepped,
-    num_skipped_steps,
+    count_skipped_steps,
+    find_engine_optimizer,
+    has_engine_stepped,
 )
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.parameter_sampler import ParameterSampler, TakenSamples
+from capture.record.parameter_sampler import ParameterSampler, RawSamples
 
 _MAX_GROUPS = 64  # groups of an optimizer whose settings are kept
 _SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
@@ -40,7 +40,7 @@ class StepPart:
     """
 
     step: OptimizerStep
-    gradients: TakenSamples | None
+    gradients: RawSamples | None
     flat: Tensor
     names: Sequence[str]
     others: Mapping[str, Tensor]
@@ -70,7 +70,7 @@ class _Clipping:
     """The gradients before the latest clipping, and what the clipping was given."""
 
     after_pass: int
-    gradients: TakenSamples | None
+    gradients: RawSamples | None
     without_gradient: Sequence[str]
     num_clipped: int | None
     max_norm: float | None
@@ -153,7 +153,7 @@ class StepWindow:
             return
         self._was_clipped_before |= before is not None and before.has_a_limit
         gradients, without = self._sampler.gradients()
-        own, is_part = own_norm(norm)
+        own, is_part = copy_local_norm(norm)
         self._clipping = _Clipping(
             after_pass=self._passes[-1],
             gradients=gradients,
@@ -167,7 +167,7 @@ class StepWindow:
     def clipped(self, norm: Any) -> None:
         """Note that the gradients were clipped, and their norm, if it was not known before."""
         if self._clipping is not None and self._clipping.norm is None:
-            own, is_part = own_norm(norm)
+            own, is_part = copy_local_norm(norm)
             self._clipping = replace(self._clipping, norm=own, is_part_of_norm=is_part)
 
     def steps(self, optimizer: Optimizer) -> StepPart | None:
@@ -191,7 +191,7 @@ class StepWindow:
         if gradients is not None:
             self._sampled |= {name for name, _ in gradients.places}
             gradients = replace(gradients, values=gradients_held.before_clipping(gradients.values))
-        settings, tensors = settings_of(optimizer)
+        settings, tensors = read_optimizer_settings(optimizer)
         counts = gradients_held.num_parameters()
         if len(counts) != len(settings):  # it is not known which parameters the partitions are of
             counts = [0] * len(settings)
@@ -208,7 +208,7 @@ class StepWindow:
             is_unclipped=gradients_held.is_undone,
             optimizer=type(optimizer).__name__,
             settings=settings,
-            has_state=has_stepped(self._sampler.model),
+            has_state=has_engine_stepped(self._sampler.model),
         )
         return _part_of(step, gradients, tensors)
 
@@ -223,7 +223,7 @@ class StepWindow:
         else:
             gradients, without = clipping.gradients, list(clipping.without_gradient)
         self._sampled |= {name for name, _ in gradients.places} if gradients is not None else {""}
-        settings, tensors = settings_of(optimizer)
+        settings, tensors = read_optimizer_settings(optimizer)
         if self._sampler.has_flat:
             for group, own in zip(settings, _groups_of(optimizer), strict=False):
                 group["num_parameters"] = self._sampler.num_among(set(map(id, own["params"])))
@@ -263,7 +263,7 @@ class StepWindow:
 
     def _was_emptied(self) -> bool:
         """Tell whether a backward's gradients are gone without a step: fp16 leaves out steps that overflow."""
-        before, self._num_skipped = self._num_skipped, num_skipped_steps(self._sampler.model)
+        before, self._num_skipped = self._num_skipped, count_skipped_steps(self._sampler.model)
         if self._num_skipped > before:
             return True
         had_some = self._clipping is not None and self._clipping.gradients is not None
@@ -274,13 +274,13 @@ class StepWindow:
         if known is None:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             known = self._sampler.is_of_model(ids), None
-            if not known[0] and (wrapper := engine_optimizer_of(self._sampler.model, optimizer)) is not None:
+            if not known[0] and (wrapper := find_engine_optimizer(self._sampler.model, optimizer)) is not None:
                 known = True, weakref.ref(wrapper)
             self._related[optimizer] = known
         return known
 
 
-def settings_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return each group's plain settings, and those that are tensors, without waiting for a device.
 
     Groups without parameters are left out.
@@ -309,7 +309,7 @@ def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group["params"]]
 
 
-def _part_of(step: OptimizerStep, gradients: TakenSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
+def _part_of(step: OptimizerStep, gradients: RawSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
     first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
     near = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
@@ -326,7 +326,7 @@ def _part_of(step: OptimizerStep, gradients: TakenSamples | None, tensors: Mappi
     )
 
 
-def own_norm(norm: Any) -> tuple[Tensor | None, bool]:
+def copy_local_norm(norm: Any) -> tuple[Tensor | None, bool]:
     """Copy what this rank has of a norm, and tell whether it is a part: then the squares of all ranks add up.
 
     A norm over shards may be unreduced (DTensor); the whole of it would take a collective.

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from actor_init.spec import UsageError
 from capture.file_format.folder_layout import homes_in
 from capture.file_format.micro_batch import CaptureError
-from capture.on_ray.cluster import connected
-from capture.on_ray.node_files import Change, write
+from capture.on_ray.cluster import connect
+from capture.on_ray.node_files import FileChange, write_change
 from replay.on_ray.node_actors import NodeAgent
 from replay.output.text import counted
 from replay.processes.pool import Task
@@ -150,7 +150,7 @@ class Cluster:
             said = said.replace(there.encode(), str(here).encode())
         return said
 
-    def fetch(self, take: Callable[[Change], None]) -> None:
+    def fetch(self, take: Callable[[FileChange], None]) -> None:
         """Bring home what the nodes have written: `take` gets each change."""
         open_nodes = [node for node in self.agents if node not in self._lost]
         while open_nodes:
@@ -170,11 +170,11 @@ class Cluster:
         [host] = [node.host for node in self.nodes if node.id == node_id]
         print(f"replay: node {host} is lost; what it had not sent yet is lost too", file=sys.stderr, flush=True)
 
-    def write_home(self, change: Change, root: Path) -> None:
+    def write_home(self, change: FileChange, root: Path) -> None:
         """Make a node's change below `root`, with paths as they are here."""
         if change.is_whole_text:
             change = change._replace(data=self.with_paths_here(change.data, root))
-        write(change, root)
+        write_change(change, root)
 
     def finish(self, task: Task, root: Path, said: str = "") -> None:
         """Join what a task's ranks printed on the nodes, and `said`; clear up there. Its logs lie below `root`."""
@@ -209,7 +209,7 @@ def cluster_at(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
     """
     with ExitStack() as stack:
         try:
-            ray = stack.enter_context(connected(address) if address else _started(_num_local_slots(num_ranks)))
+            ray = stack.enter_context(connect(address) if address else _started(_num_local_slots(num_ranks)))
         except CaptureError as error:
             raise UsageError(*error.args) from None
         cluster = Cluster(ray)

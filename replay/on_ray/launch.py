@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from capture.on_ray.node_files import Change
+from capture.on_ray.node_files import FileChange
 from replay.on_ray.cluster import Cluster, cluster_at
 from replay.on_ray.fit import Fit, fitting
 from replay.on_ray.node_actors import ERR, EXIT_CODE, OUT
@@ -87,7 +87,7 @@ class _RayRun:
             if run.status == "running":
                 replace(run, status="interrupted", exit_code=INTERRUPTED).write(folder)
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: FileChange) -> None:
         if change.name.startswith(EXIT_CODE):
             if change.data:  # else the rank has made its file and not written it yet
                 self._exit_codes[change.name] = int(change.data)

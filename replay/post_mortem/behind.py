@@ -7,10 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from capture.black_box.incidents import Incident, read_incidents
-from capture.black_box.stacks import Frame, main_stack, traceback_frames
+from capture.black_box.stacks import StackFrame, find_main_stack, parse_traceback
 from capture.file_format.end_record import EndRecord, read_ends
 from capture.file_format.manifest import stamp_of
-from capture.record.observer import PLACES
+from capture.record.observer import TRAINING_PHASES
 from replay.watch.blame import Blame, blame_fewest, blame_some
 from replay.watch.stacks import COLLECTIVE_CODE, NUM_INNERMOST
 
@@ -58,7 +58,7 @@ class LastSeen:
     time: str
     forward: int | None
     place: str = ""
-    frames: Sequence[Frame] = ()
+    frames: Sequence[StackFrame] = ()
     incident: Incident | None = None
     closed: EndRecord | None = None
     collectives: dict[str, int] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class LastSeen:
     @property
     def progress(self) -> tuple[int, int] | None:
         """Return a key that is smaller than that of a rank that is further on; None where it is not known."""
-        if self.place not in PLACES:
+        if self.place not in TRAINING_PHASES:
             return None
-        return (-1 if self.forward is None else self.forward), list(PLACES).index(self.place)
+        return (-1 if self.forward is None else self.forward), list(TRAINING_PHASES).index(self.place)
 
     @property
     def last_backward(self) -> int | None:
@@ -122,7 +122,7 @@ def last_seen(folder: Path) -> list[LastSeen]:
     return found if any(one.end is not End.CLOSED for one in found) else []
 
 
-def _in_collective(frames: Sequence[Frame]) -> bool:
+def _in_collective(frames: Sequence[StackFrame]) -> bool:
     is_inside = bool(frames) and frames[0].function in COLLECTIVE_FUNCTIONS
     return is_inside or any(Path(frame.file).name in COLLECTIVE_CODE for frame in frames[:NUM_INNERMOST])
 
@@ -146,11 +146,11 @@ def _seen(rank: int, incidents: Sequence[Incident], closed: EndRecord | None) ->
     if closed is not None and goes_on and closed.num_passes - 1 > (last.forward or 0):
         return _closed(closed)
     cause = errors[0] if errors else last
-    frames = [*main_stack(cause.stacks)]
+    frames = [*find_main_stack(cause.stacks)]
     if cause.traceback:
-        frames = traceback_frames(cause.traceback)
+        frames = parse_traceback(cause.traceback)
     if not frames:  # killed, after it had said where it stood
-        frames = next((known for one in reversed(same_pass) if (known := main_stack(one.stacks))), [])
+        frames = next((known for one in reversed(same_pass) if (known := find_main_stack(one.stacks))), [])
     return LastSeen(
         rank=rank,
         end=_end(cause, frames),
@@ -174,7 +174,7 @@ def _closed(closed: EndRecord) -> LastSeen:
     )
 
 
-def _end(cause: Incident, frames: Sequence[Frame]) -> End:
+def _end(cause: Incident, frames: Sequence[StackFrame]) -> End:
     match cause.what:
         case "signal":
             return End.SIGNALLED

@@ -13,9 +13,9 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
 from capture.file_format.micro_batch import CaptureError
-from capture.record.job_facts import device_name
-from capture.record.job_facts import versions as loaded_versions
-from capture.record.rng_and_outputs import environment
+from capture.record.job_facts import read_device_name
+from capture.record.job_facts import read_versions as loaded_versions
+from capture.record.rng_and_outputs import read_environment
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, counted, one_line
@@ -166,7 +166,7 @@ def setting_of(spec: ResolvedReplay, same_weights: SameWeights, world: World, fa
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
         is_mixture=is_mixture(same_weights.names),
-        environment={**loaded_versions(), **environment(), "device": device_name(world.device), **kernel},
+        environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
     )
 
 

@@ -14,7 +14,7 @@ from capture.file_format.capture_file import encode_call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.record import background_writer
 from capture.record.background_writer import BackgroundWriter
-from capture.record.host_copy import copy_in_one
+from capture.record.host_copy import copy_packed
 from capture.record.parameter_sampler import ParameterSampler
 
 SECONDS = 60
@@ -49,7 +49,7 @@ def handled() -> Iterator[Handled]:
 
 @pytest.fixture
 def no_lull(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_writer, "MAX_LULL_SECONDS", 10.0**6)
+    monkeypatch.setattr(background_writer, "MAX_DELAY_SECONDS", 10.0**6)
 
 
 @pytest.mark.usefixtures("no_lull")
@@ -150,7 +150,7 @@ def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
         "one": torch.tensor(7),
         "turned": torch.arange(6).view(1, 6).t(),  # contiguous by its strides
     }
-    copies = copy_in_one(wanted)
+    copies = copy_packed(wanted)
     assert copies.keys() == wanted.keys()
     for name, copy in copies.items():
         assert torch.equal(copy, wanted[name]), name

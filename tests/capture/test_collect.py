@@ -23,8 +23,8 @@ from capture.cli import main
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray import collect, node_files
-from capture.on_ray.cluster import Node, refuse_silent
-from capture.on_ray.collect import Collected, collect_folder
+from capture.on_ray.cluster import RayNode, check_address
+from capture.on_ray.collect import Collection, collect_folder
 from capture.on_ray.node_files import NodeFiles
 from tests.helpers.small_jobs import TinyModel
 
@@ -55,20 +55,22 @@ class Actor:
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders `$DISK/run` of two nodes."""
     disks = [tmp_path / "disk0", tmp_path / "disk1"]
-    known = [Node(f"{number}" * 56, f"host{number}", True) for number in range(2)] + [Node("2" * 56, "host2", False)]
+    known = [RayNode(f"{number}" * 56, f"host{number}", True) for number in range(2)] + [
+        RayNode("2" * 56, "host2", False)
+    ]
     errors = SimpleNamespace(RayError=RayError, RayTaskError=KeyError, GetTimeoutError=TimeoutError)
 
     @contextmanager
-    def connected(address: str | None) -> Iterator[Any]:
+    def connect(address: str | None) -> Iterator[Any]:
         yield SimpleNamespace(get=lambda call, timeout: call(), exceptions=errors)
 
     @contextmanager
-    def reading(ray: Any, where: Sequence[Node], folder: str) -> Iterator[list[Any]]:
+    def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
         yield [Actor(disks[int(node.id[0])], folder) for node in where]
 
-    monkeypatch.setattr(collect, "connected", connected)
-    monkeypatch.setattr(collect, "nodes", lambda ray: known)
-    monkeypatch.setattr(collect, "reading", reading)
+    monkeypatch.setattr(collect, "connect", connect)
+    monkeypatch.setattr(collect, "list_nodes", lambda ray: known)
+    monkeypatch.setattr(collect, "start_readers", start_readers)
     folders = [disk / "run" for disk in disks]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -87,11 +89,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def collected(home: Path, **options: Any) -> Collected:
+def collected(home: Path, **options: Any) -> Collection:
     return collect_folder("$DISK/run", home, **options)
 
 
-def lines(done: Collected, home: Path) -> list[str]:
+def lines(done: Collection, home: Path) -> list[str]:
     return done.lines("$DISK/run", home)
 
 
@@ -117,7 +119,7 @@ def test_the_folders_of_all_nodes_come_home_and_are_sent_once(
 
 def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
-    monkeypatch.setattr(node_files, "MOST_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
     for number in range(4):
         (nodes[0] / f"{number}.bin").write_bytes(os.urandom(2500))
 
@@ -150,7 +152,7 @@ def test_ctrl_c_is_one_line(
 
 def test_a_file_that_goes_on_is_completed(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, grows = tmp_path / "home", nodes[0] / "grows.bin"
-    monkeypatch.setattr(node_files, "MOST_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
     whole = os.urandom(5000)
     grows.write_bytes(whole[:2500])
 
@@ -174,7 +176,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
     nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, changing = tmp_path / "home", nodes[0] / "changing.bin"
-    monkeypatch.setattr(node_files, "MOST_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
     changing.write_bytes(b"a" * 2500)
     others = iter("b")
 
@@ -264,7 +266,7 @@ def test_the_rest_comes_home_when_a_node_dies(
     nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
-    monkeypatch.setattr(node_files, "MOST_BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
     for folder in nodes:
         for number in range(3):
             (folder / f"{folder.parent.name}-{number}").write_bytes(os.urandom(900))
@@ -330,11 +332,11 @@ def test_a_listener_that_is_no_cluster_is_refused_at_once() -> None:
         with pytest.raises(
             CaptureError, match=f"address='{address}': no Ray cluster there: what listens there is something else"
         ):
-            refuse_silent(address)
+            check_address(address)
     with socket.socket() as deaf:
         deaf.bind(("localhost", 0))  # held, or another process may listen there by then
         address = f"localhost:{deaf.getsockname()[1]}"
         with pytest.raises(CaptureError, match=f"address='{address}': no Ray cluster there: .*refused"):
-            refuse_silent(address)
+            check_address(address)
     with pytest.raises(CaptureError, match="ray://host:1' is not allowed"):
-        refuse_silent("ray://host:1")
+        check_address("ray://host:1")

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
-from capture.record.parameter_sampler import NUM_A_PASS, ParameterSampler
-from capture.record.sharding import own_indices, place_of
+from capture.record.parameter_sampler import NUM_PER_PASS, ParameterSampler
+from capture.record.sharding import list_local_indices, locate_run
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 
@@ -80,7 +80,7 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
             model(IDS_BS)
     first, *others = [one for one in fingerprints(tmp_path) if one is not None]
     assert {sample.name for sample in first.samples} == names
-    assert [len(one.samples) for one in others] == [NUM_A_PASS] * 3
+    assert [len(one.samples) for one in others] == [NUM_PER_PASS] * 3
     assert {sample.name for one in others for sample in one.samples} == names
 
 
@@ -188,7 +188,7 @@ def test_the_shards_of_a_parameter_hold_the_whole_ones_samples(
     start, count = run_of("a.weight", shape)
     held: dict[int, float] = {}
     for parameter in shards(whole, sizes, placements):
-        place = place_of(parameter, lambda full: run_of("a.weight", full))
+        place = locate_run(parameter, lambda full: run_of("a.weight", full))
         local = parameter._local_tensor
         for number in range(place.count):
             value = local.as_strided((1,), (1,), local.storage_offset() + place.offset + number * place.stride)
@@ -202,7 +202,7 @@ def test_indices_of_a_shard_are_torchs(placement: Any, size: int) -> None:
     factor = getattr(placement, "split_factor", 1)
     pieces, _ = placement._split_tensor(torch.arange(size), 3, with_padding=False)
     for rank, piece in enumerate(pieces):
-        assert own_indices(size, [(3, rank, factor)]).tolist() == piece.tolist()
+        assert list_local_indices(size, [(3, rank, factor)]).tolist() == piece.tolist()
 
 
 def test_partitions_of_zero_3_hold_the_whole_ones_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,6 @@ def test_partitions_of_zero_3_hold_the_whole_ones_samples(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         part = padded[9 * rank : 9 * rank + 9].clone()
         parameter = SimpleNamespace(ds_tensor=part, ds_shape=torch.Size((7, 5)), ds_process_group=None)
-        place = place_of(parameter, lambda shape: (7, 4))  # over a border
+        place = locate_run(parameter, lambda shape: (7, 4))  # over a border
         held |= {place.start + i: part[place.offset + i].item() for i in range(place.count)}
     assert held == {7: 7.0, 8: 8.0, 9: 9.0, 10: 10.0}

@@ -18,14 +18,14 @@ import capture.black_box.black_box
 import capture.black_box.flight_recorder
 import capture.black_box.incidents
 from capture import CaptureError, Recorder, capture_files, read_micro_batch, recording
-from capture.black_box.black_box import StepWatch
-from capture.black_box.flight_recorder import dead_spools
-from capture.black_box.incidents import read_incidents, scrubbed
+from capture.black_box.black_box import SlowStepWatch
+from capture.black_box.flight_recorder import find_dead_spools
+from capture.black_box.incidents import read_incidents, scrub
 from capture.file_format.capture_file import read_call
 from capture.file_format.manifest import check_folder
-from capture.record.disk_limits import MANIFEST_BYTES_A_FILE
-from capture.record.retention import Keep, keep_of
-from capture.record.rng_and_outputs import random_snapshot, restore_random_states
+from capture.record.rank_writer import MANIFEST_BYTES_PER_FILE
+from capture.record.retention import RetentionSettings, check_retention
+from capture.record.rng_and_outputs import restore_random_states, take_random_snapshot
 from tests.helpers.small_jobs import TinyModel, steps_in
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -95,7 +95,7 @@ def test_the_rules_say_which_passes_become_files(settings: dict[str, Any], expec
 )
 def test_settings_that_are_none_are_refused_with_what_is_allowed(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        keep_of(**settings)
+        check_retention(**settings)
 
 
 def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no setting `rings`"):
         recording(TinyModel(), tmp_path, **unknown)
     with pytest.raises(TypeError, match="no setting `rings`"):
-        keep_of(**unknown)
+        check_retention(**unknown)
 
 
 def test_the_flight_recorder_and_reproduction_go_together_unless_said() -> None:
-    assert keep_of() == Keep()
-    assert keep_of(flight_recorder=2).reproduce
-    assert not keep_of(flight_recorder=2, reproduce=False).reproduce
+    assert check_retention() == RetentionSettings()
+    assert check_retention(flight_recorder=2).reproduce
+    assert not check_retention(flight_recorder=2, reproduce=False).reproduce
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])
@@ -121,7 +121,7 @@ def test_a_thousand_steps_never_exceed_the_limits(keep: Any, tmp_path: Path, mon
 
     def look(source: Any, target: Any) -> None:
         sizes = [path.stat().st_size for path in tmp_path.iterdir() if ".pkl" in path.name]
-        charged = sum(sizes) + MANIFEST_BYTES_A_FILE * len(sizes)
+        charged = sum(sizes) + MANIFEST_BYTES_PER_FILE * len(sizes)
         everything = sum(path.stat().st_size for path in tmp_path.iterdir())
         most[:] = max(most[0], len(sizes)), max(most[1], charged, everything)
         real_replace(source, target)
@@ -257,7 +257,7 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
-    watch = StepWatch(3.0)
+    watch = SlowStepWatch(3.0)
     for step in range(9):
         assert not watch.begin(step)
         now[0] += 1.0
@@ -284,14 +284,14 @@ def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatc
 def test_a_slow_step_is_so_many_times_the_median_or_seconds(
     typed: Any, factor: float | None, seconds: float | None
 ) -> None:
-    keep = keep_of(slow_step=typed)
+    keep = check_retention(slow_step=typed)
     assert (keep.slow_step, keep.slow_seconds) == (factor, seconds)
 
 
 def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
-    watch = StepWatch(max_seconds=60.0)
+    watch = SlowStepWatch(max_seconds=60.0)
     assert watch.seconds_left() is None
     assert not watch.begin(0)
     now[0] += 59.0
@@ -312,13 +312,13 @@ def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() ->
     uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None)
     for use in (*uses, lambda: numpy.random.set_state(numpy_before), *seeded, *again, lambda: None):
         use()
-        taken = random_snapshot(on_cuda=False)
+        taken = take_random_snapshot(on_cuda=False)
         assert taken.python == random.getstate()
         name, keys, *rest = numpy.random.get_state()
         assert taken.numpy is not None
         kept = taken.numpy["state"]["pos"], taken.numpy["has_gauss"], taken.numpy["gauss"]
         assert (taken.numpy["bit_generator"], list(taken.numpy["state"]["key"]), *kept) == (name, list(keys), *rest)
-        assert random_snapshot(on_cuda=False).python is taken.python
+        assert take_random_snapshot(on_cuda=False).python is taken.python
 
 
 def test_a_generator_that_is_not_numpys_own_is_left_out(tmp_path: Path) -> None:
@@ -402,9 +402,9 @@ CONFIG = {"model_type": "tiny", "_name_or_path": "/data/models/llama", "nested":
 
 
 def test_scrubbing_leaves_the_rest_alone() -> None:
-    assert scrubbed("a/b c/d.py 1/2 https://x.org/y/z") == "a/b c/d.py 1/2 https://x.org/y/z"
-    assert scrubbed('File "/opt/v/lib/python3.11/site-packages/torch/nn/x.py"') == 'File "torch/nn/x.py"'
-    assert scrubbed("PATH=/usr/bin:/home/me/bin") == "PATH=bin:bin"
+    assert scrub("a/b c/d.py 1/2 https://x.org/y/z") == "a/b c/d.py 1/2 https://x.org/y/z"
+    assert scrub('File "/opt/v/lib/python3.11/site-packages/torch/nn/x.py"') == 'File "torch/nn/x.py"'
+    assert scrub("PATH=/usr/bin:/home/me/bin") == "PATH=bin:bin"
 
 
 BROKEN = {"format": 1, "rank": 0, "num_others": 0}
@@ -481,7 +481,7 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
         [spool] = shared.iterdir()
         assert spool.stat().st_mode & 0o777 == 0o700
         assert len(list(spool.glob("*.pkl"))) == 3
-        assert list(dead_spools(folder)) == []
+        assert list(find_dead_spools(folder)) == []
         copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
         shutil.copytree(spool, copy)
         torn = max(copy.glob("*.pkl"))

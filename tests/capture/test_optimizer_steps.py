@@ -24,10 +24,10 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, Sample, merged, sampled_tokens
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record import optimizer_hooks
-from capture.record.optimizer_hooks import LateHooks, OptimizerHooks
-from capture.record.parameter_sampler import NUM_A_STEP, ParameterSampler
+from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
+from capture.record.parameter_sampler import NUM_PER_STEP, ParameterSampler
 from capture.record.recorder import Recorder
-from capture.record.step_window import own_norm
+from capture.record.step_window import copy_local_norm
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
@@ -150,7 +150,7 @@ def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) ->
     """As under `capture run`, which opens it in the first pass."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    late, opened = LateHooks(), list[Recorder]()
+    late, opened = RunningStepHook(), list[Recorder]()
 
     def closure() -> Tensor:
         if not opened:
@@ -428,7 +428,7 @@ def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path:
             optimizer.zero_grad()
     found = calls(tmp_path)
     sampled = [{sample.name for sample in call.weights.samples} for call in found if call.weights is not None]
-    assert [len(names) for names in sampled] == [125, 8, NUM_A_STEP, 8, NUM_A_STEP, 8]
+    assert [len(names) for names in sampled] == [125, 8, NUM_PER_STEP, 8, NUM_PER_STEP, 8]
     seen: set[str] = set()
     for begin, end in ((0, 1), (2, 3), (4, 5)):
         step = found[end].step
@@ -437,7 +437,7 @@ def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path:
         names = {sample.name for sample in step.gradients.samples}
         assert names | set(step.without_gradient) == sampled[begin]
         seen |= names if begin else set()
-    assert len(seen) == 2 * NUM_A_STEP  # another sixteen at each later step
+    assert len(seen) == 2 * NUM_PER_STEP  # another sixteen at each later step
 
 
 def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
@@ -735,7 +735,7 @@ def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     norm = torch.tensor(3.0).as_subclass(Sharded)
     norm.placements = placements
-    own, is_part = own_norm(norm)
+    own, is_part = copy_local_norm(norm)
     assert own is not None
     assert is_part == (expected is not None)
     assert own.item() == pytest.approx(expected or 3.0)

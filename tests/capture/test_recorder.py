@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import capture.record.disk_limits
+import capture.record.rank_writer
 import capture.record.recorder
 import capture.record.snapshot
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
@@ -79,7 +79,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.freed = threading.Event(), threading.Event()
-        monkeypatch.setattr(capture.record.disk_limits, "write_atomically", self.write)
+        monkeypatch.setattr(capture.record.rank_writer, "write_atomically", self.write)
 
     def write(self, *args: Any) -> None:
         self.entered.set()
@@ -426,11 +426,11 @@ def test_recording_works_without_the_black_box(tmp_path: Path) -> None:
         from pathlib import Path
         import torch
         from capture.record.recorder import Recorder
-        from capture.record.retention import keep_of
+        from capture.record.retention import check_retention
         from tests.helpers.small_jobs import TinyModel
 
         model, folder = TinyModel(), Path({str(tmp_path)!r})
-        with Recorder(model, folder, keep=keep_of(reproduce=True), max_queued=9, names={{}}):
+        with Recorder(model, folder, keep=check_retention(reproduce=True), max_queued=9, names={{}}):
             for _ in range(3):
                 model(torch.ones(2, 4, dtype=torch.long)).backward()
     """

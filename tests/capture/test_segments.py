@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import capture.record.disk_limits
+import capture.record.rank_writer
 import capture.record.recorder
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.black_box.incidents import read_incidents
@@ -23,7 +23,7 @@ from capture.file_format.folder_layout import MANY_RANKS
 from capture.file_format.manifest import check_folder, read_manifest
 from capture.file_format.segment import Segment, index_of
 from capture.file_format.segment_record import RECORD_BYTES
-from capture.record.retention import keep_of, num_bytes_of
+from capture.record.retention import check_retention, parse_segment_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -53,7 +53,7 @@ def one(tmp_path: Path) -> Path:
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     def become(rank: int, world_size: int) -> None:
-        monkeypatch.setattr(capture.record.recorder, "rank_and_world_size", lambda: (rank, world_size))
+        monkeypatch.setattr(capture.record.recorder, "read_rank_and_world_size", lambda: (rank, world_size))
 
     return become
 
@@ -290,11 +290,11 @@ def test_a_disk_that_is_full_costs_the_passes_after_it(
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        keep_of(**settings)
+        check_retention(**settings)
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [num_bytes_of(one) for one in ("64MB", "1 GiB", "4kb", 77, "12")] == [64 * 10**6, 2**30, 4000, 77, 12]
+    assert [parse_segment_bytes(one) for one in ("64MB", "1 GiB", "4kb", 77, "12")] == [64 * 10**6, 2**30, 4000, 77, 12]
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])
@@ -344,7 +344,7 @@ def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> N
 
 
 def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture.record.disk_limits, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(capture.record.rank_writer, "MAX_ENTRIES", 20)
     recorder = record(tmp_path, 70, segment=None, max_queued=100)
     manifests = sorted(tmp_path.glob("manifest_*.json"))
     assert [len(read_manifest(path)) for path in manifests] == [20, 20, 20, 10]

@@ -25,7 +25,7 @@ from capture.black_box.incidents import read_incidents
 from capture.black_box.salvage import salvage
 from capture.file_format.capture_file import EncodedCall
 from capture.record import background_writer
-from capture.record.retention import Keep
+from capture.record.retention import RetentionSettings
 
 NUM_PASSES = 6
 MAX_SECONDS = 60
@@ -182,7 +182,7 @@ def train(model: HangingModel, folder: Path) -> None:
 
 def dies_soon_in_a_forward(folder: Path, ready: Callable[[], None]) -> None:
     """The writer's thread has done what the forward before roused it for, and is not roused again."""
-    background_writer.MAX_LULL_SECONDS = 10.0**6
+    background_writer.MAX_DELAY_SECONDS = 10.0**6
     spooled = Spooled()
 
     def hang() -> None:
@@ -258,7 +258,7 @@ def main() -> None:
             os.kill(process, number)
         _, status = os.waitpid(process, 0)
         code = os.waitstatus_to_exitcode(status)
-        salvage(folder / name, Keep())
+        salvage(folder / name, RetentionSettings())
         endings[name] = f"signal {-code}" if code < 0 else f"exit {code}"
     print(json.dumps(endings), file=sys.__stdout__)
 

@@ -15,13 +15,13 @@ from torch import nn
 import capture.black_box.flight_recorder
 from actor_init.spec import UsageError
 from capture import recording
-from capture.black_box.collectives import last_collective_in_dump
+from capture.black_box.collectives import find_last_collective_in_dump
 from capture.black_box.incidents import Incident, read_incidents, write_incidents
 from capture.black_box.position_page import PAGE_BYTES, read_position
-from capture.black_box.stacks import all_stacks, main_stack, refined, with_main_thread_named
+from capture.black_box.stacks import correct_phase, find_main_stack, format_all_stacks, mark_main_thread
 from capture.file_format.end_record import EndRecord, write_end
 from capture.file_format.micro_batch import CaptureError
-from capture.record.observer import Place, Position
+from capture.record.observer import JobPosition, TrainingPhase
 from replay.commands.inspect.inspection import inspect_folder
 from replay.post_mortem.behind import End, LastSeen, last_seen, who_was_behind, world_size_of
 from replay.post_mortem.text import post_mortem, report
@@ -109,9 +109,9 @@ def test_an_incident_keeps_every_threads_stack(ended: Path) -> None:
     [record] = [one for one in read_incidents(ended / "asleep-in-its-loss") if one.rank == 1]
     [found] = record.incidents
     assert "[capture-writer] (most recent call first)" in found.stacks
-    assert [str(frame) for frame in main_stack(found.stacks)][:2] == [
+    assert [str(frame) for frame in find_main_stack(found.stacks)][:2] == [
         f"hanging_jobs.py:{line_of('hang')} in hang",
-        next(str(frame) for frame in main_stack(found.stacks) if frame.function == "happens"),
+        next(str(frame) for frame in find_main_stack(found.stacks) if frame.function == "happens"),
     ]
     assert str(ROOT) not in found.stacks
     assert (found.world_size, found.last_backward) == (2, FATAL_PASS - 1)
@@ -136,7 +136,7 @@ LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:2947."
 def left(
     what: str,
     forward: int,
-    place: Place,
+    place: TrainingPhase,
     stacks: str = "",
     *,
     at: int = 0,
@@ -367,11 +367,11 @@ def test_own_stacks_and_faulthandlers_are_read_alike(tmp_path: Path) -> None:
     import threading
 
     with (tmp_path / "stacks").open("w+") as file:
-        own = all_stacks()
+        own = format_all_stacks()
         faulthandler.dump_traceback(file)
         file.seek(0)
-        theirs = with_main_thread_named(file.read(), threading.main_thread().ident)
-    one, other = main_stack(own), main_stack(theirs)
+        theirs = mark_main_thread(file.read(), threading.main_thread().ident)
+    one, other = find_main_stack(own), find_main_stack(theirs)
     assert len(one) > 5
     function = "test_own_stacks_and_faulthandlers_are_read_alike"
     mine = [frame.function for frame in one].index(function)
@@ -389,8 +389,8 @@ def test_own_stacks_and_faulthandlers_are_read_alike(tmp_path: Path) -> None:
         ("after forward", OWN, "after forward"),
     ],
 )
-def test_the_stack_corrects_what_the_hooks_saw(place: Place, stacks: str, refined_place: Place) -> None:
-    assert refined(place, main_stack(stacks)) == refined_place
+def test_the_stack_corrects_what_the_hooks_saw(place: TrainingPhase, stacks: str, refined_place: TrainingPhase) -> None:
+    assert correct_phase(place, find_main_stack(stacks)) == refined_place
 
 
 def test_a_page_that_is_no_position_is_none(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_position_without_shared_memory_is_kept_all_the_same(tmp_path: Path, m
     monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", tmp_path / "none")
     model = nn.Linear(2, 2)
     with recording(model, tmp_path) as recorder:
-        assert recorder.position == Position()
+        assert recorder.position == JobPosition()
         model(torch.zeros(1, 2))
         assert (recorder.position.forward, recorder.position.place) == (0, "after forward")
 
@@ -420,8 +420,8 @@ def test_the_dump_of_ncclss_flight_recorder_is_read_without_unpickling(tmp_path:
     ]  # fmt: skip
     (tmp_path / "trace_1").write_bytes(pickle.dumps({"version": "2.4", "entries": entries}, protocol=2))
     prefix = str(tmp_path / "trace_")
-    assert last_collective_in_dump(1, prefix, after=0.0) == "all_reduce 12 of default_pg, [4, 5] Float, started"
-    assert last_collective_in_dump(1, prefix, after=2e10) == ""
-    assert last_collective_in_dump(0, prefix, after=0.0) == ""
+    assert find_last_collective_in_dump(1, prefix, after=0.0) == "all_reduce 12 of default_pg, [4, 5] Float, started"
+    assert find_last_collective_in_dump(1, prefix, after=2e10) == ""
+    assert find_last_collective_in_dump(0, prefix, after=0.0) == ""
     (tmp_path / "trace_0").write_bytes(pickle.dumps(LastSeen))
-    assert last_collective_in_dump(0, prefix, after=0.0) == ""
+    assert find_last_collective_in_dump(0, prefix, after=0.0) == ""

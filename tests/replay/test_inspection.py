@@ -14,12 +14,12 @@ import torch
 import capture.black_box.flight_recorder
 from actor_init.spec import UsageError
 from capture import capture_files, recording
-from capture.black_box.flight_recorder import dead_spools
-from capture.black_box.incidents import incident, read_incidents, write_incidents
+from capture.black_box.flight_recorder import find_dead_spools
+from capture.black_box.incidents import make_incident, read_incidents, write_incidents
 from capture.black_box.salvage import salvage
 from capture.cli import main
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
-from capture.record.retention import Keep
+from capture.record.retention import RetentionSettings
 from replay.commands.inspect import text as wording
 from replay.commands.inspect.inspection import Spread, inspect_folder
 from replay.commands.inspect.text import print_inspection
@@ -95,8 +95,8 @@ def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
     long = write_pass(tmp_path, step=2, length=40, num_real=39)
     empty = write_pass(tmp_path, step=3, num_real=0)
     found = [
-        replace(incident("not finite", "loss", 3, "loss is nan"), files=[long.name], num_not_copied=1),
-        incident("signal", "SIGTERM", 3),
+        replace(make_incident("not finite", "loss", 3, "loss is nan"), files=[long.name], num_not_copied=1),
+        make_incident("signal", "SIGTERM", 3),
     ]
     write_incidents(tmp_path, found, num_others=4, rank=1, stamp="x")
     facts = inspect_folder(tmp_path)
@@ -115,7 +115,7 @@ def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
 
 
 def test_an_incident_without_a_pass_is_worth_reading(tmp_path: Path) -> None:
-    write_incidents(tmp_path, [incident("exception", "loop", None, "broke")], num_others=0, rank=0, stamp="x")
+    write_incidents(tmp_path, [make_incident("exception", "loop", None, "broke")], num_others=0, rank=0, stamp="x")
     facts = inspect_folder(tmp_path)
     assert (facts.kinds, facts.damaged, len(facts.incidents)) == ([], [], 1)
 
@@ -157,8 +157,10 @@ def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path:
     write_incidents(
         folder,
         [
-            incident("exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."),
-            incident("exception", "loop", 1, "RuntimeError: the optimizer broke"),
+            make_incident(
+                "exception", "forward", 1, "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:2947."
+            ),
+            make_incident("exception", "loop", 1, "RuntimeError: the optimizer broke"),
         ],
         num_others=0,
         rank=0,
@@ -202,11 +204,11 @@ def test_the_next_recording_writes_the_passes_of_killed_ranks_of_any_number(tmp_
 def test_two_that_salvage_at_once_write_each_pass_once(tmp_path: Path, shared: Path) -> None:
     folder = tmp_path / "run"
     spool_of(DEAD, 1, folder, shared)
-    first = dead_spools(folder)
+    first = find_dead_spools(folder)
     assert len(next(first).calls) == 2
-    assert salvage(folder, Keep()) == 0
+    assert salvage(folder, RetentionSettings()) == 0
     first.close()
-    assert salvage(folder, Keep()) == 2
+    assert salvage(folder, RetentionSettings()) == 2
 
 
 def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:

@@ -15,7 +15,7 @@ from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
 from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
-from capture.record.job_facts import kernels_of
+from capture.record.job_facts import find_kernels
 from replay.options.resolved import KERNELS, By
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
@@ -149,6 +149,6 @@ def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: 
     assert recorded(tmp_path / "patched", patched) == "liger"
     exchanged = LlamaForCausalLM(CONFIG)
     exchanged.model.norm = LigersNorm()
-    assert kernels_of(exchanged) == "liger"
+    assert find_kernels(exchanged) == "liger"
     monkeypatch.setattr(sys.modules[LlamaForCausalLM.__module__], "apply_rotary_pos_emb", _ligers_rotary)
-    assert kernels_of(plain) == "liger"
+    assert find_kernels(plain) == "liger"

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write
+from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write_change
 from replay.agreement.rows import ParityLog
 from replay.command_line.cli import main
 from replay.on_ray.cells import Cells
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.ray
 def home(source: Path, target: Path, files: NodeFiles) -> None:
     while changes := files.news():
         for change in changes:
-            write(change, target)
+            write_change(change, target)
     theirs, ours = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (source, target)

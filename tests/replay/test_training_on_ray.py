@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from capture.on_ray.node_files import Change
+from capture.on_ray.node_files import FileChange
 from replay.campaign.training import Trainings
 from replay.command_line.cli import main
 from replay.on_ray.cluster import Cluster, cluster_at
@@ -58,7 +58,7 @@ def when(cluster: Cluster, is_time: Callable[[], object], *deeds: Callable[[], N
     """Have the driver do the deeds once, as soon as it is time, when it looks for news from the nodes."""
     fetch, left = cluster.fetch, list(deeds)
 
-    def fetch_and_do(take: Callable[[Change], None]) -> None:
+    def fetch_and_do(take: Callable[[FileChange], None]) -> None:
         while left and is_time():
             left.pop(0)()
         fetch(take)

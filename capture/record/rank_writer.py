@@ -24,9 +24,9 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import INDEX_SUFFIX, index_of
 from capture.file_format.segment_record import RECORD_BYTES
 from capture.file_format.segment_writer import SegmentWriter, repair_segments
-from capture.record.retention import Keep
+from capture.record.retention import RetentionSettings
 
-MANIFEST_BYTES_A_FILE = 1024  # set aside for its entry
+MANIFEST_BYTES_PER_FILE = 1024  # set aside for its entry
 _MIN_FILES_BETWEEN_MANIFESTS = 16
 
 
@@ -52,7 +52,9 @@ class RankWriter(Protocol):
         """Let go of open files. It raises nothing."""
 
 
-def rank_writer(folder: Path, keep: Keep, *, rank: int, world_size: int | None, stamp: str) -> RankWriter:
+def open_rank_writer(
+    folder: Path, keep: RetentionSettings, *, rank: int, world_size: int | None, stamp: str
+) -> RankWriter:
     """Prepare the folder for a rank's passes. `stamp`, a time, tells recordings apart. Raises OSError."""
     home = home_of(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
     for place in {folder, home}:
@@ -67,7 +69,7 @@ def rank_writer(folder: Path, keep: Keep, *, rank: int, world_size: int | None, 
 class RankFiles:
     """Writes a file for each pass. What it holds in memory does not grow with the passes, or is within the limit."""
 
-    def __init__(self, folder: Path, home: Path, keep: Keep, *, rank: int, stamp: str) -> None:
+    def __init__(self, folder: Path, home: Path, keep: RetentionSettings, *, rank: int, stamp: str) -> None:
         self.home = home
         self.num_given_up = 0
         self._folder = folder
@@ -93,7 +95,7 @@ class RankFiles:
         self._listed = self._listed_before() if keep.keep == "last" else set()
 
     def _charge(self, num_bytes: int) -> int:
-        return num_bytes + MANIFEST_BYTES_A_FILE
+        return num_bytes + MANIFEST_BYTES_PER_FILE
 
     def _has_room(self, num_bytes: int) -> bool:
         max_files, max_bytes = self._keep.max_files, self._keep.max_bytes
@@ -193,7 +195,7 @@ class RankFiles:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Taken:
+class _SegmentUsage:
     """What a segment and its index take of the disk; `num_passes` are those of this recording."""
 
     path: Path
@@ -207,7 +209,9 @@ class RankSegments:
     Files of one pass each, of earlier recordings, count for the limit, and stay.
     """
 
-    def __init__(self, folder: Path, home: Path, keep: Keep, *, segment: int, rank: int, stamp: str) -> None:
+    def __init__(
+        self, folder: Path, home: Path, keep: RetentionSettings, *, segment: int, rank: int, stamp: str
+    ) -> None:
         self.home = home
         self.num_given_up = 0
         self._keep = keep
@@ -218,7 +222,9 @@ class RankSegments:
         self._num_bytes = sum(entry.stat().st_size for entry in files) + sum(size for _, size in segments)
         self.had_passes = self._num_bytes > 0
         kept: list[tuple[Path, int]] = segments if keep.keep == "last" else []
-        self._oldest_first: deque[_Taken] = deque(_Taken(path=path, num_bytes=size) for path, size in kept)
+        self._oldest_first: deque[_SegmentUsage] = deque(
+            _SegmentUsage(path=path, num_bytes=size) for path, size in kept
+        )
 
     def write(self, encoded: EncodedCall) -> Path | None:
         parts, record, head = encoded.parts(), encoded.record(), encoded.head()
@@ -234,7 +240,7 @@ class RankSegments:
         self._num_bytes += charge
         if self._keep.keep == "last":
             if begins:
-                self._oldest_first.append(_Taken(path=path.parent))
+                self._oldest_first.append(_SegmentUsage(path=path.parent))
             self._oldest_first[-1].num_bytes += charge
             self._oldest_first[-1].num_passes += 1
         return path
