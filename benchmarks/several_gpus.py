@@ -126,7 +126,7 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
         line = f"{TWO} replay {options} --profile --shuffle-inputs --max-inputs 6 {fed} {scale.model} {logs}"
         yield Question(name=f"profile: {name}", seconds=100, line=line)
 
-    deaths = f"{PYTEST} -s --tb=line tests/replay/test_deaths_and_hangs.py {scale.deaths}"
+    deaths = f"{PYTEST} -s --tb=line tests/replay/watch/test_deaths_and_hangs.py {scale.deaths}"
     yield Question(name="deaths and hangs", seconds=240, line=deaths)
     yield Question(name="tests: multi_gpu", seconds=400, line=f"{PYTEST} --tb=short --durations=0 -m multi_gpu")
     suite = f"replay suite --dataset {inputs} {scale.of_layers(20)} --learning-rate 1e-5 --log-folder {work}/suite"

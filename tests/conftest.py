@@ -24,48 +24,6 @@ from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
-LONGEST = (  # files, in the order in which workers take them: one that began last would leave the others idle
-    "test_deaths_and_hangs",  # mostly waits: best beside those that compute
-    "test_on_ray",
-    "test_training_on_ray",
-    "test_tensor_parallel",
-    "test_commands",
-    "test_contract",
-    "test_autotp",
-    "test_trainers",
-    "test_ray_jobs",
-    "test_deploy",
-    "test_saving",
-    "test_ring_attention",
-    "test_diagnose",
-    "test_faults",
-    "test_broken_jobs",
-    "test_first_difference",
-    "test_fused_modules",
-    "test_state",
-    "test_style",
-)
-
-QUICK = (  # files of `pytest -m quick`: plain data, formats, options, one process
-    "test_capture_file",
-    "test_cli",
-    "test_comparison",
-    "test_console",
-    "test_documents",
-    "test_floors",
-    "test_format_properties",
-    "test_judgement",
-    "test_logbook",
-    "test_measuring",
-    "test_noise",
-    "test_option_parsing",
-    "test_packing",
-    "test_recorder",
-    "test_selection",
-    "test_summary",
-    "test_verdict",
-    "test_weights",
-)
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -114,12 +72,9 @@ def _refuse_missing_gpus(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first; tests that need more GPUs than there are do not count as tests of this machine."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    for item in items:
-        if item.path.stem in QUICK:
-            item.add_marker("quick")
+    """Put long files first, and leave out tests that need more GPUs than this machine has."""
+    # A worker that takes a long file last keeps the others waiting.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
     if left_out:

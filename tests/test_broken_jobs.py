@@ -10,6 +10,8 @@ from tests.broken_jobs.campaign import Campaign
 from tests.broken_jobs.declarations import FaultClass, Kind, Layout, Setup
 from tests.broken_jobs.table import JOBS
 
+pytestmark = pytest.mark.long
+
 BROKEN = ("gradients-x10", "tied-head-detached", "mean-of-means", "documents-visible", "betas", "ddp-not-reduced")
 CLEAN = ("clean-windows", "clean-autocast")
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers.commands import run
 
+pytestmark = pytest.mark.long
+
 COLD = [
     "replay --max-inputs 5",
     "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",

@@ -32,6 +32,8 @@ from tests.helpers.read_logs import read_log
 from tests.helpers.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
+pytestmark = pytest.mark.long
+
 DEPLOY = ROOT / "deploy"
 KUBERAY_JOBS = sorted(DEPLOY.glob("rayjob-*.yaml"))
 OPTIONS = "--dtype fp32 --max-inputs 2"

@@ -18,7 +18,7 @@ USERS = {  # a dumb terminal, a narrow one, no colours; and what GitHub's runner
 def test_no_test_of_the_console_reads_a_variable_of_the_user() -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [str(warm_bin() / "python"), "-m", "pytest", "-n", "0", "tests/replay/test_console.py"],
+        [str(warm_bin() / "python"), "-m", "pytest", "-n", "0", "tests/replay/output/test_text.py"],
         cwd=ROOT,
         env=own | USERS,
         capture_output=True,

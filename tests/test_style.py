@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("capture", "actor_init", "replay", "tests", "benchmarks", "examples", "deploy")
 

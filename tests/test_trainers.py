@@ -26,6 +26,8 @@ from tests.helpers.ports import free_port
 from tests.helpers.read_logs import read_log
 from tests.warm import warm_bin
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = Path("tests") / "trainers"
 BOUND = 1e-5  # relative: fp32 sums in another order, of packed rows here and of padded ones there

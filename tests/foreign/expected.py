@@ -1,4 +1,4 @@
-"""Three rows, written out by hand: what every dump in this folder and in `tests/capture/test_importers.py` holds.
+"""Three rows, written out by hand: what every dump in this folder and in the tests of importers holds.
 
 Row 0 is `11 12 | 13 14 15`, row 1 `21 22 23 | 24 25` and padding, row 2 padding and `32 | 33 34 35`; of row 2's answer
 the second token is a tool's. P 3 prompt, A 3 answer tokens.

@@ -1,4 +1,4 @@
-"""Recording jobs that end badly, forked from a process that has loaded torch, for tests/capture/test_alarms.py.
+"""Recording jobs that end badly, forked from a process that has loaded torch, for `black_box/test_incidents.py`.
 
 Prints a JSON object: for each job how it ended (`exit 0`, `signal 15`).
 """

@@ -1,0 +1,172 @@
+"""Under DeepSpeed's AutoTP every loss, gradient and norm is the unsharded model's, and what cannot be is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from actor_init.backends.deepspeed_autotp import check_autotp, check_version
+from actor_init.model import build_on_meta
+from actor_init.spec import UsageError
+from replay.options.option_parsing import in_flags
+from replay.options.spec import default_folder
+from tests.helpers.commands import run
+from tests.helpers.contract import (
+    BF16_NORM_BOUND,
+    LEARNING_RATE,
+    LOSS_BOUND,
+    MAX_NORM,
+    NORM_BOUND,
+    records_of,
+)
+from tests.helpers.gradients import GRADIENT_BOUND
+from tests.helpers.ranks import run_ranks
+from tests.helpers.read_logs import read_log
+from tests.helpers.reference import Reference
+from tests.helpers.sharded import MODELS, SIZES, save_models
+
+pytestmark = pytest.mark.long
+
+NUM_INPUTS = 3
+UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
+CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 50}}
+QWEN3 = "qwen3, norms on heads"
+SOME = [QWEN3, "llama, tied, biases, uneven", "llama, all biases, odd sizes"]
+TWO = "--grad-accumulation 2 --skip-inputs 14 --max-inputs 2"  # short ones
+RUNS = [  # processes, flags, models; an accumulation window each
+    (2, "--zero-stage 1 --grad-accumulation 32 --max-inputs 32", ["llama"]),  # every input of the sample
+    (2, f"--zero-stage 1 {TWO}", CONFIGS),
+    (2, f"--zero-stage 3 {TWO}", CONFIGS),
+    (2, f"--zero-stage 0 {TWO} --gradient-checkpointing", SOME),
+    (2, f"--zero-stage 2 {TWO} --no-packing", SOME),
+    (2, "--zero-stage 1 --skip-inputs 14 --max-inputs 1 --compile", [QWEN3]),
+    (4, f"--zero-stage 1 {TWO}", [QWEN3]),
+    (4, f"--zero-stage 3 {TWO} --gradient-checkpointing", [QWEN3]),
+]
+CASES = [(name, num_processes, flags) for num_processes, flags, names in RUNS for name in names]
+STEPPING = f"--dtype fp32 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM}"
+STEPS = [(name, stage) for name in MODELS for stage in (1, 3)] + [(QWEN3, 0)]
+BF16 = ["--zero-stage 0", "--zero-stage 1", "--optimizer none"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_models(CONFIGS, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Any]:
+    """By case, what each rank found."""
+    home = tmp_path_factory.mktemp("found")
+    answers: dict[tuple[str, int, str], Any] = {}
+    for num_processes in (2, 4):
+        cases = [case for case in CASES if case[1] == num_processes]
+        table, out = home / f"cases{num_processes}.json", home / f"out{num_processes}.json"
+        common = ["--dtype", "fp32", "--tp", "2"]
+        table.write_text(json.dumps([[str(folders[name]), [*common, *flags.split()]] for name, _, flags in cases]))
+        run_ranks(["-m", "tests.helpers.autotp_worker", str(table), str(out)], num_processes)
+        answers |= dict(zip(cases, json.loads(out.read_text()), strict=True))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """By model and flags, the log folder of a whole replay."""
+    home = tmp_path_factory.mktemp("logs")
+    runs = [(name, f"{STEPPING} --zero-stage {stage} --max-inputs {NUM_INPUTS}") for name, stage in STEPS]
+    runs += [(QWEN3, f"--dtype bf16 --max-inputs 1 {flags}") for flags in BF16]
+    places = {run: home / str(number) for number, run in enumerate(runs)}
+    commands = [
+        ["--tp", "2", "--quiet", *flags.split(), "--model", str(folders[name]), "--log-folder", str(place)]
+        for (name, flags), place in places.items()
+    ]
+    (home / "commands.json").write_text(json.dumps(commands))
+    run_ranks(["-m", "tests.helpers.replay_worker", str(home / "commands.json"), "2"], 2)
+    return places
+
+
+@pytest.mark.parametrize(("name", "num_processes", "flags"), CASES)
+def test_losses_gradients_and_norms_are_the_reference_s(
+    name: str, num_processes: int, flags: str, found: dict[tuple[str, int, str], Any]
+) -> None:
+    ranks = found[name, num_processes, flags]
+    num_passes = int(flags.split("--max-inputs ")[1].split()[0])
+    assert len(ranks) == num_processes
+    for rank in ranks:
+        assert rank["num_inputs"] == num_passes * num_processes // 2  # tp peers share theirs
+        assert rank["num_split"] >= 7 * SIZES["num_hidden_layers"] or "--zero-stage 3" in flags
+        assert rank["loss"] < LOSS_BOUND
+        assert {own: error for own, error in rank["gradients"].items() if not error < GRADIENT_BOUND} == {}
+        assert rank["norm"] < NORM_BOUND
+
+
+@pytest.mark.parametrize(("name", "stage"), STEPS)
+def test_clipped_steps_lead_where_a_plain_loop_leads(
+    name: str, stage: int, logs: dict[tuple[str, str], Path], folders: dict[str, Path]
+) -> None:
+    records = records_of(logs[name, f"{STEPPING} --zero-stage {stage} --max-inputs {NUM_INPUTS}"])
+    assert len(records) == 2 * NUM_INPUTS
+    paths = [default_folder() / record.source for record in records if record.rank == 0]
+    expected = Reference(folders[name]).clipped_steps(paths, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
+    for record in records:
+        loss, norm = expected[record.index]
+        assert record.result.loss == pytest.approx(loss, rel=LOSS_BOUND)
+        assert record.result.grad_norm == pytest.approx(norm, rel=NORM_BOUND)
+
+
+@pytest.mark.parametrize("flags", BF16)
+def test_the_norm_in_bf16_has_every_rank_in_it(
+    flags: str, logs: dict[tuple[str, str], Path], folders: dict[str, Path]
+) -> None:
+    records = records_of(logs[QWEN3, f"--dtype bf16 --max-inputs 1 {flags}"])
+    expected = Reference(folders[QWEN3]).gradient_norm([default_folder() / records[0].source])
+    assert [r.result.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "complaint"),
+    [
+        ({"model_type": "llama"}, 4, "4 heads, 2 key-value heads and MLP width of 48. Try: --tp with one of 1, 2"),
+        ({"model_type": "gpt2"}, 2, "transformers has no tensor parallel plan for it. Try: --tp 1"),
+        ({"model_type": "phi3"}, 2, "does not know the style rowwise_split_input"),
+        ({"model_type": "apertus"}, 2, "does not say what becomes of model.layers.0.mlp.act_fn.alpha_p"),
+        ({"model_type": "phi", "qk_layernorm": True}, 2, "becomes of model.layers.0.self_attn.q_layernorm.weight"),
+    ],
+)
+def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any], tp: int, complaint: str) -> None:
+    rest = {**SIZES, **{key: value for key, value in config.items() if key != "model_type"}}
+    whole = AutoConfig.for_model(config["model_type"], **rest)
+    with pytest.raises(UsageError) as refusal:
+        check_autotp(build_on_meta(whole, attention="sdpa", dtype=torch.float32), tp)
+    assert complaint in in_flags(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "world_size"),
+    [
+        ("deepspeed --num_gpus=2 replay --tp 2 --zero-stage 1 --max-inputs 3", 2),
+        ("replay --tp 2 --max-inputs 3", 2),
+    ],
+)
+def test_the_command_succeeds_and_tp_peers_share_their_inputs(command: str, world_size: int, tmp_path: Path) -> None:
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (folder,) = tmp_path.iterdir()
+    log, records = read_log(folder)
+    assert log["world_size"] == world_size
+    for index in range(3):
+        sources = [record.source for record in sorted(records, key=lambda r: r.rank) if record.index == index]
+        assert len(sources) == world_size
+        assert sources[::2] == sources[1::2]
+        assert len(set(sources)) == world_size // 2
+
+
+def test_a_deepspeed_without_the_setting_of_the_head_is_refused_for_tp() -> None:
+    check_version("0.19.0")
+    with pytest.raises(
+        UsageError, match=r"needs DeepSpeed 0\.19\.0 or later, and 0\.18\.9 is installed\. Try: backend="
+    ):
+        check_version("0.18.9")

@@ -1,0 +1,128 @@
+"""Properties of the file format, for values that Hypothesis makes up: the tensor codec and the safe unpickler."""
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.safe_unpickler import MAX_DEPTH, load_plain
+from capture.file_format.tensor_codec import DTYPES, decode_tensors, encode_tensor
+
+pytestmark = pytest.mark.quick
+
+ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SHAPES = st.lists(st.integers(0, 4), max_size=4)
+LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary()
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+    ),
+    max_leaves=20,
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """A tensor of any dtype and shape from any bytes, transposed or strided perhaps."""
+    dtype, shape = DTYPES[draw(st.sampled_from(sorted(DTYPES)))], draw(SHAPES)
+    count = math.prod(shape) * dtype.itemsize
+    is_small = draw(st.booleans())  # what the codec stores as bits or narrower integers
+    some = st.sampled_from([0, 0, 0, 1]) if is_small or dtype == torch.bool else st.integers(0, 255)
+    data = bytearray(draw(st.lists(some, min_size=count, max_size=count)))
+    flat = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    if tensor.ndim > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, 1)
+    return tensor[::2] if tensor.ndim and draw(st.booleans()) else tensor
+
+
+def bits_of(tensor: Tensor) -> list[int]:
+    flat = tensor.resolve_conj().reshape(-1)
+    return flat.new_empty(len(flat)).copy_(flat).view(torch.uint8).tolist() if len(flat) else []
+
+
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
+@given(tensor=tensors())
+def test_a_tensor_comes_back_bit_for_bit(tensor: Tensor) -> None:
+    record = encode_tensor(tensor)
+    restored = decode_tensors({"x": record}, "made up")["x"]
+    assert (restored.dtype, restored.shape) == (tensor.dtype, tensor.shape)
+    assert bits_of(restored) == bits_of(tensor)
+
+
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
+@given(tensor=tensors(), data=st.data())
+def test_a_record_with_another_value_somewhere_is_refused_or_the_same_tensor(
+    tensor: Tensor, data: st.DataObject
+) -> None:
+    record = encode_tensor(tensor)
+    key = data.draw(st.sampled_from(sorted(record)))
+    value = data.draw(st.binary() if key == "data" else PLAIN)
+    try:
+        restored = decode_tensors({"x": {**record, key: value}}, "made up")["x"]
+    except CaptureError:
+        return
+    if key in ("dtype", "shape"):  # bytes of the same number and checksum are another view of the same bits
+        assert bits_of(restored) == bits_of(tensor)
+    else:
+        assert (restored.dtype, restored.shape, bits_of(restored)) == (tensor.dtype, tensor.shape, bits_of(tensor))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compare values with their types; a nan is like another."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+@settings(ON_A_BUSY_MACHINE, max_examples=300)
+@given(value=PLAIN, before=st.binary(max_size=9))
+def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> None:
+    written = before + pickle.dumps(value, protocol=5)
+    found, end = load_plain(written, source="made up", start=len(before))
+    assert is_same(found, value)
+    assert end == len(written)
+
+
+@settings(ON_A_BUSY_MACHINE, max_examples=500)
+@given(value=PLAIN, data=st.data())
+def test_a_damaged_pickle_is_plain_data_or_a_capture_error(value: Any, data: st.DataObject) -> None:
+    written = bytearray(pickle.dumps(value, protocol=5))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(written) - 1))
+        written[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        if not written:
+            return
+    try:
+        found, _ = load_plain(bytes(written), source="made up")
+    except CaptureError:
+        return
+    assert_plain(found)
+
+
+def assert_plain(value: Any, depth: int = 0) -> None:
+    assert depth <= MAX_DEPTH
+    assert type(value) in (type(None), bool, int, float, str, bytes, list, tuple, dict)
+    if isinstance(value, dict):
+        assert all(type(key) is str for key in value)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        assert_plain(item, depth + 1)
+
+
+@pytest.mark.parametrize("call", [print, torch.zeros(2), Tensor])
+def test_what_names_a_class_or_function_is_refused(call: Any) -> None:
+    with pytest.raises(CaptureError):
+        load_plain(pickle.dumps([call]), source="made up")

@@ -1,0 +1,393 @@
+"""Segments: many passes in one file of a rank, read one by one, and what a kill, a bad byte or a full disk leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import capture.record.rank_writer
+import capture.record.recorder
+from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
+from capture.black_box.incidents import read_incidents
+from capture.cli import main
+from capture.file_format.capture_file import read_call, read_capture_bytes
+from capture.file_format.folder_layout import MANY_RANKS
+from capture.file_format.manifest import check_folder, read_manifest
+from capture.file_format.segment import Segment, index_of
+from capture.file_format.segment_record import RECORD_BYTES
+from capture.record.retention import check_retention, parse_segment_bytes
+from tests.helpers.small_jobs import TinyModel, steps_in
+
+IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
+SAMPLE = Path(__file__).resolve().parents[3] / "inputs" / "sample"
+
+
+def record(folder: Path, num_passes: int = 6, segment: int | str | None = "1MB", **settings: Any) -> Any:
+    model = TinyModel()
+    with recording(model, folder, segment=segment, **settings) as recorder:
+        for step in range(num_passes):
+            model((IDS_BS + step) % 16)
+    return recorder
+
+
+def segments_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.seg"))
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """One segment of six passes."""
+    record(tmp_path / "run")
+    [segment] = segments_in(tmp_path / "run")
+    return segment
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def become(rank: int, world_size: int) -> None:
+        monkeypatch.setattr(capture.record.recorder, "read_rank_and_world_size", lambda: (rank, world_size))
+
+    return become
+
+
+def test_a_segment_holds_what_files_of_one_pass_hold(tmp_path: Path) -> None:
+    """Byte for byte, under the names that the files have."""
+    assert main(["convert", str(SAMPLE), str(tmp_path / "segments"), "--segment", "100kB"]) == 0
+    assert main(["convert", str(SAMPLE), str(tmp_path / "files")]) == 0
+    assert main(["convert", str(tmp_path / "segments"), str(tmp_path / "back")]) == 0
+    expected = {path.name: path.read_bytes() for path in sorted((tmp_path / "files").glob("*.pkl"))}
+    own = [path for path in (tmp_path / "segments").rglob("*") if path.is_file()]
+    assert {path.suffix for path in own} == {".json", ".seg", ".idx"}
+    assert {path.parent.name for path in own if path.suffix == ".seg"} == {"rank0", "rank1"}
+    assert len(segments_in(tmp_path / "segments")) > 2
+    assert max(path.stat().st_size for path in segments_in(tmp_path / "segments")) <= 100_000
+    for folder in ("segments", "files", "back"):
+        found = {path.name: read_capture_bytes(path) for path in capture_files(tmp_path / folder)}
+        assert found == expected
+        assert list(found) == [path.name for path in capture_files(SAMPLE)]
+        assert read_actor_config(tmp_path / folder) == read_actor_config(SAMPLE)
+    assert read_actor_config(tmp_path / "segments" / "rank1") == read_actor_config(SAMPLE)
+
+
+def test_a_recording_in_segments_is_a_folder_a_rank(tmp_path: Path, as_rank: Any) -> None:
+    for rank in range(2):
+        as_rank(rank, 2)
+        recorder = record(tmp_path, 5)
+        assert (recorder.num_written, recorder.failure) == (5, None)
+    assert sorted(path.relative_to(tmp_path).parts[0] for path in segments_in(tmp_path)) == ["rank0", "rank1"]
+    assert steps_in(tmp_path) == sorted(2 * list(range(5)))
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {0o600}
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.num_good, checked.torn, checked.reindexed) == (True, 10, {}, [])
+
+
+@pytest.mark.parametrize(("world_size", "has_folder"), [(MANY_RANKS, False), (MANY_RANKS + 1, True)])
+def test_many_ranks_have_a_folder_each(world_size: int, has_folder: bool, tmp_path: Path, as_rank: Any) -> None:
+    as_rank(3, world_size)
+    record(tmp_path, 2, segment=None)
+    home = tmp_path / "rank3" if has_folder else tmp_path
+    assert len(list(home.glob("actor_inputs_rank3_*.pkl"))) == len(capture_files(tmp_path)) == 2
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 2)
+
+
+def test_a_pass_is_read_without_its_neighbours(one: Path) -> None:
+    """All other passes are overwritten, so a reader that looked at them would fail."""
+    segment = Segment.open(one)
+    kept = segment.record(2)
+    expected = read_micro_batch(segment.pass_path(2)).sequences_BS
+    data = one.read_bytes()
+    own = data[kept.offset + RECORD_BYTES : kept.end]
+    one.write_bytes(bytes(kept.offset + RECORD_BYTES) + own + bytes(len(data) - kept.end))
+    assert read_micro_batch(segment.pass_path(2)).sequences_BS.equal(expected)
+    assert expected.equal((IDS_BS + 2) % 16)
+    for other in (0, 1, 3, 5):
+        with pytest.raises(CaptureError, match="checksum is wrong"):
+            read_micro_batch(segment.pass_path(other))
+
+
+def test_a_bad_byte_costs_one_pass(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = Segment.open(one)
+    data = bytearray(one.read_bytes())
+    data[segment.record(3).end - 5] ^= 1
+    one.write_bytes(data)
+    assert main(["check", str(one.parents[1])]) == 1
+    out = capsys.readouterr().out
+    assert "5 passes in 1 segment\n" in out
+    assert f"damaged    {segment.name(3)}: the checksum is wrong" in out
+    readable = [path for path in capture_files(one.parents[1]) if not raises(path)]
+    assert [path.name for path in readable] == [segment.name(place) for place in (0, 1, 2, 4, 5)]
+
+
+def raises(path: Path) -> bool:
+    try:
+        read_micro_batch(path)
+    except CaptureError:
+        return True
+    return False
+
+
+def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(one: Path) -> None:
+    """A killed process leaves a part of a record or pass at the end, without an entry in the index."""
+    segment, data = Segment.open(one), one.read_bytes()
+    index = index_of(one).read_bytes()
+    before, last = segment.record(4), segment.record(5)
+    index_of(one).write_bytes(index[:-RECORD_BYTES])
+    for end in [*range(before.end, before.end + RECORD_BYTES + 2), *range(before.end, last.end, 41), last.end - 1]:
+        one.write_bytes(data[:end])
+        torn = Segment.open(one)
+        assert (torn.num_passes, torn.end, torn.num_torn_bytes) == (5, before.end, end - before.end)
+        assert (torn.gaps, torn.num_cut_off) == ([], 0)
+    one.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes))  # a host went down
+    assert (Segment.open(one).num_passes, Segment.open(one).end) == (5, before.end)
+    one.write_bytes(data)
+    assert Segment.open(one).num_passes == 6
+
+
+@pytest.mark.parametrize("how", ["gone", "torn", "damaged", "empty"])
+def test_an_index_is_made_anew_from_its_segment(how: str, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names, index = [path.name for path in capture_files(one.parents[1])], index_of(one).read_bytes()
+    match how:
+        case "gone":
+            index_of(one).unlink()
+        case "torn":
+            index_of(one).write_bytes(index[: -RECORD_BYTES - 50])
+        case "damaged":
+            index_of(one).write_bytes(index[:-300] + b"x" + index[-299:])
+        case _:
+            index_of(one).write_bytes(b"")
+    assert [path.name for path in capture_files(one.parents[1])] == names
+    assert not any(raises(path) for path in capture_files(one.parents[1]))
+    assert main(["check", str(one.parents[1])]) == 0
+    assert f"no index   {one.name}" in capsys.readouterr().out
+    assert main(["salvage", str(one.parents[1])]) == 0
+    assert "repaired   1 segments" in capsys.readouterr().out
+    assert index_of(one).read_bytes() == index
+
+
+def test_records_of_a_segment_without_index_are_found_behind_a_gap(one: Path) -> None:
+    segment, data = Segment.open(one), bytearray(one.read_bytes())
+    index_of(one).unlink()
+    data[segment.record(2).offset + 20] ^= 1  # its record, so its length is unknown
+    one.write_bytes(data)
+    found = Segment.open(one)
+    assert [found.name(place) for place in range(found.num_passes)] == [segment.name(k) for k in (0, 1, 3, 4, 5)]
+    assert found.gaps == [(segment.record(2).offset, segment.record(2).end - segment.record(2).offset)]
+    assert not check_folder(one.parents[1]).is_whole
+
+
+def test_a_copy_that_is_too_short_is_damaged(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one.write_bytes(one.read_bytes()[:-10])
+    assert main(["check", str(one.parents[1])]) == 1
+    assert "truncated: its index has 1 passes more than are here" in capsys.readouterr().out
+    one.unlink()
+    assert main(["check", str(one.parents[1])]) == 1
+    assert f"missing    {one.name}" in capsys.readouterr().out
+
+
+def test_a_pass_that_is_not_there_is_refused(one: Path) -> None:
+    [first, *_] = capture_files(one.parents[1])
+    for name in (first.name.replace("_00000000", "_00000099"), first.name.replace("rank0", "rank7"), "x.pkl"):
+        with pytest.raises(CaptureError, match=r"no such pass|no name of a pass"):
+            read_call(one / name)
+    one.write_bytes(b'{"format": 9}' + b" " * 114 + b"\n")
+    with pytest.raises(CaptureError, match="segment format 9"):
+        Segment.open(one)
+    one.write_bytes(b"{")
+    with pytest.raises(CaptureError, match="its head is damaged"):
+        Segment.open(one)
+
+
+@pytest.mark.parametrize("write", range(9))
+def test_kill_9_in_the_middle_of_a_write_loses_that_pass_alone(write: int, tmp_path: Path) -> None:
+    """The process is killed after half of a write: heads are writes 0 and 1, then come record, two pickles, entry."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        model, real, count = TinyModel(), os.write, iter(range(100))
+
+        def half_a_write(descriptor: int, data: Any) -> int:
+            if next(count) == write:
+                real(descriptor, data[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(descriptor, data)
+
+        os.write = half_a_write
+        recorder = recording(model, tmp_path, segment="1MB")
+        for step in range(4):
+            model((IDS_BS + step) % 16)
+            recorder.flush()
+        real(writing, b"not killed")
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 100) == b""
+    os.close(reading)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    num_whole = max(0, (write - 2 + 1) // 4)  # a pass is whole once its second pickle is written: the index may lag
+    assert steps_in(tmp_path) == list(range(num_whole))
+    assert check_folder(tmp_path).is_whole == (write > 0)
+    record(tmp_path, 3)  # the rank's next recording
+    assert steps_in(tmp_path) == sorted([*range(num_whole), *range(3)])
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.torn, checked.reindexed) == (True, {}, [])
+
+
+def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) -> None:
+    model = TinyModel()
+    with recording(model, tmp_path, segment="1MB") as recorder:
+        for _ in range(3):
+            model(IDS_BS)
+        recorder.flush()
+        [segment] = segments_in(tmp_path)
+        with open(segment, "ab") as file:  # as if a pass were half written
+            file.write(b"half")
+        assert main(["salvage", str(tmp_path)]) == 0
+        assert segment.read_bytes().endswith(b"half")
+        assert steps_in(tmp_path) == [0, 1, 2]
+    assert main(["salvage", str(tmp_path)]) == 0
+    assert not segment.read_bytes().endswith(b"half")
+
+
+@pytest.mark.parametrize("last", [9, 10, 11, 12], ids=["record", "head", "body", "entry in the index"])
+def test_a_disk_that_is_full_costs_the_passes_after_it(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, num_written = os.write, iter(range(100))
+
+    def full(descriptor: int, data: Any) -> int:
+        if next(num_written) > last:
+            if len(data) > 10:
+                return real(descriptor, data[:10])
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        recorder = record(tmp_path)
+    monkeypatch.undo()
+    assert (recorder.num_written, recorder.num_dropped) == (2, 4)
+    assert steps_in(tmp_path) == [0, 1]
+    assert check_folder(tmp_path).torn == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"segment": "64 megabytes"}, "segment must be a size, such as 64MB"),
+        ({"segment": 0}, "segment must be a size"),
+        ({"segment": True}, "segment must be a size"),
+        ({"segment": "1MB", "max_files": 3}, "max_files counts files of one pass each"),
+        ({"segment": 600, "max_bytes": 1000, "keep": "last"}, "at most half of max_bytes"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_retention(**settings)
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_segment_bytes(one) for one in ("64MB", "1 GiB", "4kb", 77, "12")] == [64 * 10**6, 2**30, 4000, 77, 12]
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_segments_never_exceed_the_limit(keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, most, real = 20_000, 0, os.write
+
+    def look(descriptor: int, data: Any) -> int:
+        nonlocal most
+        written = real(descriptor, data)
+        most = max(most, sum(path.stat().st_size for path in (tmp_path / "rank0").iterdir()))
+        return written
+
+    monkeypatch.setattr(os, "write", look)
+    for _ in range(2):  # a job and its restart
+        recorder = record(tmp_path, 100, segment=4000, max_bytes=limit, keep=keep, max_queued=1000)
+        ends = recorder.num_written + recorder.num_dropped + recorder.num_not_kept
+        assert (recorder.num_seen, recorder.failure) == (ends, None)
+    assert limit // 2 < most <= limit
+    steps = steps_in(tmp_path)
+    assert check_folder(tmp_path).is_whole
+    if keep == "first":
+        assert steps == list(range(len(steps)))
+    else:
+        assert (steps, len(steps)) == (list(range(100 - len(steps), 100)), recorder.num_written)
+
+
+def test_a_flight_recorder_writes_its_passes_into_a_segment(tmp_path: Path) -> None:
+    model = TinyModel()
+    with suppress(RuntimeError), recording(model, tmp_path, flight_recorder=3, segment="1MB"):
+        for _ in range(5):
+            model(IDS_BS)
+        raise RuntimeError("broke")
+    [found] = read_incidents(tmp_path)
+    assert found.incidents[0].files == [path.name for path in capture_files(tmp_path)]
+    assert steps_in(tmp_path) == [2, 3, 4]
+    assert [path.parent.name for path in segments_in(tmp_path)] == ["rank0"]
+
+
+def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> None:
+    writers = [sys.executable, "-m", "tests.helpers.many_writers", str(tmp_path), "64", "4"]
+    subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=1800)
+    assert len(segments_in(tmp_path)) == 64
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+    found = [read_micro_batch(path) for path in capture_files(tmp_path)]
+    assert [(batch.origin.rank, batch.origin.step) for batch in found] == [(r, s) for r in range(64) for s in range(4)]
+    assert all(batch.sequences_BS.equal((IDS_BS + (batch.origin.step or 0)) % 16) for batch in found)
+
+
+def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture.record.rank_writer, "MAX_ENTRIES", 20)
+    recorder = record(tmp_path, 70, segment=None, max_queued=100)
+    manifests = sorted(tmp_path.glob("manifest_*.json"))
+    assert [len(read_manifest(path)) for path in manifests] == [20, 20, 20, 10]
+    checked = check_folder(tmp_path)
+    assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 70)
+    [files] = recorder._store._files.values()
+    assert len(files._entries) == 10
+    assert len(files._oldest_first) == 0
+
+
+def test_redact_writes_segments_for_segments(tmp_path: Path) -> None:
+    main(["convert", str(SAMPLE), str(tmp_path / "in"), "--segment", "100kB"])
+    assert main(["redact", str(tmp_path / "in"), str(tmp_path / "out"), "--tokens", "zero"]) == 0
+    assert segments_in(tmp_path / "out")
+    assert list((tmp_path / "out").rglob("*.pkl")) == []
+    before, after = ([read_micro_batch(path) for path in capture_files(tmp_path / name)] for name in ("in", "out"))
+    assert [batch.origin.step for batch in after] == [batch.origin.step for batch in before]
+    assert not any(batch.sequences_BS.any() for batch in after)
+    assert check_folder(tmp_path / "out").is_whole
+
+
+@pytest.mark.parametrize("max_bytes", [25 * 2**20, 60_000])
+def test_pack_takes_as_many_passes_of_segments_as_fit(
+    max_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["convert", str(SAMPLE), str(tmp_path / "in"), "--segment", "100kB"])
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "a.zip"), "--max-bytes", str(max_bytes)]) == 0
+    assert (tmp_path / "a.zip").stat().st_size <= max_bytes
+    with zipfile.ZipFile(tmp_path / "a.zip") as package:
+        package.extractall(tmp_path / "out")
+    folder, captures = tmp_path / "out" / "a", capture_files(tmp_path / "in")
+    found = [(path.name, read_capture_bytes(path)) for path in capture_files(folder)]
+    assert found == [(path.name, read_capture_bytes(path)) for path in captures[: len(found)]]
+    checked = check_folder(folder)
+    assert (checked.is_whole, checked.reindexed, checked.torn) == (True, [], {})
+    if max_bytes == 60_000:
+        assert (tmp_path / "a.zip").stat().st_size > max_bytes // 2
+        assert f"{40 - len(found)} passes, from {captures[len(found)].name} on" in capsys.readouterr().out
+    else:
+        assert len(found) == 40
+
+
+def test_the_head_of_a_segment_says_what_its_passes_share(one: Path) -> None:
+    head = json.loads(one.read_bytes().split(b"\n")[0])
+    origin = read_call(capture_files(one.parents[1])[0]).origin
+    assert (head["rank"], head["world_size"], head["versions"]) == (origin.rank, origin.world_size, origin.versions)

@@ -1,0 +1,342 @@
+"""What comes home from the nodes of a cluster is whole, and takes no other file's place.
+
+The nodes here are folders, and their actors are called in this process; `test_ray_jobs.py` has real ones.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from capture import recording
+from capture.cli import main
+from capture.file_format.manifest import check_folder
+from capture.file_format.micro_batch import CaptureError
+from capture.on_ray import collect, node_files
+from capture.on_ray.cluster import RayNode, check_address
+from capture.on_ray.collect import Collection, collect_folder
+from capture.on_ray.node_files import NodeFiles
+from tests.helpers.small_jobs import TinyModel
+
+
+class RayError(Exception):
+    pass
+
+
+class Method:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> Callable[[], Any]:
+        return lambda: self._function(*arguments)
+
+
+class Actor:
+    """Stands for the handle of an actor on a node whose disk is `disk`."""
+
+    def __init__(self, disk: Path, folder: str) -> None:
+        self.files = NodeFiles(folder.replace("$DISK", str(disk)))
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self.files, name))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders `$DISK/run` of two nodes."""
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    known = [RayNode(f"{number}" * 56, f"host{number}", True) for number in range(2)] + [
+        RayNode("2" * 56, "host2", False)
+    ]
+    errors = SimpleNamespace(RayError=RayError, RayTaskError=KeyError, GetTimeoutError=TimeoutError)
+
+    @contextmanager
+    def connect(address: str | None) -> Iterator[Any]:
+        yield SimpleNamespace(get=lambda call, timeout: call(), exceptions=errors)
+
+    @contextmanager
+    def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
+        yield [Actor(disks[int(node.id[0])], folder) for node in where]
+
+    monkeypatch.setattr(collect, "connect", connect)
+    monkeypatch.setattr(collect, "list_nodes", lambda ray: known)
+    monkeypatch.setattr(collect, "start_readers", start_readers)
+    folders = [disk / "run" for disk in disks]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+def record(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    with recording(model := TinyModel(), folder) as recorder:
+        for _ in range(3):
+            model(torch.ones(2, 4, dtype=torch.long))
+    assert recorder.num_written == 3
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def collected(home: Path, **options: Any) -> Collection:
+    return collect_folder("$DISK/run", home, **options)
+
+
+def lines(done: Collection, home: Path) -> list[str]:
+    return done.lines("$DISK/run", home)
+
+
+def test_the_folders_of_all_nodes_come_home_and_are_sent_once(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for rank, folder in enumerate(nodes):
+        record(folder, rank, monkeypatch)
+    done = collected(home)
+    assert done.is_whole
+    assert contents(home) == contents(nodes[0]) | contents(nodes[1])
+    checked = check_folder(home)
+    assert (len(checked.good), checked.is_whole, checked.uncommitted) == (6, True, [])
+    assert {path.stat().st_mode & 0o777 for path in home.iterdir()} == {0o600}
+    again = collected(home)
+    assert [(one.num_files, one.num_bytes, one.num_equal) for one in again.nodes] == [(0, 0, 4), (0, 0, 4)]
+    said = lines(done, home)
+    assert said[0].startswith("node       00000000 on host0: 4 files, ")
+    assert said[2].startswith("lost       22222222 on host2: left the cluster before")
+    assert said[-2:] == [f"           capture check {home}", f"           replay inspect {home}"]
+
+
+def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    for number in range(4):
+        (nodes[0] / f"{number}.bin").write_bytes(os.urandom(2500))
+
+    def interrupt(num_done: int, num_all: int, node: str) -> None:
+        if num_done > 6000:  # in the third file
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("capture.progress_bar.ProgressBar.show", lambda _, *facts: interrupt(*facts))
+    with pytest.raises(KeyboardInterrupt):
+        collected(home, on_progress=interrupt)
+    assert contents(home) == {f"{number}.bin": (nodes[0] / f"{number}.bin").read_bytes() for number in range(2)}
+    done = collected(home)
+    assert (done.nodes[0].num_files, done.nodes[0].num_equal) == (2, 2)
+    assert contents(home) == contents(nodes[0])
+
+
+def test_ctrl_c_is_one_line(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (nodes[0] / "x").write_bytes(b"x")
+    monkeypatch.setattr("capture.progress_bar.ProgressBar.show", interrupt)
+    assert main(["collect", "$DISK/run", "--to", str(tmp_path / "home")]) == 130
+    assert capsys.readouterr().err == (
+        f"capture: interrupted. What is in {tmp_path / 'home'} is whole; type the same again for the rest\n"
+    )
+
+
+def test_a_file_that_goes_on_is_completed(nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, grows = tmp_path / "home", nodes[0] / "grows.bin"
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    whole = os.urandom(5000)
+    grows.write_bytes(whole[:2500])
+
+    def write_on(num_done: int, num_all: int, node: str) -> None:
+        if num_done == 1000:
+            with grows.open("ab") as file:
+                file.write(whole[2500:4000])
+
+    done = collected(home, on_progress=write_on)
+    assert (done.is_whole, done.nodes[0].growing) == (False, ["grows.bin"])
+    assert "failed     00000000 on host0: grows.bin still being written: the beginning is here" in lines(done, home)
+    assert contents(home) == {"grows.bin": whole[:2500]}
+    with grows.open("ab") as file:
+        file.write(whole[4000:])
+    done = collected(home)
+    assert (done.is_whole, done.nodes[0].num_bytes, done.nodes[0].num_later) == (True, 2500, 1)
+    assert contents(home) == {"grows.bin": whole}
+
+
+def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, changing = tmp_path / "home", nodes[0] / "changing.bin"
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    changing.write_bytes(b"a" * 2500)
+    others = iter("b")
+
+    def rewrite(num_done: int, num_all: int, node: str) -> None:
+        if num_done == 1000 and (other := next(others, None)):
+            changing.write_text(other * 2500)
+
+    done = collected(home, on_progress=rewrite)
+    assert (done.is_whole, contents(home)) == (True, {"changing.bin": b"b" * 2500})
+    shutil.rmtree(home)
+    others = itertools.cycle("cd")
+    done = collected(home, on_progress=rewrite)
+    assert done.nodes[0].unread == {"changing.bin": "it is rewritten again and again"}
+    assert not home.exists()
+
+
+def test_a_manifest_is_replaced_by_its_later_state_alone(nodes: list[Path], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    manifest = nodes[0] / "manifest_rank0_2026.json"
+    for text in ("early", "late"):
+        manifest.write_text(text)
+        os.utime(manifest, (len(text), -len(text) + 10))
+        collected(home)
+    assert contents(home) == {manifest.name: b"late"}
+    (nodes[1] / manifest.name).write_text("earlier")
+    os.utime(nodes[1] / manifest.name, (0, 0))
+    done = collected(home)
+    assert (done.is_whole, contents(home)) == (True, {manifest.name: b"late"})
+
+
+def test_another_file_of_the_same_name_stays_where_it_is(
+    nodes: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    for folder, text in zip(nodes, ("one", "two"), strict=True):
+        (folder / "notes.txt").write_text(text)
+        (folder / f"{text}.txt").write_text(text)
+    assert main(["collect", "$DISK/run", "--to", str(home)]) == 1
+    assert contents(home) == {"notes.txt": b"one", "one.txt": b"one", "two.txt": b"two"}
+    said = capsys.readouterr().out.splitlines()
+    assert "failed     11111111 on host1: notes.txt not brought: here is another file of that name" in said
+    command = f"capture collect '$DISK/run' --to {home}-2 --node 11111111"
+    assert f"           Try: {command}" in said
+    assert main(command.replace("'", "").split()[1:]) == 0
+    assert contents(Path(f"{home}-2")) == {"notes.txt": b"two", "two.txt": b"two"}
+
+
+def test_captures_of_another_model_are_not_mixed_in(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for rank, (folder, size) in enumerate(zip(nodes, (32, 64), strict=True)):
+        record(folder, rank, monkeypatch)
+        config = {"hidden_size": size, "transformers_version": f"5.{rank}"}
+        (folder / "actor.json").write_text(json.dumps({"format": 1, "model_name": None, "config": config}))
+    done = collected(home)
+    assert not done.is_whole
+    assert contents(home) == contents(nodes[0])
+    assert done.nodes[1].others == ["actor.json"]
+    assert set(done.nodes[1].unread.values()) == {"the actor.json here is another model's"}
+    same = (nodes[1] / "actor.json").read_text().replace("64", "32")
+    (nodes[1] / "actor.json").write_text(same)
+    assert collected(home).is_whole
+    assert len(check_folder(home).good) == 6
+
+
+def test_a_temporary_is_no_file_yet(nodes: list[Path], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (nodes[0] / ".actor_inputs_rank0_x.pkl.0123abcd-1-0123abcd-0.tmp").write_bytes(b"half")
+    done = collected(home)
+    assert (done.is_whole, done.nodes[0].num_unfinished) == (True, 1)
+    assert not home.exists()
+    assert any("1 temporary left there" in line for line in lines(done, home))
+
+
+def test_temporaries_of_a_killed_collection_are_removed(nodes: list[Path], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    dead, alive = (home / f".x.{collect._HOST}-{process}-abc_12.tmp" for process in (2**22 + 1, os.getpid()))
+    for path in (dead, alive):
+        path.touch()
+    collected(home)
+    assert [path.exists() for path in (dead, alive)] == [False, True]
+
+
+def test_the_rest_comes_home_when_a_node_dies(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setattr(node_files, "MAX_BYTES_PER_ANSWER", 1000)
+    for folder in nodes:
+        for number in range(3):
+            (folder / f"{folder.parent.name}-{number}").write_bytes(os.urandom(900))
+
+    def die(num_done: int, num_all: int, node: str) -> None:
+        if num_done == 1800 and node.startswith("0"):
+            raise RayError("The actor died.\nMuch more.")
+
+    done = collected(home, on_progress=die)
+    assert sorted(contents(home)) == ["disk0-0", "disk1-0", "disk1-1", "disk1-2"]
+    assert not done.is_whole
+    assert any(
+        line.startswith("failed     00000000 on host0: its actor died: The actor died.") for line in lines(done, home)
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("run --to {home}", "run is no absolute path"),
+        ("$DISK/run --to {home} --node host9", "--node host9: no such node. Give an id or a host of 00000000 on host0"),
+        ("$DISK/none --to {home}", "$DISK/none: no node of the cluster has this folder: asked 00000000 on host0, 1111"),
+        ("$DISK/run --to /proc/none", "/proc/none: cannot be written to: No such file or directory. Give --to a"),
+        ("{home} --to {home}/below", "{home}/below lies in {home}, whose files would be brought there"),
+    ],
+)
+def test_what_cannot_be_collected_is_one_line(
+    nodes: list[Path], tmp_path: Path, typed: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    assert main(["collect", *typed.format(home=home).split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"capture: {says.format(home=home)}")
+    assert err.count("\n") == 1
+    assert not home.exists()
+
+
+def test_a_full_disk_ends_it_with_a_line(
+    nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (nodes[0] / "a").write_bytes(b"a")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("capture.on_ray.collect.os.fsync", full)
+    assert main(["collect", "$DISK/run", "--to", str(tmp_path / "home")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"capture: {tmp_path / 'home'}: cannot be written to: No space left on device. What came is")
+
+
+def test_a_listener_that_is_no_cluster_is_refused_at_once() -> None:
+    with socket.create_server(("localhost", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer).start()
+        address = f"localhost:{server.getsockname()[1]}"
+        with pytest.raises(
+            CaptureError, match=f"address='{address}': no Ray cluster there: what listens there is something else"
+        ):
+            check_address(address)
+    with socket.socket() as deaf:
+        deaf.bind(("localhost", 0))  # held, or another process may listen there by then
+        address = f"localhost:{deaf.getsockname()[1]}"
+        with pytest.raises(CaptureError, match=f"address='{address}': no Ray cluster there: .*refused"):
+            check_address(address)
+    with pytest.raises(CaptureError, match="ray://host:1' is not allowed"):
+        check_address("ray://host:1")

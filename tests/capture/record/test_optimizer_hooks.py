@@ -1,0 +1,838 @@
+"""What a recording keeps of optimizer steps: the gradients that autograd gives for the same passes, in any sharding."""
+
+import functools
+import gc
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate
+from torch.nn.utils import clip_grad_norm_ as imported_before
+from torch.optim import optimizer as torch_optimizer
+
+from capture import capture_files, recording
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.optimizer_step import OptimizerStep, Sample, merged, sampled_tokens
+from capture.folder_tools.redact import Tokens, redact_folder
+from capture.record import optimizer_hooks
+from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
+from capture.record.parameter_sampler import NUM_PER_STEP, ParameterSampler
+from capture.record.recorder import Recorder
+from capture.record.step_window import copy_local_norm
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stepping_job import MAX_NORM, NUM_BATCHES
+from tests.trainers.common import make_batches, make_model
+
+ROOT = Path(__file__).resolve().parents[3]
+IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 1]])
+
+
+class Model(nn.Module):
+    """Answers as transformers' models do; its second head is of no use."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_layers))
+        self.head = nn.Linear(6, 16)
+        self.other_head = nn.Linear(6, 2)
+
+    def forward(self, input_ids: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        logits_BSV = self.head(hidden)
+        flat = logits_BSV[:, :-1].reshape(-1, 16)
+        return {"loss": scale * nn.functional.cross_entropy(flat, input_ids[:, 1:].reshape(-1)), "logits": logits_BSV}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_torch() -> Iterator[None]:
+    before = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grad._clip_grads_with_norm_
+    yield
+    assert before == (
+        nn.utils.clip_grad_norm_,
+        nn.utils.clip_grad_value_,
+        nn.utils.clip_grad._clip_grads_with_norm_,
+    )
+    assert not torch_optimizer._global_optimizer_pre_hooks
+
+
+def calls(folder: Path) -> list[Call]:
+    return [read_call(path) for path in capture_files(folder)]
+
+
+def steps(folder: Path) -> list[OptimizerStep]:
+    return [call.step for call in calls(folder) if call.step is not None]
+
+
+def gradients(*passes: Callable[[Model], Tensor], model: Model | None = None) -> dict[str, Tensor]:
+    """By autograd, of the sum of what the passes return, for a model of its own."""
+    model = model or Model()
+    torch.stack([one(model) for one in passes]).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def values(sample: Sample, whole: Tensor) -> list[float]:
+    return whole.detach().flatten()[sample.start : sample.start + len(sample.values)].double().tolist()
+
+
+def assert_are(step: OptimizerStep, expected: dict[str, Tensor], rel: float = 1e-6) -> None:
+    assert step.gradients is not None
+    assert {sample.name for sample in step.gradients.samples} == expected.keys()
+    for sample in step.gradients.samples:
+        assert sample.shape == tuple(expected[sample.name].shape)
+        found = values(sample, expected[sample.name])
+        assert sample.values == pytest.approx(found, rel=rel, abs=1e-9), sample.name
+
+
+def norm_of(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
+
+
+def loss_of(model: nn.Module, ids_BS: Tensor = IDS_BS, **more: Any) -> Tensor:
+    loss: Tensor = model(ids_BS, **more)["loss"]
+    return loss
+
+
+def clip_in_two(model: nn.Module) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.01, norm)
+
+
+def clip_after_measuring(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+CLIPPING: dict[str, tuple[Callable[[nn.Module], Any], float | None]] = {
+    "not": (lambda model: None, None),
+    "by torch.nn.utils": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01), 0.01),
+    "by a name imported before": (lambda model: imported_before(list(model.parameters()), max_norm=0.01), 0.01),
+    "in two calls": (clip_in_two, 0.01),
+    "after its norm was measured by a limit of infinity": (clip_after_measuring, 0.01),
+    "by a norm that is never reached": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9), 1e9),
+}
+
+
+@pytest.mark.parametrize("given", ["by place", "by name"])
+def test_a_step_that_is_given_its_pass_as_a_closure_has_that_pass(given: str, tmp_path: Path) -> None:
+    """As Lightning steps: the closure empties the gradients, and runs forward, backward and clipping."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return loss.item()
+
+    with recording(model, tmp_path, reproduce=True):
+        losses = [optimizer.step(closure) if given == "by place" else optimizer.step(closure=closure) for _ in "ab"]
+    first, second = steps(tmp_path)
+    assert [(step.number, step.passes, step.max_norm) for step in (first, second)] == [(0, (0,), 0.01), (1, (1,), 0.01)]
+    assert_are(first, gradients(loss_of), rel=0)
+    assert losses == [call.outputs["loss"] for call in calls(tmp_path)]
+
+
+def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) -> None:
+    """As under `capture run`, which opens it in the first pass."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late, opened = RunningStepHook(), list[Recorder]()
+
+    def closure() -> Tensor:
+        if not opened:
+            opened.append(recording(model, tmp_path, reproduce=True))
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    late.remove()
+    optimizer.step(closure)
+    opened[0].close()
+    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0,)), (1, (1,))]
+    assert_are(steps(tmp_path)[0], gradients(loss_of), rel=0)
+
+
+class Both(torch.autograd.Function):
+    """Passes two tensors through, as DDP does: the gradient of one that nobody differentiates is None."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return loss.clone(), logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+class AsTuple(Model):
+    """Answers as nanoGPT does, after DDP."""
+
+    def forward(self, input_ids: Tensor, scale: float = 1.0) -> Any:
+        output = super().forward(input_ids, scale)
+        loss, logits = Both.apply(output["loss"], output["logits"])
+        return logits, loss, torch.tensor(3)
+
+
+def test_loss_and_logits_in_a_tuple_are_found(tmp_path: Path) -> None:
+    named, model = Model(), AsTuple()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(named, tmp_path / "named", reproduce=True), recording(model, tmp_path / "tuple", reproduce=True):
+        named(IDS_BS)
+        (0.5 * model(IDS_BS)[1]).backward()
+        optimizer.step()
+    [expected], [found] = calls(tmp_path / "named"), calls(tmp_path / "tuple")
+    assert found.outputs["loss"] == expected.outputs["loss"]
+    assert found.outputs["token_log_probs"] == expected.outputs["token_log_probs"]
+    assert found.step is not None
+    assert found.step.shares == (0.5,)
+
+
+def test_a_loss_that_nobody_differentiates_has_no_share_and_ends_nothing(tmp_path: Path) -> None:
+    model = AsTuple()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        model(IDS_BS)[0].square().mean().backward()
+        optimizer.step()
+    [step] = steps(tmp_path)
+    assert step.shares == (None,)
+
+
+def test_hidden_states_are_no_logits(tmp_path: Path) -> None:
+    """Without a name they are told apart by the size of the vocabulary."""
+    model = nn.Sequential(nn.Embedding(16, 6))
+    with recording(model, tmp_path, reproduce=True, arguments={"input": "input_ids"}):
+        model(IDS_BS)
+    [call] = calls(tmp_path)
+    assert "token_log_probs" not in call.outputs
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_a_step_has_the_gradients_of_its_passes_as_they_were_before_clipping(clipping: str, tmp_path: Path) -> None:
+    clip, max_norm = CLIPPING[clipping]
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with recording(model, tmp_path, reproduce=True):
+        loss_of(model).backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        model(IDS_BS)
+    first, second = calls(tmp_path)
+    assert (first.optimizer_step, second.optimizer_step, second.step) == (0, 1, None)
+    expected = gradients(loss_of)
+    step = first.step
+    assert step is not None
+    assert_are(step, expected, rel=0)
+    assert set(step.without_gradient) == {"other_head.weight", "other_head.bias"}
+    assert (step.number, step.passes, step.shares, step.max_norm) == (0, (0,), (1.0,), max_norm)
+    assert (step.num_clipped, step.is_part_of_norm, step.is_unclipped, step.has_state) == (None, False, True, False)
+    assert step.grad_norm == (None if max_norm is None else pytest.approx(norm_of(expected), rel=1e-6))
+    assert first.outputs.get("grad_norm") == step.grad_norm
+
+
+def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path: Path) -> None:
+    for kind in ("by value", "by the largest"):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recording(model, tmp_path / kind, reproduce=True):
+            loss_of(model).backward()
+            if kind == "by value":
+                nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-4, norm_type=math.inf)
+            optimizer.step()
+        [step] = steps(tmp_path / kind)
+        assert_are(step, gradients(loss_of), rel=0)
+        assert (step.grad_norm, step.max_norm, step.is_unclipped) == (None, None, True)
+
+
+def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
+    """torch 2.4's `clip_grad_norm_`: one function that measures and clips, in a decorator that closes over it."""
+
+    def no_grad(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(func)
+        def decorated(*args: Any, **kwargs: Any) -> Tensor:
+            with torch.no_grad():
+                return func(*args, **kwargs)
+
+        return decorated
+
+    @no_grad
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        grads = [one.grad for one in parameters if one.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type
+        )
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    return clip_grad_norm_
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("by_name", [False, True], ids=["looked up in torch", "imported before"])
+def test_clipping_by_an_older_torch_is_seen_where_the_job_looks_it_up(
+    by_name: bool, norm_type: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that was imported before is left alone: its norm has to be noted, and nobody says "unclipped"."""
+    older = clip_as_before_torch_2_6()
+    torchs = nn.utils.clip_grad
+    for module in (torchs, nn.utils):
+        monkeypatch.setattr(module, "clip_grad_norm_", older)
+        monkeypatch.delattr(module, "_clip_grads_with_norm_", raising=False)
+        monkeypatch.delattr(module, "_get_total_norm", raising=False)
+    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", False)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = gradients(loss_of)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        loss_of(model).backward()
+        norm = (older if by_name else nn.utils.clip_grad_norm_)(model.parameters(), 0.01, norm_type)
+        optimizer.step()
+        if by_name:
+            recorder.note(grad_norm=norm)
+    assert nn.utils.clip_grad_norm_ is torchs.clip_grad_norm_ is older
+    monkeypatch.undo()
+    [step] = steps(tmp_path)
+    if by_name:
+        assert step.grad_norm == pytest.approx(float(norm))
+        assert (step.max_norm, step.is_unclipped) == (None, False)
+        return
+    assert_are(step, expected, rel=0)
+    seen = (pytest.approx(norm_of(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
+    assert (step.grad_norm, step.max_norm) == seen
+    assert step.is_unclipped
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_gradients_are_unclipped_only_where_a_clipping_would_have_been_seen(
+    sees_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", sees_all)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True):
+        loss_of(model).backward()
+        optimizer.step()
+    assert [step.is_unclipped for step in steps(tmp_path)] == [sees_all]
+
+
+def test_passes_have_the_shares_that_the_job_gave_them(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    windows = [[0.5, 0.5], [0.25, 0.75], [1.0]]
+    with recording(model, tmp_path, reproduce=True):
+        for window in windows:
+            for number, share in enumerate(window):
+                (share * loss_of(model, IDS_BS + number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = calls(tmp_path)
+    assert [call.optimizer_step for call in found] == [0, 0, 1, 1, 2]
+    assert [call.step.number if call.step else None for call in found] == [None, 0, None, 1, 2]
+    assert [step.shares for step in steps(tmp_path)] == [tuple(window) for window in windows]
+    assert [step.passes for step in steps(tmp_path)] == [(0, 1), (2, 3), (4,)]
+    for step, window in zip(steps(tmp_path), windows, strict=True):
+        shares = enumerate(window)
+        assert_are(step, gradients(*[lambda m, n=n, s=s: s * loss_of(m, IDS_BS + n) for n, s in shares]))
+
+
+def test_two_passes_before_one_backward_and_a_loss_that_the_loop_computed(tmp_path: Path) -> None:
+    """The second pass has no share: what was differentiated is not known to be its loss."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        chosen, rejected = model(IDS_BS), model(IDS_BS + 1)
+        (3 * chosen["loss"] + rejected["logits"].square().mean()).backward()
+        optimizer.step()
+    [step] = steps(tmp_path)
+    assert (step.passes, step.shares) == ((0, 1), (3.0, None))
+
+
+def test_other_models_optimizers_and_clippings_are_none_of_ours(tmp_path: Path) -> None:
+    model, other = Model(), Model()
+    mine, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    with recording(model, tmp_path, reproduce=True):
+        (loss_of(model) + loss_of(other)).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.01)
+        others.step()
+        mine.step()
+        model(IDS_BS)
+    [step] = steps(tmp_path)
+    assert (step.grad_norm, step.number) == (None, 0)
+    assert_are(step, gradients(loss_of), rel=0)
+
+
+def test_two_optimizers_of_one_model_are_one_step(tmp_path: Path) -> None:
+    model = Model()
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    optimizers = [torch.optim.AdamW(matrices, lr=1e-3), torch.optim.SGD(vectors, lr=1e-2, nesterov=True, momentum=0.5)]
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(2):
+            loss_of(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    first, second = steps(tmp_path)
+    assert_are(first, gradients(loss_of), rel=0)
+    assert (first.number, second.number, first.optimizer) == (0, 1, "AdamW, SGD")
+    assert [(group["num_parameters"], group["lr"]) for group in first.settings] == [(5, 1e-3), (4, 1e-2)]
+    assert len(first.without_gradient) == 2
+
+
+def test_an_optimizers_settings_are_kept_by_group(tmp_path: Path) -> None:
+    model = Model()
+    decayed, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": decayed[:2]}, {"params": decayed[2:]}]
+    groups += [{"params": others, "weight_decay": 0.0, "lr": torch.tensor(0.5)}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 2e-3
+    first, second = steps(tmp_path)
+    assert (first.has_state, second.has_state) == (False, True)
+    assert [group["lr"] for group in first.settings] == [1e-3, 0.5]
+    assert [group["num_parameters"] for group in first.settings] == [5, 4]
+    assert [group["lr"] for group in second.settings] == [2e-3, 1e-3, 0.5]
+    for group in first.settings:
+        assert (group["betas"], group["eps"], group["maximize"]) == ([0.8, 0.95], 1e-6, False)
+
+
+def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path: Path) -> None:
+    model = Model(num_layers=60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(3):
+            for _ in range(2):
+                loss_of(model, scale=100.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = calls(tmp_path)
+    sampled = [{sample.name for sample in call.weights.samples} for call in found if call.weights is not None]
+    assert [len(names) for names in sampled] == [125, 8, NUM_PER_STEP, 8, NUM_PER_STEP, 8]
+    seen: set[str] = set()
+    for begin, end in ((0, 1), (2, 3), (4, 5)):
+        step = found[end].step
+        assert step is not None
+        assert step.gradients is not None
+        names = {sample.name for sample in step.gradients.samples}
+        assert names | set(step.without_gradient) == sampled[begin]
+        seen |= names if begin else set()
+    assert len(seen) == 2 * NUM_PER_STEP  # another sixteen at each later step
+
+
+def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
+    """As fp16's scaler does: the gradients are emptied, and the optimizer is not called."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for number in range(3):
+            loss_of(model, IDS_BS + number).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0,)), (1, (2,))]
+    assert_are(steps(tmp_path)[1], gradients(lambda m: loss_of(m, IDS_BS + 2)), rel=0)
+
+
+def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for clips_at_the_end in (True, False):
+            for number in range(2):
+                loss_of(model).backward()
+                if clips_at_the_end or not number:
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = steps(tmp_path)
+    assert (first.is_unclipped, first.max_norm) == (False, 0.01)
+    assert first.grad_norm is not None
+    assert first.grad_norm > norm
+    assert (second.is_unclipped, second.grad_norm) == (False, None)
+
+
+def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for limits in ((math.inf, 0.01), (math.inf, None)):
+            for limit in limits:
+                loss_of(model).backward()
+                if limit is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    for step, max_norm in zip(steps(tmp_path), (0.01, None), strict=True):
+        assert_are(step, gradients(loss_of, loss_of), rel=1e-6)
+        assert (step.is_unclipped, step.max_norm, step.grad_norm is None) == (True, max_norm, max_norm is None)
+
+
+def test_a_norm_that_the_job_notes_is_the_steps_where_no_other_is_known(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        for number in range(4):
+            loss_of(model).backward()
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if number >= 2:
+                recorder.note(grad_norm=5.0)
+            optimizer.step()
+            if number < 2:
+                recorder.note(grad_norm=5.0)
+            optimizer.zero_grad()
+    found = steps(tmp_path)
+    own = pytest.approx(norm_of(gradients(loss_of)), rel=1e-6)
+    assert [step.grad_norm for step in found] == [5.0, own, 5.0, own]
+    assert [step.is_unclipped for step in found] == [False, True, False, True]
+    assert [call.outputs["grad_norm"] for call in calls(tmp_path)] == [5.0] * 4
+
+
+def test_a_part_of_a_model_that_was_clipped(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.head.parameters(), 0.01)
+        optimizer.step()
+    [step] = steps(tmp_path)
+    assert step.num_clipped == 2
+    assert_are(step, gradients(loss_of), rel=0)
+
+
+def test_passes_that_are_not_kept_count(tmp_path: Path) -> None:
+    """Every fourth pass of windows of two: the second window has none that is kept, and its step is in no file."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True, every=4):
+        for number in range(8):
+            loss_of(model).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = calls(tmp_path)
+    assert [call.optimizer_step for call in found] == [0, 2]
+    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0, 1)), (2, (4, 5))]
+    assert [len(call.weights.samples) for call in found if call.weights] == [9, 9]
+
+
+def test_the_rings_passes_have_their_steps(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, flight_recorder=3) as recorder:
+        for _ in range(5):
+            loss_of(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.flush()
+        recorder.note(loss=math.nan)
+    assert [step.number for step in steps(tmp_path)] == [2, 3, 4]
+    for step in steps(tmp_path):
+        assert_are(step, gradients(loss_of), rel=0)
+
+
+def test_a_norm_that_is_not_finite_is_an_incident_without_code(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, flight_recorder=3):
+        loss_of(model).mul(math.inf).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert len(capture_files(tmp_path)) == 1
+    [record] = tmp_path.glob("incidents_*.json")
+    assert record.read_text().count('"not finite"') == 1
+
+
+def test_a_plain_recording_keeps_no_steps_and_hooks_nothing(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path):
+        assert not torch_optimizer._global_optimizer_pre_hooks
+        loss_of(model).backward()
+        optimizer.step()
+    [call] = calls(tmp_path)
+    assert (call.optimizer_step, call.step, "token_log_probs" in call.outputs) == (None, None, False)
+
+
+def test_a_failure_with_a_step_is_one_warning_and_the_passes_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of bounds")
+
+    monkeypatch.setattr(ParameterSampler, "gradients", fails)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with recording(model, tmp_path, reproduce=True) as recorder:
+            for _ in range(2):
+                loss_of(model).backward()
+                optimizer.step()
+    assert ["no optimizer steps" in str(one.message) for one in caught] == [True]
+    assert (recorder.num_written, recorder.failure, steps(tmp_path)) == (2, None, [])
+
+
+def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        loss_of(model).backward()
+        told = threading.Event()
+        recorder._optimizer_hooks.listener = type(
+            "", (), {"steps": lambda self, _: told.set(), "stepped": lambda self: None}
+        )()
+        child = os.fork()
+        if child == 0:
+            optimizer.step()
+            os._exit(int(told.is_set()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        optimizer.step()
+        assert told.is_set()
+
+
+def test_a_model_and_its_optimizer_that_the_job_lets_go_are_freed(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held = weakref.ref(model.layers[0].weight), weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert [one() for one in held] == [None, None]
+
+
+def test_log_probs_of_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
+    model = Model().to(torch.bfloat16)
+    with recording(model, tmp_path, reproduce=True):
+        logits_BSV = model(IDS_BS)["logits"]
+    [call] = calls(tmp_path)
+    log_probs_BSV = logits_BSV.double().log_softmax(dim=-1)
+    expected = [
+        log_probs_BSV[row, column - 1, IDS_BS[row, column]].item() for row, column in sampled_tokens(*IDS_BS.shape)
+    ]
+    assert len(expected) == 6
+    assert call.outputs["token_log_probs"] == pytest.approx(expected, rel=1e-6)
+    assert (call.outputs["logits_dtype"], call.outputs["loss_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_an_id_without_a_logit_has_no_log_prob(tmp_path: Path) -> None:
+    class Narrow(Model):
+        def forward(self, input_ids: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+            return {"logits": super().forward(input_ids)["logits"][..., :4]}
+
+    model = Narrow()
+    with recording(model, tmp_path, reproduce=True):
+        model(IDS_BS)
+    [call] = calls(tmp_path)
+    ids = [int(IDS_BS[place]) for place in sampled_tokens(*IDS_BS.shape)]
+    assert [math.isnan(value) for value in call.numbers("token_log_probs") or ()] == [one >= 4 for one in ids]
+
+
+def test_numbers_of_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
+    class Actor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.weight * input_ids[:, 1:].float() / 8
+
+    model = Actor()
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        output = model(IDS_BS)
+        recorder.note(log_probs=-2 * output)
+    [call] = calls(tmp_path)
+    assert (call.outputs["output_shape"], call.outputs["log_probs_shape"]) == ([2, 3], [2, 3])
+    assert call.outputs["output_values"] == output.flatten().tolist()
+    assert call.outputs["log_probs_values"] == (-2 * output).flatten().tolist()
+    assert call.outputs["output_row_sums"] == pytest.approx(output.sum(dim=1).tolist())
+
+
+class AutocastInside(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "autocast", "dtype"),
+    [
+        (lambda: Model(), "off", "float32"),
+        (lambda: Model().to(torch.bfloat16), "off", "bfloat16"),
+        (lambda: AutocastInside(Model()), "bfloat16", "bfloat16"),
+    ],
+)
+def test_what_a_model_computes_in_is_seen_inside(
+    wrap: Callable[[], nn.Module], autocast: str, dtype: str, tmp_path: Path
+) -> None:
+    model = wrap()
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(2):
+            model(IDS_BS)
+    for call in calls(tmp_path):
+        assert (call.environment["autocast"], call.environment["computed_in"]) == (autocast, dtype)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_redacted_step_keeps_its_windows_and_settings_and_no_gradient(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with recording(model, tmp_path / "whole", reproduce=True):
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    redact_folder(tmp_path / "whole", tmp_path / "redacted", Tokens.PERMUTE)
+    [call] = calls(tmp_path / "redacted")
+    assert call.step is not None
+    assert (call.step.gradients, call.step.grad_norm, call.step.without_gradient, call.outputs) == (None, None, (), {})
+    assert (call.step.passes, call.step.max_norm, call.step.settings[0]["lr"]) == ((0,), 0.01, 0.25)
+
+
+class Sharded(Tensor):
+    """As a DTensor shows itself: on two times two ranks."""
+
+    placements: list[Any]
+    device_mesh = SimpleNamespace(size=lambda axis: 2)
+
+
+@pytest.mark.parametrize(
+    ("placements", "expected"),
+    [([Replicate(), Partial()], 3 / math.sqrt(2)), ([Partial(), Partial()], 3.0), ([Replicate(), Replicate()], None)],
+)
+def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
+    placements: list[Any], expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    norm = torch.tensor(3.0).as_subclass(Sharded)
+    norm.placements = placements
+    own, is_part = copy_local_norm(norm)
+    assert own is not None
+    assert is_part == (expected is not None)
+    assert own.item() == pytest.approx(expected or 3.0)
+
+
+def test_two_parts_of_a_step_are_one() -> None:
+    one = OptimizerStep(number=3, passes=(5, 6), shares=(0.5, None), optimizer="A", settings=({"num_parameters": 2},))
+    other = OptimizerStep(number=3, passes=(5, 6), shares=(None, 1.0), grad_norm=2.0, settings=({"num_parameters": 3},))
+    both = merged(one, other)
+    assert (both.shares, both.grad_norm, both.settings) == ((0.5, 1.0), 2.0, ({"num_parameters": 5},))
+    assert OptimizerStep.of_text(both.text(), "x") == both
+
+
+def test_hooks_that_are_removed_twice_are_removed() -> None:
+    class Nobody:
+        def clips(self, *_: Any) -> None: ...
+        def clipped(self, *_: Any) -> None: ...
+        def steps(self, *_: Any) -> None: ...
+        def stepped(self) -> None: ...
+
+    hooks = [OptimizerHooks(Nobody()), OptimizerHooks(Nobody())]
+    for one in hooks:
+        one.attach()
+    for one in [*hooks, *hooks]:
+        one.remove()
+
+
+# Two ranks
+
+
+CASES = [
+    "ddp-clipping",
+    "ddp-accumulating",
+    "fsdp2-clipping",
+    "fsdp2-accumulating",
+    "zero0-clipping",
+    "zero0-bf16-clipping",
+    "zero1-clipping",
+    "zero1-bf16",
+    "zero2-accumulating",
+    "zero2-bf16-clipping",
+    "zero3-clipping-subgroups",
+    "zero3-accumulating",
+    "zero3-bf16-clipping",
+]
+FP32_BOUND = 2e-6  # of a gradient's largest element: sums in another order
+BF16_BOUND = 0.05  # of the same: the reference is fp32
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stepping")
+    run_ranks(["-m", "tests.helpers.stepping_job", str(folder), *CASES], 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """Return the mean of the ranks' gradients, by autograd, for each micro-batch number."""
+    batches = [make_batches(NUM_BATCHES, of_rank=rank) for rank in range(2)]
+    found = []
+    for ranks in zip(*batches, strict=True):
+        model = make_model(tmp_path_factory.mktemp("model"), saves=False)
+        (sum(model(**batch).loss for batch in ranks) / 2).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_ranks_kept_is_together_the_whole_gradient(
+    case: str, two_ranks: Path, references: list[dict[str, Tensor]]
+) -> None:
+    window = 2 if "accumulating" in case else 1
+    found = steps(two_ranks / case)
+    bound = BF16_BOUND if "bf16" in case else FP32_BOUND
+    for number in range(NUM_BATCHES // window):
+        passes = list(range(number * window, (number + 1) * window))
+        expected = {name: torch.stack([references[n][name] for n in passes]).mean(dim=0) for name in references[0]}
+        ours = [step for step in found if step.number == number]
+        assert len(ours) == 2
+        kept: dict[str, set[int]] = {name: set() for name in expected}
+        for step in ours:
+            assert (list(step.passes), list(step.shares)) == (passes, [1 / window] * window)
+            assert step.is_unclipped
+            assert step.max_norm == (MAX_NORM if "clipping" in case else None)
+            if "clipping" in case or (case.startswith("zero") and not case.startswith("zero0")):
+                assert step.grad_norm == pytest.approx(norm_of(expected), rel=bound)
+                assert not step.is_part_of_norm
+            assert [(group["num_parameters"], group["weight_decay"]) for group in step.settings] == [
+                (16, 0.1),
+                (5, 0.0),
+            ]
+            assert (step.optimizer, step.has_state) == ("AdamW", number > 0)
+            assert step.gradients is not None
+            assert step.gradients.is_sharded == (not case.startswith(("ddp", "zero0")))
+            for sample in step.gradients.samples:
+                largest = expected[sample.name].abs().max().item()
+                assert sample.values == pytest.approx(values(sample, expected[sample.name]), abs=bound * largest)
+                kept[sample.name] |= set(range(sample.start, sample.start + len(sample.values)))
+        assert all(len(places) == 4 for places in kept.values())

@@ -1,0 +1,163 @@
+"""Would the ranks of a folder have met? Planted schedules part in the right pass, and clean ones do not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.post_mortem.schedule import read_schedules
+from replay.post_mortem.schedule_differences import ScheduleDifference, schedule_differences
+from replay.post_mortem.text import report
+from tests.helpers.made_captures import write_pass, write_passes
+from tests.helpers.planned_jobs import Planned, record_job
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TRAIN = Planned()
+ROLLOUT = Planned(trains=False)
+HELD = Planned(steps=False)  # a pass of an accumulation window, not its last
+Plan = Sequence[Planned]
+
+
+def lengths(*padded: int, real: Sequence[int]) -> Plan:
+    return [Planned(length=one, num_real=own) for one, own in zip(padded, real, strict=True)]
+
+
+def parts_of(folder: Path, **settings: Any) -> list[ScheduleDifference]:
+    return [one for schedule in read_schedules(folder) for one in schedule_differences(schedule, **settings)]
+
+
+PADDED = (12, 9, 11, 10, 8)  # by the longest row of both ranks
+PLANTED: dict[str, tuple[Sequence[Plan], dict[str, Any], dict[str, Any], tuple[str, int, tuple[int, ...]]]] = {
+    "fewer passes": ([[TRAIN] * 5, [TRAIN] * 4], {}, {}, ("passes", 4, (1,))),
+    "one pass more on rank 2 of 3": ([[TRAIN] * 3, [TRAIN] * 3, [TRAIN] * 4], {}, {}, ("passes", 3, (0, 1))),
+    "fewer rollouts": ([[ROLLOUT, ROLLOUT, TRAIN], [ROLLOUT, TRAIN, TRAIN]], {}, {}, ("order", 1, (1,))),
+    "trained before the rollout": ([[ROLLOUT, TRAIN], [TRAIN, ROLLOUT]], {}, {}, ("order", 0, (1,))),
+    "a backward is skipped": (
+        [[HELD, TRAIN] * 2, [HELD, TRAIN, Planned(backward=False, steps=False), TRAIN]],
+        {},
+        {},
+        ("backward", 2, (1,)),
+    ),
+    "other borders": ([[HELD, TRAIN] * 3, [HELD, HELD, TRAIN] * 2], {}, {}, ("borders", 2, (1,))),
+    "a micro-batch is left out of a window": ([[HELD, TRAIN] * 2, [TRAIN, HELD, TRAIN]], {}, {}, ("borders", 1, (1,))),
+    "no last step": ([[HELD, TRAIN] * 2, [HELD, TRAIN, HELD, HELD]], {}, {}, ("borders", 3, (1,))),
+    "a head without gradient": (
+        [[TRAIN] * 3, [TRAIN, Planned(with_second=False), TRAIN]],
+        {},
+        {},
+        ("gradients", 1, (1,)),
+    ),
+    "a head frozen on one rank": ([[TRAIN] * 2] * 2, {"of_rank": {1: {"freezes": True}}}, {}, ("trained", 0, (1,))),
+    "padded to its own longest row": (
+        [lengths(*PADDED, real=(12, 7, 11, 6, 8)), lengths(12, 9, 11, 9, 8, real=(8, 9, 5, 9, 4))],
+        {},
+        {},
+        ("shapes", 3, (1,)),
+    ),
+    "gathered and not padded": (
+        [lengths(8, 8, real=(8, 8)), lengths(8, 9, real=(8, 9))],
+        {},
+        {"equal_shapes": True},
+        ("shapes", 1, (1,)),
+    ),
+    "peers with other tokens": (
+        [[Planned(seed=one) for one in (1, 2, 3, 4, 5)], [Planned(seed=one) for one in (1, 2, 3, 9, 5)]],
+        {},
+        {},
+        ("inputs", 3, (0, 1)),
+    ),
+    "no autocast": ([[Planned(in_bf16=True)] * 2, [Planned(in_bf16=True), TRAIN]], {}, {}, ("dtype", 1, (1,))),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_schedule_parts_where_it_was_planted(name: str, tmp_path: Path) -> None:
+    plans, settings, given, (kind, number, ranks) = PLANTED[name]
+    found = parts_of(record_job(tmp_path, plans, **settings), **given)
+    assert (found[0].kind, found[0].number, found[0].ranks) == (kind, number, ranks)
+    assert found[0].mend
+
+
+def made(*kinds: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        write_passes(folder, dict(enumerate(kinds)))
+        return folder
+
+    return write
+
+
+def recorded(*plans: Plan, **settings: Any) -> Callable[[Path], Path]:
+    return lambda folder: record_job(folder, plans, **settings)
+
+
+def of_unequal_lengths(folder: Path) -> Path:
+    for rank in (0, 1):
+        for step in range(5):
+            write_pass(folder, rank=rank, step=step, length=10 + 3 * rank + step, num_real=8)
+    return folder
+
+
+def recorded_twice(folder: Path) -> Path:
+    for _ in range(2):
+        record_job(folder, [[TRAIN] * 2] * 2)
+    return folder
+
+
+def with_a_gap(folder: Path) -> Path:
+    """As where the disk of one rank was slow."""
+    record_job(folder, [[TRAIN] * 4] * 2)
+    next(folder.glob("actor_inputs_rank1_*_00000002.pkl")).unlink()
+    return folder
+
+
+def with_a_dump_of_another_name(folder: Path) -> Path:
+    made("tt", "tt")(folder)
+    first = min(folder.glob("actor_inputs_rank0_*"))
+    first.with_name("actor_inputs_rank0_dummy_20260301_091244_000000.pkl").write_bytes(first.read_bytes())
+    return folder
+
+
+CLEAN: dict[str, Callable[[Path], Path]] = {
+    "the sample": lambda folder: ROOT / "inputs" / "sample",
+    "edge shapes, one rank": lambda folder: ROOT / "inputs" / "edges" / "rows",
+    "edge documents, one rank": lambda folder: ROOT / "inputs" / "edges" / "documents",
+    "rollouts and training": made("rrttt", "rrttt"),
+    "three ranks": made("tttt", "tttt", "tttt"),
+    "one rank": made("ttt"),
+    "unequal lengths": of_unequal_lengths,
+    "a step a pass": recorded([TRAIN] * 4, [TRAIN] * 4),
+    "accumulation": recorded([HELD, TRAIN] * 3, [HELD, TRAIN] * 3),
+    "a window that is cut short on both ranks": recorded([HELD, TRAIN, HELD], [HELD, TRAIN, HELD]),
+    "rows of unequal lengths": recorded([Planned(length=9)] * 3, [Planned(length=7)] * 3),
+    "a smaller last batch on one rank": recorded([TRAIN] * 4, [*[TRAIN] * 3, Planned(rows=1)]),
+    "padded to the longest row of both": recorded(
+        lengths(*PADDED, real=(12, 7, 11, 6, 8)), lengths(*PADDED, real=(8, 9, 5, 10, 4))
+    ),
+    "one fixed length": recorded([Planned(num_real=5)] * 4, [Planned(num_real=8)] * 4),
+    "clipping": recorded([Planned(clips=True)] * 3, [Planned(clips=True)] * 3),
+    "a head without gradient on both": recorded(
+        [TRAIN, Planned(with_second=False)], [TRAIN, Planned(with_second=False)]
+    ),
+    "peers of the same tokens": recorded(*[[Planned(seed=one) for one in range(5)]] * 2),
+    "every second pass": recorded([TRAIN] * 6, [TRAIN] * 6, every=2),
+    "a limit that rows of other lengths reach elsewhere": recorded(
+        [replace(TRAIN, length=400)] * 6, [TRAIN] * 6, max_bytes=40_000
+    ),
+    "segments": recorded([HELD, TRAIN] * 2, [HELD, TRAIN] * 2, segment="1MB"),
+    "two recordings": recorded_twice,
+    "a pass that was not kept": with_a_gap,
+    "a dump beside": with_a_dump_of_another_name,
+    "some ranks of many": recorded([TRAIN] * 3, [TRAIN] * 3, world_size=8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:capture. .* has nothing of rank")
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_schedule_is_no_alarm(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = CLEAN[name](tmp_path)
+    assert parts_of(folder) == []
+    assert report(folder, equal_shapes=False) == 0
+    assert "part at" not in capsys.readouterr().out

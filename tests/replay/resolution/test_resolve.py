@@ -1,0 +1,266 @@
+"""What a run does is chosen once: each choice has who made it and why, and nothing below knows what was left open."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from actor_init.as_json import to_json
+from actor_init.probe.layout_choice import choose_layout
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
+from actor_init.world import World
+from capture.file_format.capture_file import Call
+from replay.command_line.cli import main
+from replay.options.option_parsing import spec_to_dict
+from replay.options.resolved import (
+    ATTENTION,
+    KERNELS,
+    LOSS_SCALE,
+    ONCE_OPEN,
+    PACKING,
+    TP_PLAN,
+    By,
+    Choice,
+    ResolvedReplay,
+)
+from replay.options.spec import ReplaySpec
+from replay.resolution.job_defaults import from_job
+from replay.resolution.resolve import resolve
+from replay.resolution.selection import Selection, first_call, select
+from tests.helpers.families import tiny_config
+from tests.helpers.made_replays import MadeReplay
+from tests.helpers.typed import spec_of
+
+ROOT = Path(__file__).resolve().parents[3]
+SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World.from_env(ParallelSpec()) as world:
+        yield world
+
+
+def resolved(world: World, *typed: str) -> ResolvedReplay:
+    """The sample's replay under these options."""
+    spec = spec_of([*typed, "--max-inputs", "1"])
+    selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
+    return resolve(spec, selection, first_call(selection), world, None)
+
+
+def who(replay: ResolvedReplay) -> dict[str, By]:
+    return {choice.setting: choice.by for choice in replay.choices}
+
+
+def words(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from words(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+@pytest.mark.parametrize("typed", [(), ("--backend", "ddp", "--no-packing"), ("--optimizer", "sgd", "--dtype", "bf16")])
+def test_nothing_is_left_open(world: World, typed: tuple[str, ...]) -> None:
+    replay = resolved(world, *typed)
+    parts = {name: to_json(getattr(replay, name)) for name in ("actor", "inputs", "measure", "state", "objective")}
+    # nothing is split over one rank, and so there is no other word for a plan
+    assert [name for name, value in words(parts) if value == "auto"] == [TP_PLAN]
+    assert parts["inputs"]["inputs"] is not None
+
+
+def test_each_choice_says_who_made_it(world: World) -> None:
+    chosen = who(resolved(world, "--dtype", "bf16", "--gradient-checkpointing"))
+    assert chosen["actor.dtype"] is chosen["actor.gradient_checkpointing"] is By.TYPED
+    assert chosen["actor.model"] is chosen[ATTENTION] is By.JOB
+    assert chosen[PACKING] is chosen["actor.whole_logits"] is By.MODEL
+    assert chosen["actor.zero_stage"] is chosen["actor.beta1"] is chosen[KERNELS] is By.DEFAULT
+    assert "actor.num_layers" not in chosen, "a default that nothing had to choose is no choice"
+
+
+def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world: World) -> None:
+    replay = resolved(world)
+    job_s = ActorSpec(
+        dtype=Dtype.FP32, packing=True, attention=Attention.SDPA, kernels=Kernels.MODEL, grad_accumulation=1
+    )
+    typed = spec_of(["--max-inputs", "1"])
+    assert spec_to_dict(replay.to_spec()) == spec_to_dict(replace(typed, actor=job_s))
+    by_machine = [replace(choice, by=By.MACHINE) for choice in replay.choices if choice.setting == ATTENTION]
+    elsewhere = replace(replay, choices=tuple(by_machine))
+    assert elsewhere.actor.attention is Attention.SDPA
+    assert elsewhere.to_spec().actor.attention is Attention.AUTO
+
+
+def half(**environment: str) -> Call:
+    outputs = {"logits": SimpleNamespace(dtype="float16")}
+    return cast(Call, SimpleNamespace(environment=environment, tensors={}, weights=None, outputs=outputs))
+
+
+def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.resolution.job_defaults.dtypes_of", lambda call: ["float16"])
+    on_cpu, on_cuda = (from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
+    assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
+    assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
+    assert from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
+
+
+def test_a_window_of_the_job_is_told_from_a_default() -> None:
+    of_job = replace(SELECTION, grad_accumulation=3, has_job_windows=True)
+    for spec, selection, by in (
+        (ReplaySpec(), of_job, By.JOB),
+        (ReplaySpec(), SELECTION, By.DEFAULT),
+        (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
+    ):
+        choice = from_job(spec, None, selection, "cpu")[3]
+        assert (choice.value, choice.by) == (selection.grad_accumulation, by)
+
+
+def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
+    choices = [Choice(setting=setting, value=ONCE_OPEN, by=By.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
+    done = MadeReplay.of(ReplaySpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
+    assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
+
+
+def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
+    replay = resolved(world)
+    eager = replay.variant(why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
+    assert (eager.kernel, eager.source) == ("eager", replay.source)
+    assert [(choice.setting, choice.why) for choice in eager.choices if choice not in replay.choices] == [
+        (ATTENTION, "to know")
+    ]
+    auto = eager.variant(why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16))
+    assert (auto.kernel, auto.actor.attention, auto.chosen_by(ATTENTION)) == ("sdpa", Attention.SDPA, By.MACHINE)
+    mixed = Choice(setting=ATTENTION, value="packed_fa2_or_cudnn", by=By.MACHINE)
+    actor = replace(replay.actor, attention=Attention.AUTO)
+    elsewhere = replace(replay, actor=actor, kernel=mixed.value, choices=(mixed,))
+    in_fp32 = elsewhere.variant(why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
+    assert [choice.value for choice in in_fp32.choices if choice.setting == ATTENTION] == ["sdpa"]
+    with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
+        replay.variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
+    without = replace(replay.actor, optimizer=OptimizerName.NONE, weight_decay=None, beta1=None, beta2=None, eps=None)
+    with pytest.raises(UsageError, match="step=True needs an optimizer"):
+        replay.variant(why="no step", actor=without, measure=replace(replay.measure, step=True))
+    with pytest.raises(AssertionError, match=r"actor\.dtype: not resolved"):
+        replay.variant(why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
+
+
+class FirstOfTwo:
+    """The first of two ranks; the second waits for its choice."""
+
+    rank, world_size, device = 0, 2, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def from_first(self, value: Any) -> Any:
+        self.sent.append(value)
+        return value
+
+
+def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
+    first = FirstOfTwo()
+    spec = ActorSpec(attention=Attention.FLASH, dtype=Dtype.FP32).settled()
+    with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
+        choose_layout(spec, tiny_config("llama"), cast(World, first), is_given=False)
+    assert "flash-attn has no CPU kernel" in str(first.sent[0].refusal)
+
+
+def test_explain_prints_the_table_and_opens_no_actor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.runner.run.ReopenedActor", None)
+    typed = ["--max-inputs", "1", "--dtype", "fp16", "--backend", "ddp", "--log-folder", str(tmp_path / "logs")]
+    assert main([*typed, "--explain"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert rows["setting"].split() == ["setting", "value", "chosen", "by", "why"]
+    assert rows["--dtype"].split() == ["--dtype", "fp16", "typed"]
+    assert rows["--attention"].split()[1:4] == ["sdpa", "the", "job"]
+    assert "known once the actor is open" in rows["loss"]
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--explain", "inspect", "x"]) == 2
+    assert "--explain belongs to a replay, not to `inspect`" in capsys.readouterr().err
+
+
+# A call a line. Each hands on what was typed where a room wants what was resolved.
+ROOMS_BELOW = """
+runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
+runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
+runner: rounding_floor.in_fp32(spec)
+runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
+tracing: RunTrace.of(path, spec, source, world, backend)
+profiling: profiled(lambda: True, backend.model, spec, world.device, path)
+verdict: judge([], spec)
+watch: Tracker(path, spec)
+"""
+IMPORTS = """
+from pathlib import Path
+from actor_init.backends.protocol import Backend
+from actor_init.model import ModelSource
+from actor_init.world import World
+from replay.profiling.profiler import profiled
+from replay.runlog.writer import Logbook
+from replay.options.resolved import ResolvedReplay
+from replay.runner import rounding_floor
+from replay.runner.checkpoint import Saver
+from replay.runner.meter import Meter
+from replay.runner.replayer import ReopenedActor
+from replay.runner.replayer import Replayer
+from replay.options.spec import ReplaySpec
+from replay.tracing.writer import RunTrace
+from replay.verdict.judge import judge
+from replay.verdict.weight_check import SameWeights
+from replay.watch.progress import Tracker
+
+book: Logbook
+world: World
+source: ModelSource
+actor: ReopenedActor
+backend: Backend
+meter: Meter
+tracker: Tracker
+same_weights: SameWeights
+path: Path
+resolved: ResolvedReplay
+"""
+
+
+def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
+    """mypy refuses each call, and not one that hands on what was resolved."""
+    calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
+    file = tmp_path / "handed_on.py"
+    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: ReplaySpec", *calls]
+    file.write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+    )
+    refused = {
+        int(error[1])
+        for error in re.finditer(
+            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "ReplaySpec"', done.stdout
+        )
+    }
+    assert refused == set(range(len(lines) - len(calls) + 1, len(lines) + 1)), done.stdout
+
+
+def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "replay").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "ReplaySpec" for alias in node.names)
+    }
+    assert len(knowing) < 25
+    below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
+    assert not [name for name in knowing if name.startswith(tuple(f"replay/{room}/" for room in below))]
+    assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/run.py"}

@@ -1,0 +1,98 @@
+"""What a replay says it measured is what was put in: known seconds and known memory, found in the right phase."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actor_init.optimizer import total_norm
+from replay.command_line.cli import main
+from replay.objective.objective import negated_mean
+from replay.runlog.records import PassRecord
+from replay.runner.meter import HostInstrument, Meter
+from tests.helpers.made_time import at_the_meter
+from tests.helpers.read_logs import read_log
+
+SECONDS = 0.5
+MEGABYTES = 300
+
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_world")]
+
+
+def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
+    monkeypatch.setattr("replay.runner.replayer.negated_mean", loss)
+    arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
+    assert main(arguments) == 0
+    (folder,) = home.iterdir()
+    return read_log(folder)[1][1:]  # without the warm-up
+
+
+def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        work()
+        return negated_mean(log_probs_BA, inputs)
+
+    return loss
+
+
+def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
+    def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
+        log_probs_BA.register_hook(lambda _: work())
+        return negated_mean(log_probs_BA, inputs)
+
+    return loss
+
+
+def allocate() -> None:
+    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)  # written to, so resident; freed on return
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+)
+def test_seconds_are_found_in_their_phase(
+    place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that stands still but for the work, and on a GPU, too, the host's."""
+    clock = at_the_meter(monkeypatch)
+    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(HostInstrument()))
+
+    def work() -> None:
+        clock.now += SECONDS
+
+    for record in measured(tmp_path, monkeypatch, place(work)):
+        assert (record.cost.phases[phase].seconds, record.cost.phases[other].seconds) == (SECONDS, 0.0)
+        assert record.cost.seconds == SECONDS
+
+
+@pytest.mark.parametrize(
+    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+)
+def test_memory_is_found_in_its_phase(
+    place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for record in measured(tmp_path, monkeypatch, place(allocate)):
+        excess = record.cost.phases[phase].peak_allocated_bytes - record.cost.phases[other].peak_allocated_bytes
+        assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
+
+
+def test_the_norm_of_a_large_gradient_is_that_of_fp64() -> None:
+    drawn = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-4
+    small = torch.full((3,), 0.5)
+    wanted = torch.cat([drawn, small]).double().norm()
+    torch.testing.assert_close(total_norm([drawn, small]).double(), wanted, rtol=1e-9, atol=0)
+    assert abs(drawn.norm() / drawn.double().norm() - 1) > 1e-5  # why it is not torch's own: that would be enough
+
+
+def test_garbage_is_collected_in_passes_and_behind_a_run_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    measured(tmp_path / "logs", monkeypatch, in_forward(lambda: seen.append(gc.isenabled())))
+    assert seen == [True, True, True]
+    assert main(["--inputs", str(tmp_path / "nowhere")]) == 2
+    assert gc.isenabled()

@@ -1,0 +1,274 @@
+"""One function runs every pass: in which order, who looks on, and what is left of it."""
+
+import ast
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from actor_init.inputs.documents import KeptLogits
+from actor_init.inputs.packing import ActorInputs, actor_inputs
+from capture import capture_files, read_micro_batch
+from capture.file_format.tensor_codec import RandomStates
+from replay.options.spec import default_folder
+from replay.runlog.records import CostSection
+from replay.runner.run_pass import PassInputs, PassObserver, run_pass
+from replay.watch.progress import Phase
+
+ROOT = Path(__file__).parents[3]
+ONLY_RUN_PASS = {"forward", "backward", "end_window"}
+
+
+class Backend:
+    """One parameter. Writes down what is called."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.weight = torch.tensor(2.0, requires_grad=True)
+        self.fails_in = ""
+
+    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
+        self.events.append(f"forward, {'trains' if trains else 'evaluates'}")
+        if self.fails_in == "forward":
+            raise RuntimeError("the forward failed")
+        return self.weight * inputs.action_mask_BA.float()
+
+    def backward(self, loss: Tensor) -> None:
+        self.events.append(f"backward of {loss.item():g}")
+        if self.fails_in == "backward":
+            raise RuntimeError("the backward failed")
+        loss.backward()
+
+    def end_window(self, *, step: bool) -> float:
+        self.events.append("step" if step else "clear")
+        assert self.weight.grad is not None
+        norm = float(self.weight.grad)
+        self.weight.grad = None
+        return norm
+
+
+class Clock:
+    """Measures nothing, and writes down what it would have measured."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def meet(self) -> None:
+        self.events.append("meet")
+
+    def start(self) -> None:
+        self.events.append("start")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.events.append(f"{name} begins")
+        try:
+            yield
+        finally:
+            self.events.append(f"{name} ends")
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.events.append("pause")
+        yield
+        self.events.append("go on")
+
+    def stop(self) -> CostSection:
+        self.events.append("stop")
+        return CostSection(seconds=1.0)
+
+
+class Marker(PassObserver):
+    """Hears of phases alone, and of the end."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def at(self, phase: Phase) -> None:
+        self.events.append(f"at {phase.name.lower()}")
+
+    def close(self, error: BaseException | None) -> None:
+        self.events.append(f"closed: {error}")
+
+
+class Probe(PassObserver):
+    """Looks at everything, with the clock stopped."""
+
+    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD, Phase.BACKWARD})
+
+    def __init__(self, events: list[str], backend: Backend) -> None:
+        self.events, self.backend = events, backend
+
+    def begin(self, inputs: PassInputs) -> None:
+        self.events.append("begin")
+
+    def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
+        self.events.append(f"sees loss {loss.item():g}")
+
+    def after_backward(self) -> None:
+        self.events.append(f"sees gradient {self.backend.weight.grad}")
+
+    def before_step(self, loss: Tensor) -> None:
+        self.events.append("before the step")
+
+    def after_clock(self) -> None:
+        self.events.append("reads counters")
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def inputs() -> PassInputs:
+    fed = actor_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
+    return PassInputs(
+        fed=fed, loss_of=torch.sum, trains=True, autograd=True, backward=True, ends_window=True, num_columns=1
+    )
+
+
+def num_tokens(inputs: PassInputs) -> int:
+    return int(inputs.fed.action_mask_BA.sum())
+
+
+def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], inputs: PassInputs) -> None:
+    backend: Any = Backend(events)
+    number = num_tokens(inputs)
+    outcome = run_pass(
+        backend, replace(inputs, steps=True, weight=0.5), Clock(events), [Marker(events), Probe(events, backend)]
+    )
+    assert events == [
+        "begin",
+        "meet",
+        "at forward",
+        "start",
+        "forward begins",
+        "forward, trains",
+        "forward ends",
+        "pause",
+        f"sees loss {2 * number}",
+        "go on",
+        "at waiting",
+        "wait",
+        "at backward",
+        "backward begins",
+        f"backward of {number}",
+        "backward ends",
+        "pause",
+        f"sees gradient {float(number) / 2}",
+        "go on",
+        "before the step",
+        "at step",
+        "step begins",
+        "step",
+        "step ends",
+        "at settling",
+        "stop",
+        "reads counters",
+        "at ending",
+        "closed: None",
+    ]
+    assert (outcome.loss.item(), outcome.grad_norm, outcome.cost.seconds) == (2.0 * number, number / 2, 1.0)
+
+
+def test_a_window_that_ends_without_a_step_is_cleared_behind_the_clock(events: list[str], inputs: PassInputs) -> None:
+    backend: Any = Backend(events)
+    outcome = run_pass(backend, inputs, Clock(events))
+    assert events[-2:] == ["stop", "clear"]
+    assert outcome.grad_norm == num_tokens(inputs)
+
+
+def test_a_pass_in_the_middle_of_a_window_leaves_its_gradient(events: list[str], inputs: PassInputs) -> None:
+    backend: Any = Backend(events)
+    assert run_pass(backend, replace(inputs, ends_window=False)).grad_norm is None
+    assert backend.weight.grad == num_tokens(inputs)
+
+
+def test_a_forward_alone_builds_no_graph(events: list[str], inputs: PassInputs) -> None:
+    backend: Any = Backend(events)
+    graphs: list[bool] = []
+
+    def loss_of(log_probs_BA: Tensor) -> Tensor:
+        graphs.append(log_probs_BA.requires_grad)
+        return log_probs_BA.sum()
+
+    alone = replace(inputs, loss_of=loss_of, trains=False, autograd=False, backward=False, ends_window=False)
+    run_pass(backend, alone)
+    assert (events, graphs) == (["forward, evaluates"], [False])
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_pass_that_fails_closes_its_observers_with_the_error(
+    phase: str, events: list[str], inputs: PassInputs
+) -> None:
+    backend: Any = Backend(events)
+    backend.fails_in = phase
+    with pytest.raises(RuntimeError, match=f"the {phase} failed"):
+        run_pass(backend, inputs, Clock(events), [Marker(events), Probe(events, backend)])
+    assert events[-1] == f"closed: the {phase} failed"
+    assert events[-2] == f"{phase} ends"
+
+
+def test_a_pass_keeps_no_graph_and_no_logits_of_its_own(events: list[str], inputs: PassInputs) -> None:
+    backend: Any = Backend(events)
+    seen: list[Any] = []
+
+    def loss_of(log_probs_BA: Tensor) -> Tensor:
+        seen.append(weakref.ref(log_probs_BA))
+        return log_probs_BA.sum()
+
+    kept = KeptLogits()
+    kept._logits = torch.zeros(1)
+    outcome = run_pass(backend, replace(inputs, fed=replace(inputs.fed, kept_logits=kept), loss_of=loss_of))
+    gc.collect()
+    assert seen[0]() is None
+    assert kept._logits is None
+    assert not outcome.log_probs_BA.requires_grad
+    assert not outcome.loss.requires_grad
+
+
+def test_random_states_are_those_given_and_the_same_pass_draws_the_same(
+    events: list[str], inputs: PassInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: list[Any] = []
+    monkeypatch.setattr("replay.runner.run_pass.restore_random_states", restored.append)
+    backend: Any = Backend(events)
+    states: RandomStates = {"torch": {"cpu": bytes(3)}}
+    run_pass(backend, replace(inputs, random=states))
+    run_pass(backend, inputs)
+    assert restored == [states]
+
+
+def calls_of_a_backend(tree: ast.AST) -> Iterator[str]:
+    """Yield the calls of a backend's methods that only `run_pass` may make."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ONLY_RUN_PASS:
+            owner = ast.unparse(node.func.value)
+            if owner.rpartition(".")[2].lstrip("_") in ("backend", "actor", "engine"):
+                yield f"{owner}.{node.func.attr}"
+
+
+MODULES = sorted(path for path in (ROOT / "replay").rglob("*.py") if path.name != "run_pass.py")
+
+
+def test_nothing_else_in_replay_runs_a_pass() -> None:
+    found = {str(path.relative_to(ROOT)): [*calls_of_a_backend(ast.parse(path.read_text()))] for path in MODULES}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["backend.forward(x)", "self.actor.backend.backward(loss)", "trial.backend.end_window(step=True)"]
+)
+def test_a_pass_that_is_run_elsewhere_is_found(source: str) -> None:
+    assert [*calls_of_a_backend(ast.parse(source))] != []
