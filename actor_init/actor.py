@@ -13,7 +13,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from actor_init.attention.ring import sum_over_ring
-from actor_init.declarations.attention import forms
+from actor_init.declarations.attention import list_forms
 from actor_init.head.in_place import head_in_place
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import Borders
@@ -115,7 +115,7 @@ def documents_masked(document_1T: Tensor) -> Iterator[None]:
 def _register() -> None:
     """Wrap transformers' makers of masks, which do as before outside of `documents_masked`."""
     makers = AttentionMaskInterface()
-    for form in forms():
+    for form in list_forms():
         if form.reads_mask and not getattr(makers[form.name], "_masks_documents", False):
             AttentionMaskInterface.register(form.name, _with_documents(makers[form.name]))
 

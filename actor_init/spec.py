@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from actor_init.declarations.attention import KERNELS, WORDS, kernel_of
-from actor_init.declarations.attention.declaration import Kernel
-from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of, names_of
-from actor_init.declarations.backends.declaration import Declaration
+from actor_init.declarations.attention import KERNELS, WORDS, find_kernel
+from actor_init.declarations.attention.declaration import AttentionKernel
+from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends, find_declaration
+from actor_init.declarations.backends.declaration import BackendDeclaration
 from actor_init.toggles import (
     Attention,
     Compile,
@@ -48,11 +48,11 @@ __all__ = [
 
 def _takers(field_name: str) -> list[str]:
     """Return the backends that take an option that not every one has."""
-    return names_of(lambda one: field_name in one.own_options)
+    return find_backends(lambda one: field_name in one.exclusive_options)
 
 
 def _compiling(compiler: Compile) -> list[str]:
-    return names_of(lambda one: compiler in one.compilers)
+    return find_backends(lambda one: compiler in one.compilers)
 
 
 def _backend_help() -> str:
@@ -217,8 +217,8 @@ class ActorSpec:
             object.__setattr__(self, "max_norm", None)
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
-        self._refuse_what_the_backend_lacks(declaration_of(self.backend))
-        kernel = None if self.attention == Attention.AUTO else kernel_of(self.attention)
+        self._refuse_what_the_backend_lacks(find_declaration(self.backend))
+        kernel = None if self.attention == Attention.AUTO else find_kernel(self.attention)
         self._refuse_what_has_no_ring(kernel)
         if self.pad_tokens is not None and not PAD_TOKENS.fullmatch(self.pad_tokens):
             one_number, several = Setting("pad_tokens", "128"), Setting("pad_tokens", "512,1024,2048")
@@ -291,7 +291,7 @@ class ActorSpec:
             "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
         }
 
-    def _refuse_what_has_no_ring(self, kernel: Kernel | None) -> None:
+    def _refuse_what_has_no_ring(self, kernel: AttentionKernel | None) -> None:
         if self.parallel.ring == 1:
             return
         ring, attention = Setting("ring", self.parallel.ring), Setting("attention", self.attention)
@@ -357,16 +357,16 @@ class ActorSpec:
                 given = Setting(name, int(value) if float(value).is_integer() else value)
                 raise UsageError(given, f"is no setting of {optimizer}", f"Try: {other}")
 
-    def _refuse_what_the_backend_lacks(self, declared: Declaration) -> None:
+    def _refuse_what_the_backend_lacks(self, declared: BackendDeclaration) -> None:
         name, stage = declared.name, self.zero_stage
         backend = Setting("backend", name)
         if declared.shards and stage is not None and stage not in declared.stages:
             which = " and ".join(f"{number} ({what})" for number, what in declared.stages.items())
             given = Setting("zero_stage", stage)
-            others = "".join(f", or {backend.with_value(one)}" for one in names_of(lambda one: stage in one.stages)[:1])
+            others = "".join(f", or {backend.with_value(one)}" for one in find_backends(lambda one: stage in one.stages)[:1])
             advice = f"Try: {backend} {given.with_value(declared.default_stage)}{others}"
             raise UsageError(given, f"does not exist under {name}, which has {which}", advice)
-        if self.deepspeed_config is not None and "deepspeed_config" not in declared.own_options:
+        if self.deepspeed_config is not None and "deepspeed_config" not in declared.exclusive_options:
             owner, *_ = _takers("deepspeed_config")
             given, advice = (
                 Setting("deepspeed_config", self.deepspeed_config),
@@ -379,27 +379,27 @@ class ActorSpec:
             given = Setting("compile", self.compile)
             advice = f"Try: {backend.with_value(owner)} {given}, or {given.with_value(Compile.BLOCKS)}"
             raise UsageError(given, f"belongs to {owner}", advice)
-        if self.parallel.sequence_parallel and "sequence_parallel" not in declared.own_options:
+        if self.parallel.sequence_parallel and "sequence_parallel" not in declared.exclusive_options:
             owner, *_ = _takers("sequence_parallel")
             advice = f"Try: {backend.with_value(owner)}"
             raise UsageError(SEQUENCE_PARALLEL, f"is not there for {name}", advice)
-        if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.own_options:
+        if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.exclusive_options:
             owner, *_ = _takers("tp_plan")
             given = Setting("tp_plan", self.parallel.tp_plan)
             advice = f"Try: {backend.with_value(owner)}, or no {Setting('tp_plan')}"
             raise UsageError(given, f"is {owner}'s", advice)
 
-    def _refuse_sharding(self, declared: Declaration) -> None:
+    def _refuse_sharding(self, declared: BackendDeclaration) -> None:
         name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
         backend = Setting("backend", name)
         for given, lacks, others in (
             (
                 Setting("zero_stage", stage),
                 stage is not None and not declared.shards,
-                names_of(lambda b: stage in b.stages),
+                find_backends(lambda b: stage in b.stages),
             ),
-            (Setting("tp", tp), tp > 1 and not declared.tp, names_of(lambda b: b.tp)),
-            (Setting("ring", ring), ring > 1 and not declared.ring, names_of(lambda b: b.ring)),
+            (Setting("tp", tp), tp > 1 and not declared.tp, find_backends(lambda b: b.tp)),
+            (Setting("ring", ring), ring > 1 and not declared.ring, find_backends(lambda b: b.ring)),
         ):
             if lacks:
                 why = f"is not there for {name}"
@@ -412,7 +412,7 @@ class ActorSpec:
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        declared = declaration_of(self.backend)
+        declared = find_declaration(self.backend)
         if self.optimizer is OptimizerName.NONE:
             return declared.default_stage_without_optimizer
         return declared.default_stage

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from actor_init.attention.kernels import register
 from actor_init.custom.config import CustomConfig
-from actor_init.declarations.attention import kernel_of
+from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.auto import (
     FASTEST_FIRST,
     PLAIN,
@@ -19,7 +19,7 @@ from actor_init.declarations.attention.auto import (
     WITH_CUDNN,
 )
 from actor_init.declarations.attention.cudnn import CUDNN
-from actor_init.declarations.attention.declaration import Kernel, Lack, Limits
+from actor_init.declarations.attention.declaration import AttentionKernel, KernelLimits, KernelObstacle
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
@@ -54,12 +54,12 @@ def error_of(attention: str, where: device) -> float:
     transformers' own. Raises what the kernel raises.
     """
     register()
-    kernel = kernel_of(attention)
+    kernel = find_kernel(attention)
     errors = [_error_of_row(kernel, where, lengths, head_dim) for lengths, head_dim in ROWS]
     return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
 
 
-def _error_of_row(kernel: Kernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
+def _error_of_row(kernel: AttentionKernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
     num_tokens = sum(lengths)
     shapes = [(1, heads, num_tokens, head_dim) for heads in (H, K, K)] + [(1, num_tokens, H, head_dim)]
@@ -133,8 +133,8 @@ def plain_kernel(config: PretrainedConfig) -> str:
     return Attention.AUTO if isinstance(config, CustomConfig) else _plain(config).word
 
 
-def _plain(config: PretrainedConfig | None) -> Kernel:
-    return next(kernel for kernel in PLAIN if config is None or not kernel.complaint(config))
+def _plain(config: PretrainedConfig | None) -> AttentionKernel:
+    return next(kernel for kernel in PLAIN if config is None or not kernel.find_obstacle(config))
 
 
 def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
@@ -148,12 +148,12 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
     if spec.parallel.ring > 1:
         return _ring_kernel(spec, where, config)
     is_chosen = spec.attention == Attention.AUTO
-    kernel = _fastest(spec, where, config) if is_chosen else kernel_of(spec.attention)
+    kernel = _fastest(spec, where, config) if is_chosen else find_kernel(spec.attention)
     if lack := lacks(kernel.word, where, spec.dtype):
         raise UsageError(f"{lack.text}. Try: {lack.advice}")
-    if config is not None and (complaint := kernel.complaint(config)):
+    if config is not None and (complaint := kernel.find_obstacle(config)):
         raise UsageError(complaint)
-    form = kernel.form(packs=spec.packs)
+    form = kernel.choose_form(packs=spec.packs)
     assert form is not None  # the spec refuses varlen for padded rows
     if is_chosen and form.name in WITH_CUDNN and _can_take(CUDNN, spec, where, config):
         return WITH_CUDNN[form.name].name
@@ -166,14 +166,14 @@ def default_kernel(where: device) -> str:
     return _fastest(ActorSpec(), where, None).word
 
 
-def lacks(attention: str, where: device, dtype: Dtype) -> Lack | None:
+def lacks(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
     """Return what a kernel lacks on a device in a dtype; None if nothing is known."""
-    return kernel_of(attention).packed.limits.lack(where.type, dtype, is_installed=is_installed(attention))
+    return find_kernel(attention).packed.limits.find_obstacle(where.type, dtype, is_installed=is_installed(attention))
 
 
 def is_installed(attention: str) -> bool:
     """Is the package there that brings a kernel? True for torch's own."""
-    return kernel_of(attention).packed.limits.is_installed()
+    return find_kernel(attention).packed.limits.is_installed()
 
 
 def _ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> str:
@@ -182,10 +182,10 @@ def _ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None
     # the last of them computes softcap and sinks, too
     fastest_first = RING_FASTEST_FIRST if may_choose else RING_FASTEST_FIRST[-1:]
     lack = None
-    for kernel in fastest_first if is_chosen else (kernel_of(spec.attention),):
+    for kernel in fastest_first if is_chosen else (find_kernel(spec.attention),):
         form = kernel.slices
         assert form is not None  # the spec refuses a ring for kernels without
-        lack = form.limits.lack(where.type, spec.dtype, is_installed=form.limits.is_installed())
+        lack = form.limits.find_obstacle(where.type, spec.dtype, is_installed=form.limits.is_installed())
         if lack is None:
             takes_cudnn = may_choose and _can_take(CUDNN, spec, where, config)
             return RING_WITH_CUDNN[form.name].name if takes_cudnn else form.name
@@ -193,7 +193,7 @@ def _ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None
     raise UsageError(f"{lack.text}. Try: {lack.advice}")
 
 
-def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> Kernel:
+def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> AttentionKernel:
     """Return the first kernel of FASTEST_FIRST that can run here, knows all that the model needs, and is right."""
     plain = _plain(config)
     # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces
@@ -202,19 +202,21 @@ def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) ->
     return next((kernel for kernel in FASTEST_FIRST if _can_take(kernel, spec, where, config)), plain)
 
 
-def _can_take(kernel: Kernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
-    form = kernel.form(packs=spec.packs)
+def _can_take(kernel: AttentionKernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
+    form = kernel.choose_form(packs=spec.packs)
     can_run = form is not None and lacks(kernel.word, where, spec.dtype) is None and _suits(form.limits, config)
     return can_run and is_right(kernel.word, where)
 
 
-def _suits(limits: Limits, config: PretrainedConfig | None) -> bool:
+def _suits(limits: KernelLimits, config: PretrainedConfig | None) -> bool:
     """Does the kernel know all that the model's attention needs?"""
     if config is None:
         return True
     text = config.get_text_config()
     has_dropout = getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0)
-    if ("dropout" in limits.lacks and has_dropout) or ("sliding_window" in limits.lacks and _has_window(text)):
+    if ("dropout" in limits.missing_features and has_dropout) or (
+        "sliding_window" in limits.missing_features and _has_window(text)
+    ):
         return False
     return limits.max_head_dim is None or _head_dim(text) <= limits.max_head_dim
 

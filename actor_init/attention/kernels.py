@@ -77,11 +77,11 @@ def torch_varlen_attn(query: Tensor, key: Tensor, value: Tensor, borders: Tensor
 def register() -> None:
     """Give transformers the kernels that it does not have. Calling it again changes nothing."""
     for kernel in KERNELS.values():
-        for form in kernel.forms():
+        for form in kernel.list_forms():
             if form.function:
                 AttentionInterface.register(form.name, _function(form.function))
-            if form.mask:
-                AttentionMaskInterface.register(form.name, _function(form.mask))
+            if form.mask_function:
+                AttentionMaskInterface.register(form.name, _function(form.mask_function))
     for form in WITH_CUDNN.values():
         AttentionInterface.register(form.name, _or_cudnn(_function(form.function)))
     for form in RING_WITH_CUDNN.values():

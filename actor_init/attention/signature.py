@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from actor_init.declarations.attention.declaration import Limits
+from actor_init.declarations.attention.declaration import KernelLimits
 from actor_init.toggles import UsageError
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]  # with transformers' signature
@@ -43,13 +43,13 @@ def window(asked: Asked) -> tuple[int, int]:
     return (asked.sliding_window or 0) - 1, 0
 
 
-def refuser(limits: Limits) -> Callable[[Asked, int, int], None]:
+def refuser(limits: KernelLimits) -> Callable[[Asked, int, int], None]:
     """Return a function of what is asked, of rows of `longest` tokens and of the heads' size.
 
     It raises UsageError where that is more than `limits` allow. A compiled block's graph holds no more of it than
     guards: what it reads is text and numbers.
     """
-    lacks, max_head_dim, refusal = tuple(limits.lacks.items()), limits.max_head_dim, limits.refusal
+    lacks, max_head_dim, refusal = tuple(limits.missing_features.items()), limits.max_head_dim, limits.refusal
 
     def refuse(asked: Asked, longest: int, head_dim: int) -> None:
         lacking = [words for name, words in lacks if _is_given(name, getattr(asked, name), longest)]
@@ -76,7 +76,7 @@ def named_like(kernel: AttentionFunction, attend: Callable[..., Any]) -> Attenti
 
 
 def for_packed_rows(
-    limits: Limits,
+    limits: KernelLimits,
 ) -> Callable[[Callable[[Tensor, Tensor, Tensor, Tensor, int, Asked], Tensor]], AttentionFunction]:
     """Give a function transformers' attention signature, which makes it a kernel for one packed row.
 

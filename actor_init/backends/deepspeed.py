@@ -34,7 +34,7 @@ from actor_init.backends.deepspeed_autotp import (
 )
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
-from actor_init.declarations.backends.deepspeed_config import config_of, has_whole_blocks
+from actor_init.declarations.backends.deepspeed_config import build_config, has_block_hooks
 from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
@@ -94,7 +94,7 @@ class DeepSpeedBackend:
         import deepspeed
 
         attention = kernel_name(spec, world.device, source.config)
-        config = config_of(spec)
+        config = build_config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
         kernels = fuse_as_asked(model, spec.kernels, world.device)
         make_trainable(model, source)
@@ -104,7 +104,7 @@ class DeepSpeedBackend:
         set_up(model, spec)
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in blocks), lengths=spec.compile_lengths)
-        if has_whole_blocks(spec):
+        if has_block_hooks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
         # on a CPU it would build a shared-memory operator, used for inference only: 30 s, and it needs a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -175,7 +175,7 @@ class DeepSpeedBackend:
             **({"kernels": self.kernels} if self.kernels else {}),
             "optimizer": self.spec.optimizer.value,
             "engine_optimizer": type(self.engine.optimizer).__name__,
-            "zero3_leaf_modules": "blocks" if has_whole_blocks(self.spec) else "none",
+            "zero3_leaf_modules": "blocks" if has_block_hooks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
             # recorded because the file may change; "auto" is replaced by the option's value
             **({"deepspeed_config": json.dumps(self.config)} if self.spec.deepspeed_config else {}),

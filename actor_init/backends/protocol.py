@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
@@ -111,8 +111,8 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
     Raises UsageError if it is not possible here.
     """
     spec = spec.settled()
-    declaration = declaration_of(spec.backend)
-    if complaint := declaration.complaint(spec, world.device.type):
+    declaration = find_declaration(spec.backend)
+    if complaint := declaration.find_obstacle(spec, world.device.type):
         raise UsageError(complaint)
     module, name = declaration.engine.split(":")
     engine: type[Backend] = getattr(import_module(module), name)

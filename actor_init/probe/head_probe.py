@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 from actor_init.head.in_place import head_of
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
@@ -47,11 +47,11 @@ def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_log
     why = _why_whole(spec, source) or wants_logits
     if why:
         return HeadForm(why_whole=why)
-    form: HeadForm = world.from_first(form_of(source.config, world.device) if world.rank == 0 else None)
+    form: HeadForm = world.from_first(probe_head(source.config, world.device) if world.rank == 0 else None)
     return form
 
 
-def form_of(config: PretrainedConfig, device: torch.device) -> HeadForm:
+def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:
     """Return the form of a model's head; whole logits, with the reason, where chunks are not proved right."""
     reason = ""
     for small in small_configs(config):
@@ -76,7 +76,7 @@ def _why_whole(spec: ActorSpec, source: ModelSource) -> str:
         return "a user's model"
     if spec.compile is Compile.DEEPCOMPILE:
         return "DeepCompile's graph is the whole model"
-    if spec.parallel.tp > 1 and not declaration_of(spec.backend).splits_head:
+    if spec.parallel.tp > 1 and not find_declaration(spec.backend).splits_head:
         return f"{spec.backend} gives every tp rank the whole vocabulary"
     return _why_adapted(source.config, source.adapter)
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import kernel_name, plain_kernel
 from actor_init.custom.config import CustomConfig
-from actor_init.declarations.attention import form_of, kernel_of
+from actor_init.declarations.attention import find_form, find_kernel
 from actor_init.model_form import Borders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
@@ -132,7 +132,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         "" if search.is_right(_masked(kernel, config), A_DOCUMENT_A_ROW) else ", and padded rows are not right either"
     )
     padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
-    if not is_chosen and kernel_of(spec.attention).padded is None:
+    if not is_chosen and find_kernel(spec.attention).padded is None:
         given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
         return replace(padded, refusal=UsageError(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
@@ -143,7 +143,7 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
 
 def _masked(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
-    return kernel if form_of(kernel).reads_mask else plain_kernel(config)
+    return kernel if find_form(kernel).reads_mask else plain_kernel(config)
 
 
 def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
@@ -167,7 +167,7 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
             why = why_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
-            if trains and "dropout" in form_of(kernel).limits.lacks and probe.has_dropout(kernel):
+            if trains and "dropout" in find_form(kernel).limits.missing_features and probe.has_dropout(kernel):
                 why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
                 raise UsageError(given, why, advice)
             return Layout(packs=True)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from actor_init.actor import action_log_probs
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.attention.ring_attention import EachAlone
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import actor_inputs, arranged, sliced
 from actor_init.model_form import Layout
 from actor_init.probe.small_config import VOCABULARY, small_configs
@@ -117,7 +117,7 @@ class Probe:
 
 def bound_of(kernel: str) -> float:
     """Return the largest error that rounding explains."""
-    return BOUND if form_of(kernel).limits.has_fp32 else COARSE_BOUND
+    return BOUND if find_form(kernel).limits.has_fp32 else COARSE_BOUND
 
 
 def small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
@@ -194,7 +194,7 @@ def off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
 
 def _fp32_name(kernel: str) -> str:
     """Return a name under which a kernel of half precision takes fp32 and returns it."""
-    if form_of(kernel).limits.has_fp32:
+    if find_form(kernel).limits.has_fp32:
         return kernel
     half: Callable[..., Any] = AttentionInterface()[kernel]
 

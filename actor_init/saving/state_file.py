@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.as_json import from_json
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 from actor_init.model import ModelSource, lasting_config
 from actor_init.optimizer import Progress, load_schedule
 from actor_init.spec import ActorSpec, UsageError
@@ -160,9 +160,9 @@ class SavedState:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
         given = Setting("load_state", folder)
         here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
-        states = declaration_of(here.backend).states
+        states = find_declaration(here.backend).state_format
         assert states is not None, f"{here.backend} loads no state, and a ReplaySpec that asks for it is refused"
-        for name in (*SAME, *states.same):
+        for name in (*SAME, *states.fixed_fields):
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:
                 why = f"was saved with {_named(name, saved)}, not with {_named(name, asked)}"
@@ -173,7 +173,7 @@ class SavedState:
                 theirs = f"its {key} is {self.model[key]}, and that of {source.name} is {here.model[key]}"
                 advice = f"Name its model, with {Setting('model')} and {Setting('num_layers')}"
                 raise UsageError(given, f"is the state of another model: {theirs}", advice)
-        if complaint := states.complaint(self, world.world_size):
+        if complaint := states.find_obstacle(self, world.world_size):
             raise UsageError(given, complaint)
 
 

@@ -20,7 +20,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from actor_init.declarations.backends import BACKENDS, DEFAULT, names_of
+from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
 from replay.options.option_parsing import Toggle, toggles
 
@@ -43,8 +43,8 @@ def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
     data: Table = {DATA: [min(2, num_devices)]}
     every = [*BACKENDS]
     split: list[Table] = [
-        {"backend": names_of(lambda one: one.tp), **exact, "tp": [2]},
-        {"backend": names_of(lambda one: one.ring), **exact, "ring": [2]},
+        {"backend": find_backends(lambda one: one.tp), **exact, "tp": [2]},
+        {"backend": find_backends(lambda one: one.ring), **exact, "ring": [2]},
     ]
     accumulating: list[Table] = [
         {"backend": [name], "zero_stage": [*one.accumulating_stages], **exact, **data, "grad_accumulation": [2]}
@@ -56,7 +56,7 @@ def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
         {"backend": [REFERENCE], "dtype": DTYPES, "attention": KERNELS},
         *split,
         *({**one, **exact, **data} for one in staged()),
-        {"backend": names_of(lambda one: not one.shards), **exact, **data},
+        {"backend": find_backends(lambda one: not one.shards), **exact, **data},
         {"backend": every, **exact, "grad_accumulation": [2]},
         *accumulating,
         {"backend": every, **exact, "gradient_checkpointing": [True]},
@@ -102,7 +102,7 @@ def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
         {"kernels": [Kernels.FUSED], **compiled},
     ]
     engines = [(one, _splits(one["backend"][0], sizes)) for one in staged()]
-    whole = [({"backend": [name]}, _splits(name, sizes)) for name in names_of(lambda one: not one.shards)]
+    whole = [({"backend": [name]}, _splits(name, sizes)) for name in find_backends(lambda one: not one.shards)]
     own_compilers: list[Table] = [
         {
             "backend": [name],

@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from actor_init.declarations.backends import BACKENDS, DEFAULT, declaration_of
+from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
 from replay.options.option_parsing import in_flags, replay_spec, toggles
@@ -297,7 +297,7 @@ def _is_served(field: str, backend: str) -> bool:
     A file with one library's settings applies to the backends that accept it. Any other option that a backend lacks is
     given to its runs too, and those are refused.
     """
-    return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].own_options
+    return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].exclusive_options
 
 
 def _field_of(parameter: str) -> str:
@@ -317,7 +317,7 @@ def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
     if spec.actor.packs and (why := why_not_packed(here.config)):
         raise UsageError(f"{why}. Try: --no-packing")
     check_divisible(here.config, spec.actor.parallel.tp)
-    if complaint := declaration_of(spec.actor.backend).complaint(spec.actor, here.device):
+    if complaint := find_declaration(spec.actor.backend).find_obstacle(spec.actor, here.device):
         raise UsageError(complaint)
 
 

@@ -177,7 +177,7 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
     kernel = kernel_name(actor, where, config)
     if actor.attention == Attention.AUTO and not actor.is_custom:
         for declared in ATTENTION_KERNELS.values():
-            if kernel in {form.name for form in declared.forms()}:
+            if kernel in {form.name for form in declared.list_forms()}:
                 return replace(actor, attention=declared.word), kernel
     return actor, kernel
 

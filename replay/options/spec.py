@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
-from actor_init.declarations.backends import declaration_of, names_of
+from actor_init.declarations.backends import find_backends, find_declaration
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
 from capture.facts import Setting
 from replay.options.declarations import OBJECTIVES, objectives_with
@@ -323,8 +323,8 @@ class Parts:
             if self.actor.optimizer == "none":
                 advice = f"Try: {model} and {Setting('model')} for weights alone"
                 raise UsageError(given, no_optimizer, advice)
-            if declaration_of(self.actor.backend).states is None:
-                other = Setting("backend", names_of(lambda one: one.states is not None)[0])
+            if find_declaration(self.actor.backend).state_format is None:
+                other = Setting("backend", find_backends(lambda one: one.state_format is not None)[0])
                 advice = f"Try: {other}, or {model} for weights alone"
                 raise UsageError(given, f"is not there for {self.actor.backend}", advice)
         if self.state.load_state and self.actor.random_weights:

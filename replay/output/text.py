@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from unicodedata import combining, east_asian_width
 
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 
 Columns = dict[str, list[str]]
 Pairs = list[tuple[str, str]]
@@ -33,7 +33,7 @@ def run_letters(number: int) -> list[str]:
 
 def engine_text(backend: str, zero_stage: object) -> str:
     """Return `deepspeed, ZeRO stage 1`, or just the name of a backend that does not shard."""
-    return f"{backend}, ZeRO stage {zero_stage}" if declaration_of(backend).shards else backend
+    return f"{backend}, ZeRO stage {zero_stage}" if find_declaration(backend).shards else backend
 
 
 def milliseconds(seconds: float | None) -> str:

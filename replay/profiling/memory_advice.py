@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 from actor_init.model import blocks_of, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, OptimizerName
@@ -82,7 +82,7 @@ def savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[
         fewer = held.of_parameters(parameters, states=parameters)
         activations = held.activations * (share if size.trains else 1.0)  # without autograd those of one block
         found[f"--num-layers {half}"] = replace(fewer, activations=activations)
-    if declaration_of(spec.backend).shards:
+    if find_declaration(spec.backend).shards:
         ranks = "twice as many ranks"
         ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
         found[ranks] = held.of_parameters(0.5, states=0.5)

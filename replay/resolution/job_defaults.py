@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import lacks
-from actor_init.declarations.attention import kernel_of_job
+from actor_init.declarations.attention import find_job_kernel
 from actor_init.fused.liger import lack_of_liger
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
@@ -67,13 +67,13 @@ def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config:
     if asked is None:
         why = f"{instead}; the captures do not name the job's" if on_cuda else ""
         return ChosenKernel(attention=Attention.AUTO, why=why)
-    kernel = kernel_of_job(asked)
+    kernel = find_job_kernel(asked)
     if kernel is None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {asked} is not known here")
     lack = lacks(kernel.word, where, spec.dtype)
     if lack is not None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {asked}: {lack.text}")
-    if kernel.complaint(config):
+    if kernel.find_obstacle(config):
         return ChosenKernel(
             attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {asked}"
         )

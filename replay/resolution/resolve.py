@@ -7,7 +7,7 @@ show, then what this machine has; a default is left. Rank 0 chooses; files and p
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
-from actor_init.declarations.backends import declaration_of
+from actor_init.declarations.backends import find_declaration
 from actor_init.model import ModelSource
 from actor_init.model_form import Layout
 from actor_init.probe.head_probe import choose_head
@@ -147,7 +147,7 @@ def frozen_text(names: Collection[str]) -> str:
 def _of_head(actor: ActorSpec, source: ModelSource, wants_logits: str) -> Choice:
     assert source.head is not None
     is_whole_for_options = actor.compile is Compile.DEEPCOMPILE or (
-        actor.parallel.tp > 1 and not declaration_of(actor.backend).splits_head
+        actor.parallel.tp > 1 and not find_declaration(actor.backend).splits_head
     )
     by = By.TYPED if actor.whole_logits else By.OPTION if wants_logits or is_whole_for_options else By.MODEL
     why = source.head.why_whole or "its head's logits are the same in chunks of tokens"
@@ -167,7 +167,7 @@ def _once_open(actor: ActorSpec) -> Iterator[Choice]:
 
 def _of_engine(actor: ActorSpec) -> Iterator[Choice]:
     """Yield what the backend and torch's optimizer have defaults of their own for."""
-    if declaration_of(actor.backend).shards:
+    if find_declaration(actor.backend).shards:
         by = By.DEFAULT if actor.zero_stage is None else By.TYPED
         why = "" if by is By.TYPED else f"{actor.backend}'s" + " without an optimizer" * (actor.optimizer == "none")
         yield Choice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.model import ModelSource, find_model, lasting_config
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
@@ -83,7 +83,7 @@ class Header:
             "inputs": self._inputs(),
         }
         if resolved.attention_reason:
-            kernel = form_of(str(self.facts["attention_kernel"])).describe()
+            kernel = find_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
         lines["loss"] = described_loss(self.objective, resolved, self.first)
         lines |= header_line(self.other_config)

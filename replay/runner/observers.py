@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from actor_init.backends.protocol import Backend
 from actor_init.compiling import num_graphs
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.optimizer_step import Sample
@@ -59,7 +59,7 @@ class FirstUseCounter(PassObserver):
 
     def _cudnn_calls(self, fed: ActorInputs, *, backward: bool) -> set[Hashable]:
         """Return what tells the calls of cuDNN's attention in a pass from each other."""
-        planned = form_of(self._kernel).planned
+        planned = find_form(self._kernel).plan_calls
         if planned is None:
             return set()
         lengths = [] if fed.cu_seq_lens is None else fed.cu_seq_lens.diff().tolist()

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.declarations.backends import declaration_of
-from actor_init.declarations.backends.declaration import Held
+from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends.declaration import BytesPerParameter
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
@@ -176,13 +176,13 @@ class Known:
     def _held_bytes(self) -> Mapping[HolderKind, float]:
         """Return what a rank holds whatever it is fed, as the backend declares it."""
         actor = self.actor
-        holding = declaration_of(actor.backend).holding(actor, self.measure.step)
+        holding = find_declaration(actor.backend).predict_memory(actor, self.measure.step)
         share = 1 - 1 / self.world.num_data_ranks
         number = count_parameters(self.config) / actor.parallel.tp
         backward = self.measure.backward
 
-        def of(part: Callable[[Held], float]) -> float:
-            return number * (part(holding.alone) - share * part(holding.shared))
+        def of(part: Callable[[BytesPerParameter], float]) -> float:
+            return number * (part(holding.total) - share * part(holding.partitioned))
 
         weights, masters = of(lambda held: held.weights), of(lambda held: held.masters)
         return {

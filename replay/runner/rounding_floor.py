@@ -13,7 +13,7 @@ from pathlib import Path
 
 from actor_init.as_json import from_json, to_json
 from actor_init.backends.protocol import free_closed
-from actor_init.declarations.attention import kernel_of
+from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.plain import has_sdpa
 from actor_init.model import lasting_config
 from actor_init.optimizer import TORCH_DTYPES
@@ -205,7 +205,7 @@ def floors_of(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, Floor
 def in_fp32(spec: ResolvedReplay) -> ResolvedReplay:
     measure = replace(spec.measure, trace=False, details=False)
     attention = _asked(spec)
-    if attention != Attention.AUTO and not kernel_of(attention).packed.limits.has_fp32:
+    if attention != Attention.AUTO and not find_kernel(attention).packed.limits.has_fp32:
         attention = Attention.AUTO
     actor = replace(spec.actor, dtype=Dtype.FP32, attention=attention)
     return spec.variant(why="--second-opinion", actor=actor, measure=measure)

@@ -23,7 +23,7 @@ from actor_init.attention.cudnn import refuse_holes
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import may_zigzag, ring_slice
 from actor_init.backends.protocol import Backend
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, sliced
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, PadTo
@@ -283,7 +283,10 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
     inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
-    if inputs.attention_mask_BS is not None and not form_of(kernel_name(spec, world.device, source.config)).takes_holes:
+    if (
+        inputs.attention_mask_BS is not None
+        and not find_form(kernel_name(spec, world.device, source.config)).allows_inner_padding
+    ):
         refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))

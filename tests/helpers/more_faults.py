@@ -142,12 +142,12 @@ def bucket_reduced_twice(world: World) -> Iterator[None]:
 @contextmanager
 def reduced_in_bf16(world: World) -> Iterator[None]:
     """Gradients travel in bf16 where fp32 was meant."""
-    from actor_init.declarations.backends.deepspeed_config import config_of
+    from actor_init.declarations.backends.deepspeed_config import build_config
 
     def narrow(*args: Any) -> dict[str, Any]:
-        return {**config_of(*args), "communication_data_type": "bf16"}
+        return {**build_config(*args), "communication_data_type": "bf16"}
 
-    with patch("actor_init.backends.deepspeed.config_of", narrow):
+    with patch("actor_init.backends.deepspeed.build_config", narrow):
         yield
 
 

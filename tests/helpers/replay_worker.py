@@ -33,7 +33,7 @@ def graphs_alone() -> AbstractContextManager[Any]:
 @contextmanager
 def proved_once() -> Iterator[None]:
     """Prove once in this process, and not in each replay, what a model's rows and its head allow."""
-    chosen, form_of = layout_choice._chosen, head_probe.form_of
+    chosen, form_of = layout_choice._chosen, head_probe.probe_head
     choices: dict[object, layout_choice.Choice] = {}
     forms: dict[object, HeadForm] = {}
 
@@ -49,7 +49,7 @@ def proved_once() -> Iterator[None]:
             forms[key] = form_of(config, device)
         return forms[key]
 
-    with patch.object(layout_choice, "_chosen", choose), patch.object(head_probe, "form_of", form):
+    with patch.object(layout_choice, "_chosen", choose), patch.object(head_probe, "probe_head", form):
         yield
 
 

@@ -22,7 +22,7 @@ from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends import BACKENDS
-from actor_init.declarations.backends.declaration import Asked, Declaration, Training
+from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
 from actor_init.optimizer import Progress, make_optimizer, make_schedule
@@ -32,16 +32,16 @@ from actor_init.weights import OnProgress, unheard
 from actor_init.world import World
 
 
-def complaint(spec: Asked, device_type: str) -> str | None:
+def complaint(spec: ActorSettings, device_type: str) -> str | None:
     return None if spec.dtype is Dtype.FP32 else f"toy computes in fp32, not in {spec.dtype}. Try: --dtype fp32"
 
 
-DECLARATION = Declaration(
+DECLARATION = BackendDeclaration(
     name="toy",
     engine="tests.helpers.toy_backend:ToyBackend",
     help="a plain model, for tests",
-    complaint=complaint,
-    trainings=(Training(is_standard=False),),
+    find_obstacle=complaint,
+    suite_trainings=(SuiteTraining(is_standard=False),),
 )
 
 

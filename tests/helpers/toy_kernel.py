@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from actor_init.declarations.attention import KERNELS
-from actor_init.declarations.attention.declaration import Form, Kernel, Limits
+from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
 from actor_init.toggles import Attention
 from capture.facts import Setting
 
 EAGER = Setting("attention", Attention.EAGER)
-LIMITS = Limits(
+LIMITS = KernelLimits(
     title="toy",
-    lacks={"dropout": "dropout"},
+    missing_features={"dropout": "dropout"},
     refusal=f"toy has no {{lacking}}. Try: {EAGER}",
 )
-FORM = Form(
+FORM = AttentionForm(
     name="toy_softmax",
     limits=LIMITS,
     function="tests.helpers.toy_kernel:softmax_attention",
-    mask="transformers.masking_utils:sdpa_mask",  # True where a token is seen; None: all before it
+    mask_function="transformers.masking_utils:sdpa_mask",  # True where a token is seen; None: all before it
     reads_mask=True,
 )
-KERNEL = Kernel(word="toy", packed=FORM, padded=FORM, job_names=("toy_of_a_job",))
+KERNEL = AttentionKernel(word="toy", packed=FORM, padded=FORM, job_names=("toy_of_a_job",))
 
 num_calls = 0
 

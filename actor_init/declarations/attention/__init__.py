@@ -6,10 +6,10 @@ from typing import Any
 
 from actor_init.declarations.attention import cudnn, flash, plain, varlen
 from actor_init.declarations.attention.auto import RING_WITH_CUDNN, WITH_CUDNN
-from actor_init.declarations.attention.declaration import Form, Kernel
+from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel
 from actor_init.toggles import Attention, UsageError
 
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, AttentionKernel] = {
     kernel.word: kernel
     for kernel in (
         flash.FLASH,
@@ -19,28 +19,29 @@ KERNELS: dict[str, Kernel] = {
         plain.EAGER,
     )
 }
-WORDS: Collection[str] = ChainMap[str, Any](KERNELS, {Attention.AUTO: None})  # of --attention: auto, and every kernel's
+# The words of --attention. It is a live view, because kernels may be registered later.
+WORDS: Collection[str] = ChainMap[str, Any](KERNELS, {Attention.AUTO: None})
 
 
-def kernel_of(word: str) -> Kernel:
-    """Return what a word of --attention chooses. Raises UsageError for an unknown one."""
+def find_kernel(word: str) -> AttentionKernel:
+    """Return the kernel that a word of --attention chooses. Raises UsageError for an unknown one."""
     if word not in KERNELS:
         raise UsageError.not_allowed("attention", word, f"Give one of {', '.join(WORDS)}")
     return KERNELS[word]
 
 
-def kernel_of_job(name: str) -> Kernel | None:
+def find_job_kernel(name: str) -> AttentionKernel | None:
     """Return the kernel that a capture names; None if it is not known here."""
     return next((kernel for kernel in KERNELS.values() if name in kernel.job_names), None)
 
 
-def forms() -> Iterator[Form]:
+def list_forms() -> Iterator[AttentionForm]:
     """Yield every form that rows may be computed by."""
     for kernel in KERNELS.values():
-        yield from kernel.forms()
+        yield from kernel.list_forms()
     yield from (*WITH_CUDNN.values(), *RING_WITH_CUDNN.values(), plain.OWN)
 
 
-def form_of(name: str) -> Form:
+def find_form(name: str) -> AttentionForm:
     """Return the form of that name, as the header and run.json have it."""
-    return {form.name: form for form in forms()}[name]
+    return {form.name: form for form in list_forms()}[name]

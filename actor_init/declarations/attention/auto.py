@@ -4,37 +4,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actor_init.declarations.attention.cudnn import CUDNN, RING_CUDNN
-from actor_init.declarations.attention.declaration import Form
+from actor_init.declarations.attention.declaration import AttentionForm
 from actor_init.declarations.attention.flash import FLASH
 from actor_init.declarations.attention.plain import EAGER, SDPA
 from actor_init.declarations.attention.varlen import VARLEN
 
-# For forward and backward of a row of several documents on an H200 (benchmarks/RESULTS.md). cuDNN, a call a document,
-# is faster for long ones alone.
+# The order holds for forward and backward of a row of several documents on an H200 (benchmarks/RESULTS.md). cuDNN needs
+# a call for each document, which is faster for long ones alone.
 FASTEST_FIRST = (FLASH, VARLEN, CUDNN)
 RING_FASTEST_FIRST = (FLASH, SDPA)
-PLAIN = (SDPA, EAGER)  # which every device has: the first that goes with the model
-# From here on cuDNN saves a millisecond a layer and more on an H200: 2.9 of 6.7 for 8,192 tokens.
+# Every device has these; the first that goes with the model is taken.
+PLAIN = (SDPA, EAGER)
+# From this many tokens on cuDNN saves a millisecond a layer and more on an H200: 2.9 of 6.7 for 8,192 tokens.
 LONG = 4096
-RING_LONG = 8192  # on each rank: below, merging blocks costs what they save
+# Tokens on each rank. Below that, merging the ring's blocks costs as much as cuDNN saves.
+RING_LONG = 8192
 
 
-def pair_with_cudnn(form: Form, cudnn: Form, long: int, unit: str) -> Form:
+def pair_with_cudnn(form: AttentionForm, cudnn: AttentionForm, long: int, unit: str) -> AttentionForm:
     """Return `form` with cuDNN's for a row of one document of `long` tokens or more; `unit` says which tokens."""
 
-    def planned(rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tuple[int, int]]:
+    def plan_calls(rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tuple[int, int]]:
         return {(1, num_tokens)} if len(lengths) == 1 and num_tokens >= long else set()
 
     return replace(
         form,
         name=f"{form.name}_or_cudnn",
         limits=cudnn.limits,
-        planned=planned,
+        plan_calls=plan_calls,
         description=f"{form.name}, {cudnn.name} for rows of one document of {long:,} {unit} or more",
     )
 
 
-# A kernel for documents, or for slices, and cuDNN for a row of one long document; by the former's name.
+# Pairs of a kernel for documents, or for slices, and cuDNN for a row of one long document; by the former's name.
 WITH_CUDNN = {
     kernel.packed.name: pair_with_cudnn(kernel.packed, CUDNN.packed, LONG, "tokens")
     for kernel in FASTEST_FIRST

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from actor_init.declarations.attention.declaration import Form, Kernel, Limits
+from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
 from actor_init.toggles import Attention
 from capture.facts import Setting
 
@@ -22,39 +22,42 @@ def plan_documents(rows: int, num_tokens: int, lengths: Sequence[int]) -> set[tu
 
 
 FLASH, SDPA = Setting("attention", Attention.FLASH), Setting("attention", Attention.SDPA)
-MAX_HEAD_DIM = 128  # of its backward on every device that it has kernels for
-LIMITS = Limits(
+# Its backward takes heads of this width on every device that cuDNN has kernels for; wider ones it takes on some.
+MAX_HEAD_DIM = 128
+LIMITS = KernelLimits(
     title="cuDNN's attention",
     is_installed=has_cudnn,
     devices=("cuda",),
     has_fp32=False,
-    lacks={
+    missing_features={
         "dropout": "dropout",
         "softcap": "softcap",
         "s_aux": "attention sinks",
-        "sliding_window": "sliding window (here {window} of {longest} tokens)",  # one that is shorter than a document
+        # A window that is as long as the longest document changes nothing and is not refused.
+        "sliding_window": "sliding window (here {window} of {longest} tokens)",
     },
     max_head_dim=MAX_HEAD_DIM,
     refusal=f"cuDNN's attention has no {{lacking}}, which this model needs. Try: {FLASH}, or {SDPA}",
 )
-CUDNN = Kernel(
+CUDNN = AttentionKernel(
     word=Attention.CUDNN,
-    packed=Form(
+    packed=AttentionForm(
         name="packed_cudnn",
         limits=LIMITS,
         function="actor_init.attention.cudnn:cudnn_packed",
-        is_expected=True,
-        planned=plan_documents,
+        is_expected_on_gpu=True,
+        plan_calls=plan_documents,
     ),
-    padded=Form(
+    padded=AttentionForm(
         name="padded_cudnn",
         limits=LIMITS,
         function="actor_init.attention.cudnn:cudnn_padded",
-        is_expected=True,
-        mask="transformers.masking_utils:flash_attention_mask",  # [B, S], or None where nothing is padding
-        takes_holes=False,
-        planned=plan_rows,
+        is_expected_on_gpu=True,
+        # This mask is [B, S], or None where nothing is padding.
+        mask_function="transformers.masking_utils:flash_attention_mask",
+        allows_inner_padding=False,
+        plan_calls=plan_rows,
     ),
 )
 # It takes slices of one long document alone: auto calls it beside another form, and --attention cudnn has no ring.
-RING_CUDNN = Form(name="ring_cudnn", limits=LIMITS, function="actor_init.attention.ring_attention:ring_cudnn")
+RING_CUDNN = AttentionForm(name="ring_cudnn", limits=LIMITS, function="actor_init.attention.ring_attention:ring_cudnn")

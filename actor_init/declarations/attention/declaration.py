@@ -7,23 +7,25 @@ from typing import Any
 from actor_init.toggles import Attention, Dtype
 from capture.facts import Setting
 
-# Rows and tokens of what a rank is fed, and the lengths of a packed row's documents: which calls (rows, tokens) are
-# there, each of which the library plans once.
-Planned = Callable[[int, int, Sequence[int]], set[tuple[int, int]]]
+# Takes the rows and tokens of what a rank is fed, and the lengths of a packed row's documents. Returns the
+# (rows, tokens) of each kernel call; the library plans each of them once.
+PlanCalls = Callable[[int, int, Sequence[int]], set[tuple[int, int]]]
 
 RING_REFUSAL = f"ring attention has no {{lacking}}, which this model needs. Try: {Setting('ring', 1)}"
 
 
-def always() -> bool:
+def is_part_of_torch() -> bool:
+    """Return True: the default of `KernelLimits.is_installed`."""
     return True
 
 
-def takes_every_model(config: Any) -> str:
+def find_no_obstacle(config: Any) -> str:
+    """Take every model: the default of `AttentionKernel.find_obstacle`."""
     return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lack:
+class KernelObstacle:
     """Why a kernel cannot run, and what to type instead."""
 
     text: str
@@ -31,74 +33,95 @@ class Lack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a kernel runs on, what it lacks of what a model may ask, and how a refusal says so."""
+class KernelLimits:
+    """What a kernel runs on, which features of a model it lacks, and how a refusal says so.
 
-    title: str = ""  # in refusals; empty: every device has it, in every dtype
-    package: str = ""  # pip's name of what brings it; empty: torch does
-    is_installed: Callable[[], bool] = always
+    title             the kernel's name in refusals; empty: every device has it, in every dtype
+    package           pip's name of the package that brings the kernel; empty: torch does
+    fp32_name         what a refusal says that the kernel does not have, where `has_fp32` is False
+    advice            what a refusal advises where the kernel cannot run
+    missing_features  features by the argument of transformers' attention functions that asks for them, each with the
+                      words of a refusal; {window} and {longest} in these are tokens, of the window and of a document
+    refusal           what is said of a model that needs missing features, which replace {lacking}
+    """
+
+    title: str = ""
+    package: str = ""
+    is_installed: Callable[[], bool] = is_part_of_torch
     devices: Sequence[str] = ("cpu", "cuda")
     has_fp32: bool = True
-    fp32: str = "fp32"  # what a refusal says that it has not
-    advice: str = str(Setting("attention", Attention.SDPA))  # where it cannot run
-    # by argument of transformers', how a refusal calls it; {window} and {longest} are tokens, of it and of a document
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    fp32_name: str = "fp32"
+    advice: str = str(Setting("attention", Attention.SDPA))
+    missing_features: Mapping[str, str] = field(default_factory=dict)
     max_head_dim: int | None = None
-    refusal: str = ""  # of a model that asks for what it lacks; {lacking} is that
+    refusal: str = ""
 
-    def lack(self, device_type: str, dtype: Dtype, *, is_installed: bool) -> Lack | None:
-        """Return why it cannot run on a type of device in a dtype; None if nothing is known."""
+    def find_obstacle(self, device_type: str, dtype: Dtype, *, is_installed: bool) -> KernelObstacle | None:
+        """Return why the kernel cannot run on a type of device in a dtype; None if nothing is known."""
         if not self.title:
             return None
         if device_type not in self.devices:
-            return Lack(text=f"{self.title} has no CPU kernel", advice=self.advice)
+            return KernelObstacle(text=f"{self.title} has no CPU kernel", advice=self.advice)
         if not is_installed:
-            return Lack(text=f"{self.title} is not installed", advice=self.advice)
+            return KernelObstacle(text=f"{self.title} is not installed", advice=self.advice)
         if dtype is Dtype.FP32 and not self.has_fp32:
-            return Lack(text=f"{self.title} has no {self.fp32}", advice=self.advice)
+            return KernelObstacle(text=f"{self.title} has no {self.fp32_name}", advice=self.advice)
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class AttentionForm:
     """How a kernel computes rows of one kind, and what it is called: in transformers, the header and run.json.
 
     A name has neither flash nor sdpa in it, unless it is transformers' own: transformers would look up its own kernel,
     or ask the class.
+
+    function               "module:function" with transformers' attention signature; empty: transformers has one
+    mask_function          "module:function" that makes the masks; empty: transformers has one for the name, or the
+                           form reads no mask
+    reads_mask             it reads a mask of all pairs of tokens, which alone keeps packed documents apart
+    allows_inner_padding   rows may have padding between their tokens
+    plan_calls             returns the calls that the library plans; None: it plans none
+    is_expected_on_gpu     on a GPU `replay diagnose` does not explain why auto chose it and not flash-attn
+    description            says what the form is, where the name does not
     """
 
     name: str
-    limits: Limits
-    function: str = ""  # "module:function" with transformers' attention signature; empty: transformers has one
-    mask: str = ""  # "module:function" that makes its masks; empty: transformers has one for the name, or it reads none
-    reads_mask: bool = False  # of all pairs of tokens, which alone keeps packed documents apart
-    takes_holes: bool = True  # rows with padding between their tokens
-    planned: Planned | None = None  # the calls that its library plans; None: it plans nothing
-    is_expected: bool = False  # of auto on a GPU: `replay diagnose` gives no reason why it is not flash-attn
-    description: str = ""  # for a reader, where the name does not say it
+    limits: KernelLimits
+    function: str = ""
+    mask_function: str = ""
+    reads_mask: bool = False
+    allows_inner_padding: bool = True
+    plan_calls: PlanCalls | None = None
+    is_expected_on_gpu: bool = False
+    description: str = ""
 
     def describe(self) -> str:
         return self.description or self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
+class AttentionKernel:
     """What one word of --attention chooses: a form for packed rows, one for padded rows, and one for a ring's slices.
 
-    None: it has none for them.
+    padded, slices  None: the kernel has no form for such rows
+    job_names       transformers' names of the kernel, as captures have them
+    find_obstacle   returns why the kernel cannot run a model of a config; empty if it can
+    is_checked      it is compared with plain fp32 attention before auto takes it, and by `replay doctor`
+    alternative     what `replay doctor` advises where that comparison fails
     """
 
     word: str
-    packed: Form
-    padded: Form | None
-    slices: Form | None = None
-    job_names: Sequence[str] = ()  # transformers' names of it, as captures have them
-    complaint: Callable[[Any], str] = takes_every_model  # why a model's config does not go with it; empty: it does
-    is_checked: bool = True  # whether it is compared with plain fp32 attention, before auto takes it and by the doctor
-    instead: str = "flash or sdpa"  # what the doctor advises where it is not right
+    packed: AttentionForm
+    padded: AttentionForm | None
+    slices: AttentionForm | None = None
+    job_names: Sequence[str] = ()
+    find_obstacle: Callable[[Any], str] = find_no_obstacle
+    is_checked: bool = True
+    alternative: str = "flash or sdpa"
 
-    def form(self, *, packs: bool) -> Form | None:
+    def choose_form(self, *, packs: bool) -> AttentionForm | None:
         return self.packed if packs else self.padded
 
-    def forms(self) -> Iterator[Form]:
+    def list_forms(self) -> Iterator[AttentionForm]:
         yield from (form for form in (self.packed, self.padded, self.slices) if form is not None)

@@ -5,7 +5,7 @@ The forms for padded rows are transformers' own, which unpad and pad in every la
 
 from importlib.util import find_spec
 
-from actor_init.declarations.attention.declaration import RING_REFUSAL, Form, Kernel, Limits
+from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
 from actor_init.toggles import Attention, Dtype
 from capture.facts import Setting
 
@@ -15,51 +15,52 @@ ON_CUDA = f"{SDPA}, or on a CUDA machine pip install -e '.[cuda]' and {Setting('
 
 
 def has_flash() -> bool:
-    # flash-attn 4 alone leaves a folder of this name without a module
-    found = find_spec("flash_attn")
-    return found is not None and found.origin is not None
+    # Where flash-attn 4 alone is installed, it leaves a folder of this name without a module: then there is a spec that
+    # has no origin.
+    spec = find_spec("flash_attn")
+    return spec is not None and spec.origin is not None
 
 
 def has_ring_flash() -> bool:
     return find_spec("ring_flash_attn") is not None and find_spec("flash_attn") is not None
 
 
-FLASH_ATTN = Limits(
+FLASH_ATTN = KernelLimits(
     title="flash-attn",
     package="flash-attn",
     is_installed=has_flash,
     devices=CUDA,
     has_fp32=False,
     advice=ON_CUDA,
-    lacks={"s_aux": "attention sinks"},
+    missing_features={"s_aux": "attention sinks"},
     refusal=f"flash-attn has no attention sinks, which this model needs. Try: {EAGER}",
 )
-RING_FLASH_ATTN = Limits(
+RING_FLASH_ATTN = KernelLimits(
     title="ring-flash-attn",
     package="ring-flash-attn",
     is_installed=has_ring_flash,
     devices=CUDA,
     has_fp32=False,
     advice=ON_CUDA,
-    lacks={"softcap": "softcap", "s_aux": "sinks"},
+    missing_features={"softcap": "softcap", "s_aux": "sinks"},
     refusal=RING_REFUSAL,
 )
 
-FLASH = Kernel(
+FLASH = AttentionKernel(
     word=Attention.FLASH,
-    packed=Form(
+    packed=AttentionForm(
         name="packed_fa2",
         limits=FLASH_ATTN,
         function="actor_init.attention.kernels:flash_attn_varlen",
-        is_expected=True,
+        is_expected_on_gpu=True,
     ),
-    padded=Form(name="flash_attention_2", limits=FLASH_ATTN, is_expected=True),
-    slices=Form(
+    padded=AttentionForm(name="flash_attention_2", limits=FLASH_ATTN, is_expected_on_gpu=True),
+    slices=AttentionForm(
         name="ring_fa2",
         limits=RING_FLASH_ATTN,
         function="actor_init.attention.ring_attention:ring_flash_attn",
-        is_expected=True,
+        is_expected_on_gpu=True,
     ),
     job_names=("flash_attention_2", "kernels-community/flash-attn2"),
-    instead="varlen or sdpa",
+    alternative="varlen or sdpa",
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from actor_init.declarations.attention.declaration import RING_REFUSAL, Form, Kernel, Limits
+from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
 from actor_init.toggles import Attention
 from capture.facts import Setting
 
@@ -16,25 +16,30 @@ def has_sdpa(config: Any) -> bool:
     )
 
 
-def why_no_sdpa(config: Any) -> str:
+def find_sdpa_obstacle(config: Any) -> str:
     if has_sdpa(config):
         return ""
     return f"transformers has no sdpa attention for {config.model_type}. Try: {Setting('attention', Attention.EAGER)}"
 
 
-IN_TRANSFORMERS = Limits()
-GATHERED = Limits(lacks={"dropout": "dropout"}, refusal=RING_REFUSAL)
-SDPA_FORM = Form(name="sdpa", limits=IN_TRANSFORMERS, reads_mask=True)
-EAGER_FORM = Form(name="eager", limits=IN_TRANSFORMERS, reads_mask=True)
+IN_TRANSFORMERS = KernelLimits()
+GATHERED = KernelLimits(missing_features={"dropout": "dropout"}, refusal=RING_REFUSAL)
+SDPA_FORM = AttentionForm(name="sdpa", limits=IN_TRANSFORMERS, reads_mask=True)
+EAGER_FORM = AttentionForm(name="eager", limits=IN_TRANSFORMERS, reads_mask=True)
 
-SDPA = Kernel(
+SDPA = AttentionKernel(
     word=Attention.SDPA,
     packed=SDPA_FORM,
     padded=SDPA_FORM,
-    slices=Form(name="ring_gathered", limits=GATHERED, function="actor_init.attention.ring_attention:ring_sdpa"),
+    slices=AttentionForm(
+        name="ring_gathered", limits=GATHERED, function="actor_init.attention.ring_attention:ring_sdpa"
+    ),
     job_names=("sdpa",),
-    complaint=why_no_sdpa,
-    instead="eager",
+    find_obstacle=find_sdpa_obstacle,
+    alternative="eager",
 )
-EAGER = Kernel(word=Attention.EAGER, packed=EAGER_FORM, padded=EAGER_FORM, job_names=("eager",), is_checked=False)
-OWN = Form(name="of its own", limits=IN_TRANSFORMERS)  # of a model that a user's function builds
+EAGER = AttentionKernel(
+    word=Attention.EAGER, packed=EAGER_FORM, padded=EAGER_FORM, job_names=("eager",), is_checked=False
+)
+# Whatever the code of a model that a user's function builds computes.
+OWN = AttentionForm(name="of its own", limits=IN_TRANSFORMERS)

@@ -1,11 +1,11 @@
 """Declare torch's DistributedDataParallel."""
 
-from actor_init.declarations.backends.declaration import Declaration, States, Training
+from actor_init.declarations.backends.declaration import BackendDeclaration, StateFormat, SuiteTraining
 
-DECLARATION = Declaration(
+DECLARATION = BackendDeclaration(
     name="ddp",
     engine="actor_init.backends.ddp:DDPBackend",
     help="torch's, and nobody shards: to hold the others against",
-    states=States(files="torch.distributed.checkpoint"),
-    trainings=(Training(is_standard=False),),
+    state_format=StateFormat(library="torch.distributed.checkpoint"),
+    suite_trainings=(SuiteTraining(is_standard=False),),
 )

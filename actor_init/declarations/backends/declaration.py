@@ -8,7 +8,7 @@ from typing import Protocol
 from actor_init.toggles import Compile, Dtype, OptimizerName, TpPlan
 
 
-class AskedParallel(Protocol):
+class ParallelSettings(Protocol):
     """The fields of a ParallelSpec that declarations read."""
 
     @property
@@ -21,9 +21,10 @@ class AskedParallel(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-class Asked(Protocol):
-    """The fields of an ActorSpec that declarations read; ActorSpec imports the declarations and so cannot be imported
-    here.
+class ActorSettings(Protocol):
+    """The fields of an ActorSpec that declarations read.
+
+    ActorSpec takes its choices and its help from the declarations, so they cannot import it: that would be a circle.
     """
 
     @property
@@ -45,10 +46,10 @@ class Asked(Protocol):
     @property
     def deepspeed_config(self) -> Path | None: ...
     @property
-    def parallel(self) -> AskedParallel: ...
+    def parallel(self) -> ParallelSettings: ...
 
 
-class Saved(Protocol):
+class SavedStateFacts(Protocol):
     """The fields of a saved state that declarations read."""
 
     @property
@@ -63,31 +64,43 @@ class Saved(Protocol):
     def num_steps(self) -> int: ...
 
 
-def refuse_nothing(spec: Asked, device_type: str) -> str | None:
+def find_no_obstacle(spec: ActorSettings, device_type: str) -> str | None:
+    """Run every spec on every device: the default of `BackendDeclaration.find_obstacle`."""
     return None
 
 
-def loads_anywhere(state: Saved, world_size: int) -> str | None:
+def find_no_load_obstacle(state: SavedStateFacts, world_size: int) -> str | None:
+    """Load every state on any number of ranks: the default of `StateFormat.find_obstacle`."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:
-    """The files --save-state writes under a backend, and where --load-state can load them."""
+class StateFormat:
+    """The files --save-state writes under a backend, and where --load-state can load them.
 
-    files: str  # the library whose format they have
-    same: Sequence[str] = ()  # fields of the state that must be unchanged, besides those of every backend
-    complaint: Callable[[Saved, int], str | None] = loads_anywhere  # why that many ranks cannot load it
+    library        the library whose format they have
+    fixed_fields   fields of the state that must be the same where it is loaded, besides those of every backend
+    find_obstacle  returns why so many ranks cannot load a state; None if they can
+    """
+
+    library: str
+    fixed_fields: Sequence[str] = ()
+    find_obstacle: Callable[[SavedStateFacts, int], str | None] = find_no_load_obstacle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Bytes that a rank holds for each parameter, whatever it is fed."""
+class BytesPerParameter:
+    """Bytes of memory that each parameter of the model takes, whatever the model is fed.
+
+    gradients  from the first backward on
+    masters    fp32 copies of the weights, which the optimizer steps
+    moments    of the optimizer, from its first step on
+    """
 
     weights: float = 0.0
-    gradients: float = 0.0  # from backward on
+    gradients: float = 0.0
     masters: float = 0.0
-    moments: float = 0.0  # once a step was taken
+    moments: float = 0.0
 
     def bytes(self, *, gradients: bool) -> float:
         """Return the sum, with or without gradients."""
@@ -95,61 +108,87 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """What one rank alone holds, and what of it data ranks would share, each an equal part."""
+class ShardedMemory:
+    """The memory of the model's weights, gradients and optimizer, and how much of it the backend shards.
 
-    alone: Held = field(default_factory=Held)
-    shared: Held = field(default_factory=Held)
+    total        on a single rank, which holds everything
+    partitioned  the part of `total` that several data ranks split into equal shares; each holds all the rest
+    """
+
+    total: BytesPerParameter = field(default_factory=BytesPerParameter)
+    partitioned: BytesPerParameter = field(default_factory=BytesPerParameter)
 
 
-def size_of(dtype: Dtype) -> int:
+def element_size(dtype: Dtype) -> int:
     """Return the bytes of a number."""
     return 4 if dtype is Dtype.FP32 else 2
 
 
-def moment_bytes(optimizer: OptimizerName, *, steps: bool) -> int:
-    """Return what torch's optimizer holds for each parameter, in fp32; `steps`: has it taken one?"""
+def moment_size(optimizer: OptimizerName, *, steps: bool) -> int:
+    """Return the bytes of the fp32 moments that torch's optimizer keeps for each parameter; none before its first step.
+
+    steps  the optimizer has taken a step
+    """
     return 8 if optimizer is OptimizerName.ADAMW and steps else 0
 
 
-def whole_model(spec: Asked, steps: bool) -> Holding:
-    """Return the holding of a backend that shares nothing and keeps weights and gradients in fp32."""
-    return Holding(alone=Held(weights=4, gradients=4, moments=moment_bytes(spec.optimizer, steps=steps)))
+def unsharded_fp32_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
+    """Return the memory under a backend that shards nothing and keeps weights and gradients in fp32."""
+    moments = moment_size(spec.optimizer, steps=steps)
+    return ShardedMemory(total=BytesPerParameter(weights=4, gradients=4, moments=moments))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """A configuration of `replay suite`, named after its backend and `suffix`."""
+class SuiteTraining:
+    """A configuration of `replay suite`, named after its backend and `suffix`.
+
+    is_standard  it must succeed, and stay near the reference
+    """
 
     suffix: str = ""
     zero_stage: int | None = None
     tp: bool = False
     ring: bool = False
-    is_standard: bool = True  # must succeed, and stay near the reference
+    is_standard: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Declaration:
-    """A backend's name, its engine, what it can do, and what it refuses."""
+class BackendDeclaration:
+    """A backend's name, its engine, what it can do, and what it refuses.
+
+    engine               "module:class" of the `Backend`; imported only when an actor is opened
+    libraries            packages that the engine imports while it opens
+    help                 what --help says of the backend under --backend
+    stages               values of --zero-stage, each with what it shards; empty: the backend has no stages
+    stages_help          what --help says of them under --zero-stage
+    splits_head          under tp each rank holds a share of the head's vocabulary, and computes its logits
+    exclusive_options    fields of a spec that only the backends that list them take
+    compilers            compilers that the backend brings, and the stages under which they work
+    state_format         None: the backend neither saves nor loads state
+    find_obstacle        returns why a spec cannot run on a type of device; None if it can
+    accumulating_stages  stages whose gradients take a separate code path while they accumulate
+    predict_memory       returns what the actor holds; its second argument: does the optimizer step?
+    suite_trainings      configurations of `replay suite`
+    """
 
     name: str
-    engine: str  # "module:class" of the `Backend`; imported only when an actor is opened
-    libraries: Sequence[str] = ()  # that the engine imports while it opens
-    help: str = ""  # of the backend, for --backend
-    stages: Mapping[int, str] = field(default_factory=dict)  # of --zero-stage, described; empty: none
-    stages_help: str = "nothing ever"  # for --zero-stage
+    engine: str
+    libraries: Sequence[str] = ()
+    help: str = ""
+    stages: Mapping[int, str] = field(default_factory=dict)
+    stages_help: str = "nothing ever"
     default_stage: int = 0
     default_stage_without_optimizer: int = 0
     tp: bool = False
     ring: bool = False
-    splits_head: bool = False  # under tp: each rank holds a share of the head's vocabulary, and computes its logits
-    own_options: frozenset[str] = frozenset()  # fields that only backends listing them take
-    compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)  # its own, and their stages
-    states: States | None = None  # None: it neither saves nor loads state
-    complaint: Callable[[Asked, str], str | None] = refuse_nothing  # why a spec is not possible on a type of device
-    accumulating_stages: Sequence[int] = ()  # stages whose gradients take a separate code path while they accumulate
-    holding: Callable[[Asked, bool], Holding] = whole_model  # the flag: does the optimizer step?
-    trainings: Sequence[Training] = ()  # configurations of `replay suite`
+    splits_head: bool = False
+    exclusive_options: frozenset[str] = frozenset()
+    compilers: Mapping[Compile, Sequence[int]] = field(default_factory=dict)
+    state_format: StateFormat | None = None
+    find_obstacle: Callable[[ActorSettings, str], str | None] = find_no_obstacle
+    accumulating_stages: Sequence[int] = ()
+    predict_memory: Callable[[ActorSettings, bool], ShardedMemory] = unsharded_fp32_memory
+    suite_trainings: Sequence[SuiteTraining] = ()
 
     @property
     def shards(self) -> bool:

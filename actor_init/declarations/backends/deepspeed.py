@@ -1,38 +1,40 @@
 """Declare DeepSpeed's engine: ZeRO stages 0 to 3, AutoTP and DeepCompile."""
 
 from actor_init.declarations.backends.declaration import (
-    Asked,
-    Declaration,
-    Held,
-    Holding,
-    Saved,
-    States,
-    Training,
-    moment_bytes,
-    size_of,
+    ActorSettings,
+    BackendDeclaration,
+    BytesPerParameter,
+    SavedStateFacts,
+    ShardedMemory,
+    StateFormat,
+    SuiteTraining,
+    element_size,
+    moment_size,
 )
-from actor_init.declarations.backends.deepspeed_config import complaint
+from actor_init.declarations.backends.deepspeed_config import find_obstacle
 from actor_init.toggles import Compile, OptimizerName
 
 
-def _holding(spec: Asked, steps: bool) -> Holding:
-    size, stage = size_of(spec.dtype), spec.resolved_zero_stage
+def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
+    size, stage = element_size(spec.dtype), spec.resolved_zero_stage
     if spec.optimizer is OptimizerName.NONE:
-        return Holding(alone=Held(weights=size, gradients=size))
-    moments = moment_bytes(spec.optimizer, steps=steps)
-    alone = Held(weights=size, gradients=size, masters=4, moments=moments)
+        return ShardedMemory(total=BytesPerParameter(weights=size, gradients=size))
+    moments = moment_size(spec.optimizer, steps=steps)
+    total = BytesPerParameter(weights=size, gradients=size, masters=4, moments=moments)
     if stage == 0:
-        return Holding(alone=alone)
-    shared = Held(weights=size if stage == 3 else 0, gradients=size if stage >= 2 else 0, masters=4, moments=moments)
-    return Holding(alone=alone, shared=shared)
+        return ShardedMemory(total=total)
+    partitioned = BytesPerParameter(
+        weights=size if stage == 3 else 0, gradients=size if stage >= 2 else 0, masters=4, moments=moments
+    )
+    return ShardedMemory(total=total, partitioned=partitioned)
 
 
-def is_partitioned_over(state: Saved, world_size: int) -> bool:
+def is_partitioned_over(state: SavedStateFacts, world_size: int) -> bool:
     """Can DeepSpeed load the files unchanged on that many ranks? Stage 0 partitions nothing."""
     return not state.zero_stage or state.world_size == world_size
 
 
-def why_not_on(state: Saved, world_size: int) -> str | None:
+def find_load_obstacle(state: SavedStateFacts, world_size: int) -> str | None:
     """Return why DeepSpeed's universal format cannot load `state` on so many ranks; None if it can, or need not."""
     if is_partitioned_over(state, world_size):
         return None
@@ -51,7 +53,7 @@ def why_not_on(state: Saved, world_size: int) -> str | None:
     return None
 
 
-DECLARATION = Declaration(
+DECLARATION = BackendDeclaration(
     name="deepspeed",
     engine="actor_init.backends.deepspeed:DeepSpeedBackend",
     libraries=("deepspeed",),
@@ -61,12 +63,15 @@ DECLARATION = Declaration(
     default_stage_without_optimizer=0,
     tp=True,
     ring=True,
-    own_options=frozenset({"deepspeed_config"}),
+    exclusive_options=frozenset({"deepspeed_config"}),
     compilers={Compile.DEEPCOMPILE: (1, 3)},
-    # its files are partitioned by stage and tp, and loading would restore the saved max_norm
-    states=States(files="DeepSpeed", same=("zero_stage", "tp", "max_norm"), complaint=why_not_on),
-    complaint=complaint,
+    # Stage and tp are fixed because DeepSpeed's files are partitioned by them, max_norm because loading would restore
+    # the saved one.
+    state_format=StateFormat(
+        library="DeepSpeed", fixed_fields=("zero_stage", "tp", "max_norm"), find_obstacle=find_load_obstacle
+    ),
+    find_obstacle=find_obstacle,
     accumulating_stages=(2,),
-    holding=_holding,
-    trainings=(Training(zero_stage=2), Training(suffix="-autotp", tp=True, is_standard=False)),
+    predict_memory=_predict_memory,
+    suite_trainings=(SuiteTraining(zero_stage=2), SuiteTraining(suffix="-autotp", tp=True, is_standard=False)),
 )

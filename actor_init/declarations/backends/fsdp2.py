@@ -1,27 +1,27 @@
 """Declare torch's FSDP2, with tensor parallelism over DTensors."""
 
 from actor_init.declarations.backends.declaration import (
-    Asked,
-    Declaration,
-    Held,
-    Holding,
-    States,
-    Training,
-    moment_bytes,
-    size_of,
+    ActorSettings,
+    BackendDeclaration,
+    BytesPerParameter,
+    ShardedMemory,
+    StateFormat,
+    SuiteTraining,
+    element_size,
+    moment_size,
 )
 from actor_init.toggles import OptimizerName
 
 
-def _holding(spec: Asked, steps: bool) -> Holding:
+def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
     if spec.optimizer is OptimizerName.NONE:
-        held = Held(weights=size_of(spec.dtype), gradients=size_of(spec.dtype))
+        total = BytesPerParameter(weights=element_size(spec.dtype), gradients=element_size(spec.dtype))
     else:
-        held = Held(masters=4, gradients=4, moments=moment_bytes(spec.optimizer, steps=steps))
-    return Holding(alone=held, shared=held)
+        total = BytesPerParameter(masters=4, gradients=4, moments=moment_size(spec.optimizer, steps=steps))
+    return ShardedMemory(total=total, partitioned=total)
 
 
-DECLARATION = Declaration(
+DECLARATION = BackendDeclaration(
     name="fsdp2",
     engine="actor_init.backends.fsdp2:FSDP2Backend",
     stages={2: "keep weights gathered after forward", 3: "reshard"},
@@ -31,13 +31,13 @@ DECLARATION = Declaration(
     tp=True,
     ring=True,
     splits_head=True,
-    own_options=frozenset({"tp_plan", "sequence_parallel"}),
-    states=States(files="torch.distributed.checkpoint"),
-    holding=_holding,
-    trainings=(
-        Training(),
-        Training(suffix="-tp", tp=True),
-        Training(suffix="-ring", ring=True),
-        Training(suffix="-tp-ring", tp=True, ring=True),
+    exclusive_options=frozenset({"tp_plan", "sequence_parallel"}),
+    state_format=StateFormat(library="torch.distributed.checkpoint"),
+    predict_memory=_predict_memory,
+    suite_trainings=(
+        SuiteTraining(),
+        SuiteTraining(suffix="-tp", tp=True),
+        SuiteTraining(suffix="-ring", ring=True),
+        SuiteTraining(suffix="-tp-ring", tp=True, ring=True),
     ),
 )

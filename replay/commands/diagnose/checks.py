@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -293,7 +293,7 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
 def _kernel(kernel: str, case: Case) -> Check:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
     is_chosen = case.spec.attention != Attention.AUTO or case.spec.is_custom
-    if is_chosen or form_of(kernel).is_expected:
+    if is_chosen or find_form(kernel).is_expected_on_gpu:
         return Check(name="attention kernel", status=Status.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"

@@ -148,7 +148,7 @@ def _kernel_checks(
             text = "for CUDA machines" if not num_gpus else "not installed"
             yield Check(name=name, status=status, found=text)
             continue
-        cost = f"Try: replay --attention {KERNELS[name].instead}"
+        cost = f"Try: replay --attention {KERNELS[name].alternative}"
         yield tried(
             name, asked.result(), works="as plain fp32", cost=cost, needed=name == default_kernel, has_error=True
         )

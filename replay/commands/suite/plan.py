@@ -46,7 +46,7 @@ def configurations() -> tuple[Configuration, ...]:
             is_standard=one.is_standard,
         )
         for name, declared in BACKENDS.items()
-        for one in declared.trainings
+        for one in declared.suite_trainings
     ]
     return tuple(sorted(every, key=lambda one: (one.name != DDP, not one.is_standard)))
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from actor_init.declarations.backends import declaration_of
-from actor_init.declarations.backends.declaration import Holding
+from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends.declaration import ShardedMemory
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
 from replay.commands.worst.configuration import Configuration
@@ -60,7 +60,7 @@ class OtherModel:
     model: Model  # of one rank's passes
     num_layers: int
     num_parameters: int
-    holding: Holding
+    memory: ShardedMemory
     accumulates: bool
 
     def bounds(self, shapes: Sequence[Shape]) -> Bounds | None:
@@ -85,11 +85,11 @@ class OtherModel:
         if cost is None:
             return None
         share = 1 - 1 / self.other.ranks
-        return Cost(seconds=cost.seconds, peaks=self._less(cost.peaks, share, self.holding.shared.bytes))
+        return Cost(seconds=cost.seconds, peaks=self._less(cost.peaks, share, self.memory.partitioned.bytes))
 
     def _on_a_rank(self, *, gradients: bool) -> float:
         """Return the bytes for each parameter that one of the data ranks holds."""
-        alone, shared = (held.bytes(gradients=gradients) for held in (self.holding.alone, self.holding.shared))
+        alone, shared = (held.bytes(gradients=gradients) for held in (self.memory.total, self.memory.partitioned))
         return alone - shared * (1 - 1 / self.other.ranks)
 
     def _less(self, peaks: Mapping[str, float], share: float, held: HeldBytes) -> dict[str, float]:
@@ -124,7 +124,7 @@ def predict_configuration(
         model=Model.of(measured),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
-        holding=declaration_of(spec.actor.backend).holding(other.alone, spec.measure.step),
+        memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.step),
         accumulates=accumulates,
     )
 

@@ -19,7 +19,7 @@ from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import num_graphs
-from actor_init.declarations.attention import KERNELS, form_of
+from actor_init.declarations.attention import KERNELS, find_form
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -311,11 +311,11 @@ def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
 
 
 def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
-    assert form_of("packed_fa2_or_cudnn").describe() == (
+    assert find_form("packed_fa2_or_cudnn").describe() == (
         "packed_fa2, packed_cudnn for rows of one document of 4,096 tokens or more"
     )
-    assert form_of("packed_fa2").describe() == "packed_fa2"
-    assert form_of("ring_fa2_or_cudnn").describe() == (
+    assert find_form("packed_fa2").describe() == "packed_fa2"
+    assert find_form("ring_fa2_or_cudnn").describe() == (
         "ring_fa2, ring_cudnn for rows of one document of 8,192 tokens a rank or more"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actor_init.declarations.backends.deepspeed_config import config_of
+from actor_init.declarations.backends.deepspeed_config import build_config
 from actor_init.spec import ActorSpec, UsageError
 from replay.agreement.plan import Here, Role, plan
 from replay.options.option_parsing import in_flags
@@ -32,7 +32,7 @@ def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -
         "bf16": {"enabled": True},
         "steps_per_print": 10,
     }
-    found = config_of(ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).settled())
+    found = build_config(ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).settled())
     assert found["zero_optimization"] == {
         "stage": 2,
         "memory_efficient_linear": True,
@@ -47,7 +47,7 @@ def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -
 
 def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
     path = written(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-    assert config_of(ActorSpec(deepspeed_config=path))["zero_force_ds_cpu_optimizer"] is False
+    assert build_config(ActorSpec(deepspeed_config=path))["zero_force_ds_cpu_optimizer"] is False
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
 )
 def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, given: Any, says: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        config_of(ActorSpec(deepspeed_config=written(tmp_path, given)).settled())
+        build_config(ActorSpec(deepspeed_config=written(tmp_path, given)).settled())
     assert re.search(says, in_flags(refusal.value))
 
 

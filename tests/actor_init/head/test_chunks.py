@@ -19,7 +19,7 @@ from actor_init.head.chunks import Wanted, chunk_size, log_probs_in_chunks
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, random_weights
 from actor_init.model_form import HeadForm, LogitStep
-from actor_init.probe.head_probe import choose_head, form_of
+from actor_init.probe.head_probe import choose_head, probe_head
 from actor_init.probe.packing_probe import one_document, small_model
 from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError
 from actor_init.world import World
@@ -217,7 +217,7 @@ def config_of(model_type: str, **values: Any) -> PretrainedConfig:
     ids=lambda one: one.model_type if isinstance(one, PretrainedConfig) else one,
 )
 def test_what_a_model_does_to_its_logits_is_found_out(config: PretrainedConfig, described: str) -> None:
-    assert form_of(config, CPU).describe() == described
+    assert probe_head(config, CPU).describe() == described
 
 
 def changed_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> PretrainedConfig:
@@ -244,12 +244,12 @@ def changed_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Te
 def test_a_model_that_does_more_keeps_whole_logits_and_says_so(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor], why: str
 ) -> None:
-    assert form_of(changed_llama(monkeypatch, change), CPU).describe() == f"whole logits ({why})"
+    assert probe_head(changed_llama(monkeypatch, change), CPU).describe() == f"whole logits ({why})"
 
 
 def test_chunks_with_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actor_init.head.chunks._plus_product", lambda total, left, right, is_all: left @ right)
-    described = form_of(config_of("llama"), CPU).describe()
+    described = probe_head(config_of("llama"), CPU).describe()
     assert described.startswith("whole logits (a small copy's numbers are ")
 
 

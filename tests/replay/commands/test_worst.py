@@ -348,9 +348,9 @@ def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_shares_no_more_than_it_holds(backend: str) -> None:
     for stage in BACKENDS[backend].stages or [None]:
-        holding = BACKENDS[backend].holding(replace(ActorSpec(backend=backend), zero_stage=stage), True)
+        holding = BACKENDS[backend].predict_memory(replace(ActorSpec(backend=backend), zero_stage=stage), True)
         for gradients in (True, False):
-            assert 0 <= holding.shared.bytes(gradients=gradients) <= holding.alone.bytes(gradients=gradients)
+            assert 0 <= holding.partitioned.bytes(gradients=gradients) <= holding.total.bytes(gradients=gradients)
 
 
 STAGING_BYTES = 2 * 500_000_000  # DeepSpeed's bucket: it lets go of it behind a backward, and once was seen to keep it
@@ -375,15 +375,15 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
     inputs = inputs_for(read_call(select(spec.inputs, 0, 1).inputs[0]).micro_batch(), spec.actor, source, world)
     before = bytes_of_tensors()
     actor = open_backend(spec.actor, source, world)
-    holding = BACKENDS[backend].holding(spec.actor, True)
+    holding = BACKENDS[backend].predict_memory(spec.actor, True)
     for step in (True, False):
         actor.backward(negated_mean(actor.forward(inputs, trains=True), inputs))
         with_gradients = bytes_of_tensors() - before
         actor.end_window(step=step)
     elements = count_parameters(source.config)
     # rotary tables and what a pass leaves are less than half a byte a parameter
-    assert with_gradients / elements == pytest.approx(holding.alone.bytes(gradients=True), abs=0.5)
-    assert (bytes_of_tensors() - before) / elements == pytest.approx(holding.alone.bytes(gradients=False), abs=0.5)
+    assert with_gradients / elements == pytest.approx(holding.total.bytes(gradients=True), abs=0.5)
+    assert (bytes_of_tensors() - before) / elements == pytest.approx(holding.total.bytes(gradients=False), abs=0.5)
     actor.close()
 
 

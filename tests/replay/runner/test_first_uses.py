@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.declarations.attention import form_of
+from actor_init.declarations.attention import find_form
 from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
@@ -223,24 +223,24 @@ def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     ],
 )
 def test_what_cudnns_attention_is_called_for(kernel: str, lengths: list[int], calls: set[tuple[int, int]]) -> None:
-    planned = form_of(kernel).planned
+    planned = find_form(kernel).plan_calls
     assert planned is not None
     assert planned(1 if lengths else 2, 5000, lengths) == calls
 
 
 @pytest.mark.parametrize("kernel", ["packed_fa2", "sdpa"])
 def test_other_kernels_plan_nothing(kernel: str) -> None:
-    assert form_of(kernel).planned is None
+    assert find_form(kernel).plan_calls is None
 
 
 def test_a_short_row_of_one_document_is_not_for_cudnn() -> None:
-    planned = form_of("packed_fa2_or_cudnn").planned
+    planned = find_form("packed_fa2_or_cudnn").plan_calls
     assert planned is not None
     assert planned(1, LONG - 1, [LONG - 1]) == set()
 
 
 def test_a_ring_calls_cudnn_for_what_is_long_on_each_rank() -> None:
-    planned = form_of("ring_fa2_or_cudnn").planned
+    planned = find_form("ring_fa2_or_cudnn").plan_calls
     assert planned is not None
     assert planned(1, 9000, [18000]) == {(1, 9000)}
 
