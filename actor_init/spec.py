@@ -25,7 +25,7 @@ from actor_init.toggles import (
 from capture.facts import Setting
 
 PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
-CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")  # FILE.py:function
+CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")
 PACKED, PADDED = Setting("packing", True), Setting("packing", False)
 SEQUENCE_PARALLEL = Setting("sequence_parallel", True)
 RANDOM_WEIGHTS = Setting("random_weights", True)
@@ -46,34 +46,37 @@ __all__ = [
 ]
 
 
-def _takers(field_name: str) -> list[str]:
+def _find_backends_with_option(field_name: str) -> list[str]:
     """Return the backends that take an option that not every one has."""
-    return find_backends(lambda one: field_name in one.exclusive_options)
+    return find_backends(lambda declaration: field_name in declaration.exclusive_options)
 
 
-def _compiling(compiler: Compile) -> list[str]:
-    return find_backends(lambda one: compiler in one.compilers)
+def _find_backends_with_compiler(compiler: Compile) -> list[str]:
+    return find_backends(lambda declaration: compiler in declaration.compilers)
 
 
 def _backend_help() -> str:
-    each = [f"{name}: {one.help}." for name, one in BACKENDS.items() if one.help]
-    return " ".join(["Who shards, reduces and steps.", *each])
+    sentences = [f"{name}: {declaration.help}." for name, declaration in BACKENDS.items() if declaration.help]
+    return " ".join(["Who shards, reduces and steps.", *sentences])
 
 
 def _stages_help() -> str:
-    return " ".join(["What is sharded.", *(f"{name}: {one.stages_help}." for name, one in BACKENDS.items())])
+    sentences = [f"{name}: {declaration.stages_help}." for name, declaration in BACKENDS.items()]
+    return " ".join(["What is sharded.", *sentences])
 
 
 def _tp_plan_help() -> str:
+    backends = ", ".join(_find_backends_with_option("tp_plan"))
     return (
-        f"Which layers --tp splits how ({', '.join(_takers('tp_plan'))}). model: transformers' plan for the model; "
+        f"Which layers --tp splits how ({backends}). model: transformers' plan for the model; "
         "builtin: ours for Llama, Qwen and Gemma, and for models built like Llama; auto: the model's own if it is "
         "complete, else ours."
     )
 
 
 def _sequence_parallel_help() -> str:
-    return f"Shard norms and residuals along the sequence over --tp ({', '.join(_takers('sequence_parallel'))})."
+    backends = ", ".join(_find_backends_with_option("sequence_parallel"))
+    return f"Shard norms and residuals along the sequence over --tp ({backends})."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +103,8 @@ class ParallelSpec:
             advice = f"Try: {ring.with_value(2)} {stride.with_value(self.ring_head_stride)}"
             raise UsageError(stride, f"is a setting of {ring}", advice)
         if self.tp == 1 and self.tp_plan is not TpPlan.AUTO:
-            given = Setting("tp_plan", self.tp_plan)
-            raise UsageError(given, f"is a plan for {tp}", f"Try: {tp.with_value(2)} {given}")
+            setting = Setting("tp_plan", self.tp_plan)
+            raise UsageError(setting, f"is a plan for {tp}", f"Try: {tp.with_value(2)} {setting}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +233,7 @@ class ActorSpec:
             advice = f"Try: {PACKED}, or {Setting('attention', Attention.SDPA)}"
             raise UsageError(Setting("attention", self.attention), "reads packed rows", advice)
 
-    def settled(
+    def with_defaults(
         self,
         *,
         dtype: Dtype = Dtype.BF16,
@@ -249,8 +252,8 @@ class ActorSpec:
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
 
-    def padded_length(self, num_tokens: int) -> int | None:
-        """Return how long a row of `num_tokens` is under --pad-tokens; None if it is longer than all lengths."""
+    def find_padded_length(self, num_tokens: int) -> int | None:
+        """Compute how long a row of `num_tokens` is under --pad-tokens; None if it is longer than all lengths."""
         if self.pad_tokens is None:
             return num_tokens
         lengths = [int(length) for length in self.pad_tokens.split(",")]
@@ -266,8 +269,8 @@ class ActorSpec:
     @property
     def custom_model(self) -> tuple[Path, str] | None:
         """The file and the function of --model FILE.py:function; None for another model."""
-        found = CUSTOM_MODEL.fullmatch(self.model or "")
-        return (Path(found[1]), found[2]) if found else None
+        match = CUSTOM_MODEL.fullmatch(self.model or "")
+        return (Path(match[1]), match[2]) if match else None
 
     @property
     def is_custom(self) -> bool:
@@ -320,7 +323,7 @@ class ActorSpec:
                 raise UsageError(Setting("blocks", self.blocks), f"is for {custom}", "Leave it out")
             return
         tp, ring = self.parallel.tp, self.parallel.ring
-        for given, is_given, why in (
+        for setting, is_given, why in (
             (Setting("tp", tp), tp > 1, "needs a plan that splits each layer, and there is none for"),
             (Setting("ring", ring), ring > 1, "slices attention, and nothing is known about that of"),
             (PACKED, self.packing is True, "needs attention that stays within a document, not known about"),
@@ -332,87 +335,86 @@ class ActorSpec:
             (Setting("adapter", self.adapter), self.adapter is not None, "goes into transformers' models, not into"),
         ):
             if is_given:
-                raise UsageError(given, f"{why} {model}", "Leave it out")
+                raise UsageError(setting, f"{why} {model}", "Leave it out")
         if self.weights is not None and self.random_weights:
             why = f"and {RANDOM_WEIGHTS} exclude each other"
             raise UsageError(Setting("weights", self.weights), why, "Give one of the two")
 
     def _refuse_compile_lengths(self) -> None:
-        given, blocks = Setting("compile_lengths", self.compile_lengths), Setting("compile", Compile.BLOCKS)
+        setting, blocks = Setting("compile_lengths", self.compile_lengths), Setting("compile", Compile.BLOCKS)
         if self.compile is not Compile.BLOCKS:
-            raise UsageError(given, f"is a setting of {blocks}", f"Try: {blocks} {given}")
+            raise UsageError(setting, f"is a setting of {blocks}", f"Try: {blocks} {setting}")
         if self.parallel.sequence_parallel and self.compile_lengths is CompileLengths.AUTOMATIC:
             why = f"does not go with {SEQUENCE_PARALLEL}, which needs a graph for each length"
-            raise UsageError(given, why)
+            raise UsageError(setting, why)
 
     def _refuse_foreign_settings(self) -> None:
-        of_adamw = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
-        wrong = of_adamw if self.optimizer is not OptimizerName.ADAMW else {}
-        wrong |= {"momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
-        wrong |= {"weight_decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
-        for name, value in wrong.items():
+        adamw_settings = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
+        foreign_settings = adamw_settings if self.optimizer is not OptimizerName.ADAMW else {}
+        foreign_settings |= {"momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
+        foreign_settings |= {"weight_decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
+        for name, value in foreign_settings.items():
             if value is not None:
                 optimizer = Setting("optimizer", self.optimizer)
                 other = optimizer.with_value(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
-                given = Setting(name, int(value) if float(value).is_integer() else value)
-                raise UsageError(given, f"is no setting of {optimizer}", f"Try: {other}")
+                setting = Setting(name, int(value) if float(value).is_integer() else value)
+                raise UsageError(setting, f"is no setting of {optimizer}", f"Try: {other}")
 
-    def _refuse_what_the_backend_lacks(self, declared: BackendDeclaration) -> None:
-        name, stage = declared.name, self.zero_stage
+    def _refuse_what_the_backend_lacks(self, declaration: BackendDeclaration) -> None:
+        name, stage = declaration.name, self.zero_stage
         backend = Setting("backend", name)
-        if declared.shards and stage is not None and stage not in declared.stages:
-            which = " and ".join(f"{number} ({what})" for number, what in declared.stages.items())
-            given = Setting("zero_stage", stage)
-            others = "".join(f", or {backend.with_value(one)}" for one in find_backends(lambda one: stage in one.stages)[:1])
-            advice = f"Try: {backend} {given.with_value(declared.default_stage)}{others}"
-            raise UsageError(given, f"does not exist under {name}, which has {which}", advice)
-        if self.deepspeed_config is not None and "deepspeed_config" not in declared.exclusive_options:
-            owner, *_ = _takers("deepspeed_config")
-            given, advice = (
-                Setting("deepspeed_config", self.deepspeed_config),
-                f"Try: {backend.with_value(owner)}, or leave it out",
-            )
-            raise UsageError(given, f"is {owner}'s, and the backend is {name}", advice)
-        self._refuse_sharding(declared)
-        if self.compile not in (Compile.OFF, Compile.BLOCKS, *declared.compilers):
-            owner, *_ = _compiling(self.compile)
-            given = Setting("compile", self.compile)
-            advice = f"Try: {backend.with_value(owner)} {given}, or {given.with_value(Compile.BLOCKS)}"
-            raise UsageError(given, f"belongs to {owner}", advice)
-        if self.parallel.sequence_parallel and "sequence_parallel" not in declared.exclusive_options:
-            owner, *_ = _takers("sequence_parallel")
+        if declaration.shards and stage is not None and stage not in declaration.stages:
+            known_stages = " and ".join(f"{number} ({what})" for number, what in declaration.stages.items())
+            setting = Setting("zero_stage", stage)
+            alternatives = find_backends(lambda other: stage in other.stages)
+            other_backend = f", or {backend.with_value(alternatives[0])}" if alternatives else ""
+            advice = f"Try: {backend} {setting.with_value(declaration.default_stage)}{other_backend}"
+            raise UsageError(setting, f"does not exist under {name}, which has {known_stages}", advice)
+        if self.deepspeed_config is not None and "deepspeed_config" not in declaration.exclusive_options:
+            owner, *_ = _find_backends_with_option("deepspeed_config")
+            setting = Setting("deepspeed_config", self.deepspeed_config)
+            advice = f"Try: {backend.with_value(owner)}, or leave it out"
+            raise UsageError(setting, f"is {owner}'s, and the backend is {name}", advice)
+        self._refuse_sharding(declaration)
+        if self.compile not in (Compile.OFF, Compile.BLOCKS, *declaration.compilers):
+            owner, *_ = _find_backends_with_compiler(self.compile)
+            setting = Setting("compile", self.compile)
+            advice = f"Try: {backend.with_value(owner)} {setting}, or {setting.with_value(Compile.BLOCKS)}"
+            raise UsageError(setting, f"belongs to {owner}", advice)
+        if self.parallel.sequence_parallel and "sequence_parallel" not in declaration.exclusive_options:
+            owner, *_ = _find_backends_with_option("sequence_parallel")
             advice = f"Try: {backend.with_value(owner)}"
             raise UsageError(SEQUENCE_PARALLEL, f"is not there for {name}", advice)
-        if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declared.exclusive_options:
-            owner, *_ = _takers("tp_plan")
-            given = Setting("tp_plan", self.parallel.tp_plan)
+        if self.parallel.tp_plan is not TpPlan.AUTO and "tp_plan" not in declaration.exclusive_options:
+            owner, *_ = _find_backends_with_option("tp_plan")
+            setting = Setting("tp_plan", self.parallel.tp_plan)
             advice = f"Try: {backend.with_value(owner)}, or no {Setting('tp_plan')}"
-            raise UsageError(given, f"is {owner}'s", advice)
+            raise UsageError(setting, f"is {owner}'s", advice)
 
-    def _refuse_sharding(self, declared: BackendDeclaration) -> None:
-        name, stage, tp, ring = declared.name, self.zero_stage, self.parallel.tp, self.parallel.ring
+    def _refuse_sharding(self, declaration: BackendDeclaration) -> None:
+        name, stage, tp, ring = declaration.name, self.zero_stage, self.parallel.tp, self.parallel.ring
         backend = Setting("backend", name)
-        for given, lacks, others in (
+        for setting, is_missing, alternatives in (
             (
                 Setting("zero_stage", stage),
-                stage is not None and not declared.shards,
-                find_backends(lambda b: stage in b.stages),
+                stage is not None and not declaration.shards,
+                find_backends(lambda other: stage in other.stages),
             ),
-            (Setting("tp", tp), tp > 1 and not declared.tp, find_backends(lambda b: b.tp)),
-            (Setting("ring", ring), ring > 1 and not declared.ring, find_backends(lambda b: b.ring)),
+            (Setting("tp", tp), tp > 1 and not declaration.tp, find_backends(lambda other: other.tp)),
+            (Setting("ring", ring), ring > 1 and not declaration.ring, find_backends(lambda other: other.ring)),
         ):
-            if lacks:
+            if is_missing:
                 why = f"is not there for {name}"
-                if not declared.shards:
+                if not declaration.shards:
                     why = f"shards, and under {name} every rank holds the whole model and its own inputs"
-                advice = [*(f"{backend.with_value(other)} {given}" for other in others[:1]), f"{backend} alone"]
-                raise UsageError(given, why, f"Try: {', or '.join(advice)}")
+                advice = [*(f"{backend.with_value(other)} {setting}" for other in alternatives[:1]), f"{backend} alone"]
+                raise UsageError(setting, why, f"Try: {', or '.join(advice)}")
 
     @property
     def resolved_zero_stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
-        declared = find_declaration(self.backend)
+        declaration = find_declaration(self.backend)
         if self.optimizer is OptimizerName.NONE:
-            return declared.default_stage_without_optimizer
-        return declared.default_stage
+            return declaration.default_stage_without_optimizer
+        return declaration.default_stage

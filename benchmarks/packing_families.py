@@ -98,7 +98,7 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
     except Exception as error:  # whatever a class of this release raises
         return Line(family, "not built", False, f"{type(error).__name__} from its class", None, False, 0.0)
     ring = world.ring_group if spec.parallel.ring > 1 else None
-    asked = spec.settled()
+    asked = spec.with_defaults()
     try:
         off = alone.off(kernel_name(asked, world.device, config), PACKED, ring)
         without, was_right = f"{off:.0e} {'right' if off <= BOUND else 'WRONG'}", off <= BOUND

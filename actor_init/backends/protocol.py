@@ -110,7 +110,7 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
 
     Raises UsageError if it is not possible here.
     """
-    spec = spec.settled()
+    spec = spec.with_defaults()
     declaration = find_declaration(spec.backend)
     if complaint := declaration.find_obstacle(spec, world.device.type):
         raise UsageError(complaint)

@@ -285,7 +285,7 @@ def _spec_of(
     spec = replay_spec({**shared, **own, **always})
     return replace(
         spec,
-        actor=spec.actor.settled(),
+        actor=spec.actor.with_defaults(),
         inputs=replace(spec.inputs, reverse_rows=reverses),
         measure=replace(spec.measure, details=True),
     )

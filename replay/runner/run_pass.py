@@ -291,7 +291,7 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     if spec.pad_to is PadTo.LONGEST:
         inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     num_tokens = inputs.input_ids.shape[1]
-    if (length := spec.padded_length(num_tokens)) is None:
+    if (length := spec.find_padded_length(num_tokens)) is None:
         why = f": a row of {num_tokens} tokens is longer than each of {Setting('pad_tokens', spec.pad_tokens)}"
         raise CaptureError(batch.origin.source, why, f"Add a length of at least {num_tokens}")
     inputs = padded_to(inputs, length)

@@ -15,7 +15,7 @@ class MadeReplay(ResolvedReplay):
     def of(cls, spec: ReplaySpec, *choices: Choice) -> Self:
         """A replay whose log has the options of `spec`."""
         return cls(
-            actor=spec.actor.settled(),
+            actor=spec.actor.with_defaults(),
             inputs=spec.inputs,
             measure=spec.measure,
             state=spec.state,

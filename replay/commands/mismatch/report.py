@@ -119,7 +119,7 @@ def mismatch_in(
         outlast(run.measure.timeout)
         for dtype in dtypes:
             for kernel in kernels:
-                spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).settled())
+                spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
                 cells.append(_replayed(spec, source, world, watch.tracker, batches))
         if world.rank == 0:
             report = MismatchReport.of(run, cells, num_worst)
@@ -268,7 +268,7 @@ def _nearest(report: MismatchReport) -> str:
 
 def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
     layers = source.config.get_text_config().num_hidden_layers
-    settled = run.actor.settled()
+    settled = run.actor.with_defaults()
     return [
         ("model", f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}"),
         (

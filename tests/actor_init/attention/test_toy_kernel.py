@@ -83,7 +83,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     assert kernel_name(spec.actor, CPU, LLAMA) == "toy_softmax"
     assert default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
-    found = job_kernel(ReplaySpec().actor.settled(), cast(Call, job), CPU, GPT2Config())
+    found = job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
     assert found.attention == "toy"
 
 

@@ -32,7 +32,9 @@ def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -
         "bf16": {"enabled": True},
         "steps_per_print": 10,
     }
-    found = build_config(ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).settled())
+    found = build_config(
+        ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).with_defaults()
+    )
     assert found["zero_optimization"] == {
         "stage": 2,
         "memory_efficient_linear": True,
@@ -68,7 +70,7 @@ def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
 )
 def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, given: Any, says: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        build_config(ActorSpec(deepspeed_config=written(tmp_path, given)).settled())
+        build_config(ActorSpec(deepspeed_config=written(tmp_path, given)).with_defaults())
     assert re.search(says, in_flags(refusal.value))
 
 

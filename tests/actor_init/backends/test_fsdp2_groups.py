@@ -42,7 +42,7 @@ def opened(world: World, **config: Any) -> Any:
 
 def opened_backend(world: World, **config: Any) -> FSDP2Backend:
     source = ModelSource(name="tiny", config=LlamaConfig(**TINY | config), weights=RandomWeights(seed=0, std=0.02))
-    return FSDP2Backend.open(ActorSpec(backend="fsdp2", dtype=Dtype.FP32, packing=True).settled(), source, world)
+    return FSDP2Backend.open(ActorSpec(backend="fsdp2", dtype=Dtype.FP32, packing=True).with_defaults(), source, world)
 
 
 def gathered_with_root(model: LlamaForCausalLM) -> set[str]:

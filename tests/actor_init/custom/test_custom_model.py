@@ -104,8 +104,8 @@ def test_options_of_a_user_s_model_are_for_no_other(options: dict[str, Any]) -> 
 def test_rows_of_a_user_s_model_stay_padded() -> None:
     spec = ActorSpec(model="mine.py:build")
     assert not spec.packs
-    assert spec.settled(attention=Attention.EAGER).packing is False
-    assert spec.settled(attention=Attention.EAGER).attention == Attention.AUTO
+    assert spec.with_defaults(attention=Attention.EAGER).packing is False
+    assert spec.with_defaults(attention=Attention.EAGER).attention == Attention.AUTO
 
 
 def test_the_function_is_given_the_captured_config() -> None:

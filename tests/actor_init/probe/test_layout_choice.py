@@ -43,7 +43,7 @@ DECIDED: dict[str, Layout] = {
 
 
 def spec_of(**given: Any) -> ActorSpec:
-    return ActorSpec(backend="fsdp2", dtype=Dtype.FP32, **given).settled()
+    return ActorSpec(backend="fsdp2", dtype=Dtype.FP32, **given).with_defaults()
 
 
 @pytest.mark.parametrize("family", DECIDED)

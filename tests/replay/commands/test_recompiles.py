@@ -221,9 +221,9 @@ def test_what_cannot_be_is_one_line(typed: list[str], said: str, capsys: Capture
 
 
 def test_lengths_are_rounded_up() -> None:
-    assert ActorSpec().padded_length(77) == 77
-    assert [ActorSpec(pad_tokens="64").padded_length(length) for length in (1, 64, 65)] == [64, 64, 128]
-    assert [ActorSpec(pad_tokens="64,8").padded_length(length) for length in (8, 9, 65)] == [8, 64, None]
+    assert ActorSpec().find_padded_length(77) == 77
+    assert [ActorSpec(pad_tokens="64").find_padded_length(length) for length in (1, 64, 65)] == [64, 64, 128]
+    assert [ActorSpec(pad_tokens="64,8").find_padded_length(length) for length in (8, 9, 65)] == [8, 64, None]
     with pytest.raises(UsageError):
         ActorSpec(pad_tokens="a")
     assert spec_of(["--compile", "--compile-lengths", "static"]).actor.compile_lengths == "static"

@@ -48,7 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
 
 
 def chosen(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
-    spec = ReplaySpec(actor=ActorSpec(**given)).actor.settled()
+    spec = ReplaySpec(actor=ActorSpec(**given)).actor.with_defaults()
     return job_kernel(spec, first, where, CONFIG)
 
 

@@ -167,7 +167,7 @@ class FirstOfTwo:
 
 def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
     first = FirstOfTwo()
-    spec = ActorSpec(attention=Attention.FLASH, dtype=Dtype.FP32).settled()
+    spec = ActorSpec(attention=Attention.FLASH, dtype=Dtype.FP32).with_defaults()
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
         choose_layout(spec, tiny_config("llama"), cast(World, first), is_given=False)
     assert "flash-attn has no CPU kernel" in str(first.sent[0].refusal)
