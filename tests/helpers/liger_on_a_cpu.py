@@ -30,7 +30,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def liger_on_a_cpu() -> Iterator[None]:
     exchanged = {
         "liger.lack_of_liger": lambda where: None,
-        "replacing.liger_version": lambda: "in torch",
+        "rotary.liger_version": lambda: "in torch",
         "swiglu.liger_product": product,
         "rms_norm.liger_norm": norm,
         "rotary.liger_rotary": rotary,
