@@ -95,7 +95,7 @@ def kill_jobs(folder: Path, *, num_kills: int, seed: int, step_seconds: float, s
     checked = check_folder(folder)
     found.missing.extend(checked.missing)
     found.torn.extend(checked.damaged.values())
-    found.stale.extend([*checked.torn, *checked.reindexed])
+    found.stale.extend([*checked.num_torn_bytes, *checked.without_index])
     return found
 
 

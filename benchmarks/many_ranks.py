@@ -35,7 +35,7 @@ from capture.file_format.capture_file import encode_call, read_call
 from capture.file_format.listing import list_captures
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import Origin
-from capture.file_format.segment import index_of
+from capture.file_format.segment import index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 
 PASS_BYTES = 16_384  # from one pass to the next, in made segments
@@ -106,7 +106,7 @@ def make_segment(folder: Path, rank: int, num_ranks: int, num_passes: int) -> No
     mask_BS = torch.ones_like(IDS_BS)
     mask_BS[:, 200:] = 0
     encoded = encode_call({"input_ids": IDS_BS, "attention_mask": mask_BS}, {}, trains=True, origin=origin)
-    head, record, data = encoded.head(), encoded.record(), b"".join(encoded.parts())
+    head, record, data = encoded.segment_head(), encoded.segment_record(), b"".join(encoded.pickle_parts())
     home = folder / f"rank{rank}"
     home.mkdir()
     path = home / f"segment_rank{rank}_made_000001.seg"
@@ -126,7 +126,7 @@ def make_segment(folder: Path, rank: int, num_ranks: int, num_passes: int) -> No
     with open(path, "wb") as file:
         file.write(head.pack() + records[:RECORD_BYTES] + data)
         file.truncate(begin + num_passes * PASS_BYTES)
-    index_of(path).write_bytes(head.pack() + records)
+    index_path_of(path).write_bytes(head.pack() + records)
 
 
 def used() -> float:

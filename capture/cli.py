@@ -230,9 +230,9 @@ def _check(parsed: argparse.Namespace) -> int:
     if result.uncommitted:
         reason = "no manifest" if not result.num_manifests else "in no manifest"
         print(f"           {len(result.uncommitted)} of them {reason}: their recording was cut short")
-    for name in result.reindexed:
+    for name in result.without_index:
         print(f"no index   {name}: read without, or with a part of it; the rank's next recording or salvage writes it")
-    for name, num_bytes in result.torn.items():
+    for name, num_bytes in result.num_torn_bytes.items():
         print(f"torn       {name}: {num_bytes} bytes at its end, of a pass that is or was being written")
     if number := len(result.unreplayable):
         print(f"no replay  {number} of them cannot be replayed: {result.unreplayable[0]}")

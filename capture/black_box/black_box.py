@@ -25,7 +25,7 @@ from capture.black_box.position_page import PositionPage
 from capture.black_box.salvage import salvage
 from capture.black_box.signal_handlers import add_listener, remove_listener
 from capture.file_format.capture_file import EncodedCall
-from capture.file_format.manifest import stamp_of
+from capture.file_format.manifest import format_stamp
 from capture.file_format.tensor_codec import Output
 from capture.record.background_writer import warn
 from capture.record.observer import Observer, Recording
@@ -250,7 +250,7 @@ class BlackBox(Observer):
                 self._incidents,
                 num_others=self._num_other_incidents,
                 rank=rank,
-                stamp=stamp_of(self._recording.opened),
+                stamp=format_stamp(self._recording.opened),
             )
 
     def _do_without_spool(self, error: OSError) -> None:

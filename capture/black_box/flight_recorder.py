@@ -61,7 +61,7 @@ class Spool:
 
     def put(self, encoded: EncodedCall) -> None:
         """Write the pass as it is now, in the place of an earlier version of it."""
-        parts = encoded.parts()
+        parts = encoded.pickle_parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
         while self._num_bytes_of and self._num_bytes + num_bytes > self._max_bytes:
@@ -131,7 +131,7 @@ def _encoded(path: Path) -> EncodedCall:
     _, start = load_plain(data, source=path.name)
     body, _ = load_plain(data, source=path.name, start=start)
     rank, step, time = call.origin.rank or 0, call.origin.step or 0, str(call.origin.time)
-    return EncodedCall(rank=rank, step=step, time=time, body=body, counts=call.counts())
+    return EncodedCall(rank=rank, step=step, time=time, body=body, counts=call.count())
 
 
 def _directory_prefix(folder: Path) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 from capture.black_box.collectives import count_collectives, find_last_collective
 from capture.black_box.stacks import correct_phase, find_main_stack, format_all_stacks, parse_traceback
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import FORMAT, utc_time
-from capture.file_format.folder_layout import homes_in, make_home
+from capture.file_format.capture_file import FORMAT, utc_now
+from capture.file_format.folder_layout import list_capture_folders, make_rank_folder
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import Recording
 
@@ -92,7 +92,7 @@ class Incident:
 
 def make_incident(what: str, where: str, forward: int | None, message: str = "") -> Incident:
     """Describe an incident that happens now; `message` is scrubbed of paths and secrets."""
-    return Incident(what=what, where=where, forward=forward, time=utc_time(), message=scrub(message))
+    return Incident(what=what, where=where, forward=forward, time=utc_now(), message=scrub(message))
 
 
 def describe_exception(error: BaseException, where: str, forward: int | None) -> Incident:
@@ -154,7 +154,7 @@ def write_incidents(folder: Path, incidents: Sequence[Incident], *, num_others: 
         "num_others": num_others,
         "incidents": [asdict(one) for one in incidents],
     }
-    make_home(folder)
+    make_rank_folder(folder)
     write_atomically(folder / f"incidents_rank{rank}_{stamp}.json", json.dumps(content, indent=1).encode())
 
 
@@ -173,7 +173,7 @@ def read_incidents(folder: Path) -> list[IncidentRecord]:
 
     Raises CaptureError for a damaged one.
     """
-    paths = [path for home in homes_in(folder) for path in home.glob("incidents_rank*.json")]
+    paths = [path for home in list_capture_folders(folder) for path in home.glob("incidents_rank*.json")]
     records = [_read(path) for path in sorted(paths)]
     return sorted(records, key=lambda record: min((one.time for one in record.incidents), default=""))
 

@@ -10,10 +10,10 @@ from capture.black_box.flight_recorder import STACKS_FILE, DeadSpool, find_dead_
 from capture.black_box.incidents import Incident, make_incident, scrub, write_incidents
 from capture.black_box.position_page import LastPosition, read_position
 from capture.black_box.stacks import correct_phase, find_main_stack, mark_main_thread
-from capture.file_format.capture_file import utc_time
-from capture.file_format.folder_layout import homes_in, rank_in_name
-from capture.file_format.manifest import stamp_of
-from capture.file_format.segment import segments_in
+from capture.file_format.capture_file import utc_now
+from capture.file_format.folder_layout import list_capture_folders, parse_rank
+from capture.file_format.manifest import format_stamp
+from capture.file_format.segment import list_segments
 from capture.file_format.segment_writer import repair_segments
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
@@ -30,7 +30,7 @@ def salvage(folder: Path, keep: RetentionSettings) -> int:
     for spool in find_dead_spools(folder):
         position = read_position(spool.directory)
         rank = spool.rank if position is None else position.rank
-        stamp = utc_time()
+        stamp = utc_now()
         world_size = max((encoded.world_size or 1 for encoded in spool.calls), default=None)
         files = open_rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
         try:
@@ -45,8 +45,8 @@ def repair_folder(folder: Path) -> int:
     """Cut torn tails of segments that nobody writes, and complete indexes; return how many. Raises OSError."""
     return sum(
         repair_segments(home, rank)
-        for home in homes_in(folder)
-        for rank in sorted({rank_in_name(path) for path in segments_in(home)})
+        for home in list_capture_folders(folder)
+        for rank in sorted({parse_rank(path) for path in list_segments(home)})
     )
 
 
@@ -59,7 +59,7 @@ def _write(spool: DeadSpool, position: LastPosition | None, files: RankWriter, *
         if position is not None:
             died = _placed(died, spool.directory, position)
         died = replace(died, files=names, num_not_copied=spool.num_cut_short)
-        write_incidents(files.home, [died], num_others=0, rank=rank, stamp=stamp_of(stamp))
+        write_incidents(files.home, [died], num_others=0, rank=rank, stamp=format_stamp(stamp))
         files.commit()
     return len(names)
 

@@ -7,15 +7,15 @@ from typing import TypedDict, cast
 
 from capture.facts import Setting
 from capture.file_format.atomic_write import read_bytes, write_atomically
-from capture.file_format.capture_file import FORMAT, other_format
-from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, top_of
+from capture.file_format.capture_file import FORMAT, describe_other_format
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, strip_rank_folder
 from capture.file_format.micro_batch import CaptureError
 
 MAX_ACTOR_CONFIG_BYTES = 4 * 2**20
 
 
 class _Content(TypedDict, total=False):
-    """The file's object. Of one that was read, `format` and `config` are checked and there."""
+    """The file's object. `_read_content` has checked that `format` and `config` are in it."""
 
     format: int
     model_name: str | None
@@ -55,7 +55,7 @@ def read_actor_config(folder: str | Path) -> dict[str, object] | None:
 
     Raises CaptureError if the file holds no config.
     """
-    content = _read(folder)
+    content = _read_content(folder)
     return None if content is None else content["config"]
 
 
@@ -64,9 +64,9 @@ def read_adapter_configs(folder: str | Path) -> dict[str, dict[str, object]]:
 
     Raises CaptureError as `read_actor_config` does, and for adapters that are none.
     """
-    content = _read(folder)
+    content = _read_content(folder)
     adapters = {} if content is None else content.get("adapters", {})
-    if not isinstance(adapters, dict) or not all(isinstance(one, dict) for one in adapters.values()):
+    if not isinstance(adapters, dict) or not all(isinstance(adapter, dict) for adapter in adapters.values()):
         raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `adapters` holds no configs by name")
     return adapters
 
@@ -76,15 +76,16 @@ def read_frozen_names(folder: str | Path) -> list[str]:
 
     Raises CaptureError as `read_actor_config` does, and for names that are none.
     """
-    content = _read(folder)
+    content = _read_content(folder)
     names = [] if content is None else content.get("frozen", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `frozen` is no list of names")
     return names
 
 
-def _read(folder: str | Path) -> _Content | None:
-    path = top_of(Path(folder)) / ACTOR_CONFIG_NAME
+def _read_content(folder: str | Path) -> _Content | None:
+    """Read and check the file's object; None without an `actor.json`. Raises CaptureError."""
+    path = strip_rank_folder(Path(folder)) / ACTOR_CONFIG_NAME
     if not path.exists():
         return None
     advice = f"Name the model instead, with {Setting('model')}"
@@ -97,5 +98,5 @@ def _read(folder: str | Path) -> _Content | None:
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise CaptureError(path, ": no object with a `config`", advice)
     if content.get("format") != FORMAT:
-        raise CaptureError(other_format(str(path), content.get("format")))
+        raise CaptureError(describe_other_format(str(path), content.get("format")))
     return cast(_Content, content)

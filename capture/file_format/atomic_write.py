@@ -11,16 +11,18 @@ from pathlib import Path
 
 from capture.file_format.micro_batch import CaptureError
 
-HOST = f"{zlib.crc32(platform.node().encode()):08x}"
-_TOKEN = secrets.token_hex(4)  # tells this process from a dead one of the same number
-_number = itertools.count()
+HOST_DIGEST = f"{zlib.crc32(platform.node().encode()):08x}"
+# It tells this process from a dead one that had the same process id.
+_TOKEN = secrets.token_hex(4)
+_temporary_numbers = itertools.count()
 _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<token>[0-9a-f]{8})-\d+\.tmp$")
-OTHER_HOSTS_SECONDS = 3600.0  # by then what another host may have been writing is a dead process's
+# Whether a process of another host is alive cannot be seen. What it has not changed for so long, it no longer writes.
+OTHER_HOST_SECONDS = 3600.0
 
 
 def write_atomically(path: Path, *parts: bytes) -> None:
     """Write a file with mode 0600, of which readers see all or nothing. Raises OSError; then there is no new file."""
-    temporary = path.parent / f".{path.name}.{HOST}-{os.getpid()}-{_TOKEN}-{next(_number)}.tmp"
+    temporary = path.parent / f".{path.name}.{HOST_DIGEST}-{os.getpid()}-{_TOKEN}-{next(_temporary_numbers)}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -36,10 +38,12 @@ def write_atomically(path: Path, *parts: bytes) -> None:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Read a whole file. Raises CaptureError if it cannot be read, is no file, or is larger than `max_bytes`."""
     try:
-        if not path.is_file():  # opening a pipe would wait forever
+        # Opening a pipe would wait forever.
+        if not path.is_file():
             raise CaptureError(f"{path}: no such file")
         with open(path, "rb") as file:
-            data = file.read(min(max_bytes, path.stat().st_size) + 1)  # memory for that many bytes is allocated at once
+            # Memory for as many bytes as `read` is given is allocated at once, so it is given no more than there are.
+            data = file.read(min(max_bytes, path.stat().st_size) + 1)
     except OSError as error:
         raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:
@@ -49,20 +53,28 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 def remove_stale_temporaries(folder: Path, rank: int) -> None:
     """Remove temporaries of this rank, and of files that ranks share, if their process is gone. Raises OSError."""
-    for entry in list(os.scandir(folder)):
-        match = _TEMPORARY.match(entry.name)
-        if match is None or ((ranked := re.search(r"_rank(\d+)_", match["name"])) and int(ranked[1]) != rank):
+    for file in list(os.scandir(folder)):
+        match = _TEMPORARY.match(file.name)
+        if match is None:
+            continue
+        rank_match = re.search(r"_rank(\d+)_", match["name"])
+        if rank_match is not None and int(rank_match[1]) != rank:
             continue
         try:
-            if _is_stale(match, entry, is_shared=ranked is None):
-                os.unlink(entry.path)
-        except FileNotFoundError:  # another rank was quicker
+            if _is_stale(match, file, is_shared=rank_match is None):
+                os.unlink(file.path)
+        except FileNotFoundError:
+            # Another rank has removed it at the same time.
             continue
 
 
-def _is_stale(match: re.Match[str], entry: "os.DirEntry[str]", *, is_shared: bool) -> bool:
-    if match["host"] != HOST:
-        return not is_shared or time.time() - entry.stat().st_mtime > OTHER_HOSTS_SECONDS
+def _is_stale(match: re.Match[str], file: "os.DirEntry[str]", *, is_shared: bool) -> bool:
+    """Tell whether the process that wrote a temporary is gone.
+
+    Of a rank's own file on another host it is: the rank runs here now.
+    """
+    if match["host"] != HOST_DIGEST:
+        return not is_shared or time.time() - file.stat().st_mtime > OTHER_HOST_SECONDS
     if int(match["pid"]) == os.getpid():
         return match["token"] != _TOKEN
     try:

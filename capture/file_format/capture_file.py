@@ -36,7 +36,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from capture.file_format.atomic_write import HOST, read_bytes, write_atomically
+from capture.file_format.atomic_write import HOST_DIGEST, read_bytes, write_atomically
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
     ID_NAMES,
@@ -44,36 +44,39 @@ from capture.file_format.micro_batch import (
     MicroBatch,
     Origin,
     check_call,
-    is_of_embeddings,
+    explain_misfit,
+    has_only_embeddings,
     micro_batch_from_call,
-    misfit,
 )
 from capture.file_format.optimizer_step import OptimizerStep, ParameterSamples
-from capture.file_format.safe_unpickler import NamesAClassError, load_plain, plain_copy
-from capture.file_format.saved_tensors import read_legacy
-from capture.file_format.segment import Head, pass_bytes
+from capture.file_format.safe_unpickler import NamesAClassError, copy_plain, load_plain
+from capture.file_format.saved_tensors import read_legacy_dump
+from capture.file_format.segment import SegmentHead, read_pass_bytes
 from capture.file_format.segment_record import Counts, SegmentRecord, digest_window, to_microseconds
 from capture.file_format.tensor_codec import (
     MAX_TENSOR_BYTES,
-    Body,
+    CaptureBody,
     Output,
     RandomStates,
     WrittenOrigin,
-    check_total,
-    checked_body,
+    check_body,
+    check_total_bytes,
+    count_bytes,
     decode_tensors,
+    describe_type,
     encode_tensor,
     is_body,
-    shown,
-    size_in_bytes,
 )
 
 FORMAT = 1
 ACTION_MASK = "action_mask"
-MAX_NOTES = 32  # of one pass, each at most as large as its token ids in int64
+# The most tensors that may be noted for a pass. Each is at most as large as the pass's token ids in int64.
+MAX_NOTES = 32
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
-_MAX_REMEMBERED_BYTES = 2**16  # far from what the reader refuses for its size
-_latest_readable = b""  # what a job says in a body, pickled
+# The largest facts that are remembered; far below what the reader refuses for its size.
+_MAX_REMEMBERED_BYTES = 2**16
+# The latest facts, pickled, with which a body could be read back.
+_latest_readable_facts = b""
 
 
 def write_call(
@@ -102,15 +105,16 @@ class Call:
     """One forward's arguments, by the names that the model gave them. `format` is None for an older dump.
 
     outputs      what the forward gave: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`,
-                 `token_log_probs` at `sampled_tokens`; longer outputs as `<name>_row_sums` and `<name>_crc32`, and
-                 `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`; `logits_dtype`, `loss_dtype`
-    random       the generators' states before it, for `restore_random_states`
+                 `token_log_probs` at `choose_sampled_tokens`; longer outputs as `<name>_row_sums` and
+                 `<name>_crc32`, and `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`;
+                 `logits_dtype`, `loss_dtype`
+    random       the generators' states before the pass, for `restore_random_states`
     environment  settings that change numbers
-    weights      samples of the weights that it was done with
-    optimizer_step  steps that the job's optimizer had taken before it, counted by this rank's recorder
-    step         what the optimizer was given after it, if it was the last pass before a step
-    notes        tensors that the job's loop noted for it, such as advantages
-    recording    when the recording that it is of began, ISO 8601; None: not known
+    weights      samples of the weights before the pass
+    optimizer_step  number of steps that the job's optimizer had taken before the pass, counted by this rank's recorder
+    step         the optimizer's step after the pass, if it was the last pass before a step
+    notes        tensors that the job's loop noted for the pass, such as advantages
+    recording    when the recording began, ISO 8601; None: not known
     """
 
     format: int | None = FORMAT
@@ -128,8 +132,8 @@ class Call:
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     recording: str | None = None
 
-    def numbers(self, name: str) -> list[float] | None:
-        """Return the output of that name; None without one that is a list of numbers."""
+    def output_numbers(self, name: str) -> list[float] | None:
+        """Return the output of that name; None unless there is one and it is a list of numbers."""
         output = self.outputs.get(name)
         return [float(number) for number in output] if isinstance(output, list) else None
 
@@ -138,24 +142,24 @@ class Call:
 
         Raises CaptureError for a call without token ids.
         """
-        tensors = with_noted_mask(self.tensors, self.notes)
+        tensors = add_noted_mask(self.tensors, self.notes)
         batch = micro_batch_from_call(
             tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
         return replace(batch, has_noted_mask=ACTION_MASK not in self.tensors and ACTION_MASK in tensors)
 
-    def counts(self) -> Counts | None:
+    def count(self) -> Counts | None:
         """Count rows and tokens; None for a call with embeddings in the place of token ids. Raises CaptureError."""
-        return None if is_of_embeddings(self.tensors) else Counts.from_batch(self.micro_batch())
+        return None if has_only_embeddings(self.tensors) else Counts.from_batch(self.micro_batch())
 
     def write(self, folder: str | Path) -> Path:
         """Write the call as a new file of format 1 and return its path. Raises what `write_call` does."""
-        encoded = self.encoded()
-        path = encoded.new_path(Path(folder))
-        write_atomically(path, *encoded.parts())
+        encoded = self.encode()
+        path = encoded.choose_path(Path(folder))
+        write_atomically(path, *encoded.pickle_parts())
         return path
 
-    def encoded(self) -> "EncodedCall":
+    def encode(self) -> "EncodedCall":
         """Encode the call. Raises what `encode_call` does."""
         encoded = encode_call(
             self.tensors,
@@ -165,14 +169,14 @@ class Call:
             left_out=self.left_out,
             random=self.random,
             environment=self.environment,
-            weights=None if self.weights is None else self.weights.text(),
+            weights=None if self.weights is None else self.weights.to_json(),
             optimizer_step=self.optimizer_step,
             recording=self.recording,
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
         if self.step is not None:
-            encoded.body["step"] = self.step.text()
+            encoded.body["step"] = self.step.to_json()
         if self.notes:
             encoded.body["notes"] = {name: encode_tensor(tensor) for name, tensor in self.notes.items()}
         return encoded
@@ -182,16 +186,17 @@ class Call:
 class EncodedCall:
     """One forward as it will be written; `body` is plain data and may still get outputs.
 
+    step    number of the forward
     counts  rows and tokens; None for a call with embeddings in the place of token ids
     """
 
     rank: int
     step: int
     time: str
-    body: Body
+    body: CaptureBody
     counts: Counts | None
 
-    def parts(self) -> tuple[bytes, bytes]:
+    def pickle_parts(self) -> tuple[bytes, bytes]:
         """Return the file's two pickles."""
         payload = pickle.dumps(self.body, protocol=5)
         head = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
@@ -199,33 +204,35 @@ class EncodedCall:
 
     @property
     def name(self) -> str:
-        """The file's name, where it is free."""
-        return _file_name(self.rank, self.time, self.step)
+        """The file's name, unless another file has it already."""
+        return _format_file_name(self.rank, self.time, self.step)
 
     @property
     def world_size(self) -> int | None:
         return self.body["origin"]["world_size"]
 
     def note(self, notes: Mapping[str, Tensor]) -> dict[str, str]:
-        """Add tensors that the job noted, on the CPU; return those that do not fit the pass, with the reason."""
+        """Add tensors that the job noted, on the CPU; return the names of those that were refused, with the reason."""
         refused: dict[str, str] = {}
-        kept = self.body.setdefault("notes", {})
+        accepted = self.body.setdefault("notes", {})
         for name, tensor in notes.items():
             counts = self.counts
-            reason = None if counts is None else misfit(tensor.shape, rows=counts.rows, row_length=counts.row_length)
-            if reason is None and len(kept) >= MAX_NOTES and name not in kept:
+            reason = (
+                None if counts is None else explain_misfit(tensor.shape, rows=counts.rows, row_length=counts.row_length)
+            )
+            if reason is None and len(accepted) >= MAX_NOTES and name not in accepted:
                 reason = f"beyond the {MAX_NOTES} tensors that may be noted for a pass"
             if reason is None:
-                kept[name] = encode_tensor(tensor)
+                accepted[name] = encode_tensor(tensor)
             else:
                 refused[name] = reason
         self.body["left_out"].update(refused)
-        if not kept:
+        if not accepted:
             del self.body["notes"]
         return refused
 
-    def record(self) -> SegmentRecord:
-        """Describe the call as a segment's index does, without its place, length and checksum."""
+    def segment_record(self) -> SegmentRecord:
+        """Describe the call as a segment's index does, without its offset, length and checksum."""
         step = json.loads(self.body["step"]) if "step" in self.body else None
         return SegmentRecord(
             offset=0,
@@ -242,21 +249,21 @@ class EncodedCall:
             window=None if step is None else digest_window(step["passes"]),
         )
 
-    def head(self) -> Head:
+    def segment_head(self) -> SegmentHead:
         """Return what the call shares with the other passes of its segment."""
         origin = self.body["origin"]
-        return Head(
+        return SegmentHead(
             rank=origin["rank"],
             world_size=origin["world_size"],
             model_name=origin["model_name"],
             versions=origin["versions"],
-            host=HOST,
+            host=HOST_DIGEST,
         )
 
-    def new_path(self, folder: Path) -> Path:
+    def choose_path(self, folder: Path) -> Path:
         """Choose the file's name. Names of a rank sort by time, then step; a taken name gets the next free step."""
         step = self.step
-        while (path := folder / _file_name(self.rank, self.time, step)).exists():
+        while (path := folder / _format_file_name(self.rank, self.time, step)).exists():
             step += 1
         return path
 
@@ -274,14 +281,14 @@ def encode_call(
     optimizer_step: int | None = None,
     recording: str | None = None,
 ) -> EncodedCall:
-    """Encode one forward.
+    """Encode one forward. What it does not give, such as `random`, gets no key in the body.
 
     Raises CaptureError for a call that could not be read back, TypeError for a call fact that is not plain data.
     """
-    time = origin.time or utc_time()
-    name = _file_name(origin.rank or 0, time, origin.step or 0)
+    time = origin.time or utc_now()
+    name = _format_file_name(origin.rank or 0, time, origin.step or 0)
     origin = replace(origin, source=name, time=time)
-    check_total(sum(size_in_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
+    check_total_bytes(sum(count_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()), name)
     batch = check_call(tensors, call_facts, trains=trains, origin=origin)
     written_origin: WrittenOrigin = {
         "rank": origin.rank,
@@ -291,17 +298,17 @@ def encode_call(
         "model_name": origin.model_name,
         "versions": dict(origin.versions),
     }
-    body: Body = {
+    body: CaptureBody = {
         "tensors": {key: encode_tensor(tensor) for key, tensor in tensors.items()},
-        "call_facts": plain_copy(dict(call_facts)),
-        "left_out": plain_copy(dict(left_out or {})),
+        "call_facts": copy_plain(dict(call_facts)),
+        "left_out": copy_plain(dict(left_out or {})),
         "trains": trains,
-        "origin": plain_copy(written_origin),
+        "origin": copy_plain(written_origin),
     }
     if random:
-        body["random"] = plain_copy(dict(random))
+        body["random"] = copy_plain(dict(random))
     if environment:
-        body["environment"] = plain_copy(dict(environment))
+        body["environment"] = copy_plain(dict(environment))
     if weights:
         body["weights"] = weights
     if optimizer_step is not None:
@@ -320,17 +327,17 @@ def _check_readable(encoded: EncodedCall, source: str) -> None:
     Raises CaptureError. Most passes of a job differ in these alone, which cannot make a body unreadable, and the
     reader is slow.
     """
-    global _latest_readable
+    global _latest_readable_facts
     body = encoded.body
     origin = {key: value for key, value in body["origin"].items() if key not in ("step", "time")}
-    named = [body["call_facts"], body["left_out"], origin, list(body["tensors"]), body.get("environment")]
-    facts = pickle.dumps(named, protocol=5)
-    if facts != _latest_readable:
-        load_plain(encoded.parts()[1], source=source)
-        _latest_readable = facts if len(facts) <= _MAX_REMEMBERED_BYTES else b""
+    parts = [body["call_facts"], body["left_out"], origin, list(body["tensors"]), body.get("environment")]
+    facts = pickle.dumps(parts, protocol=5)
+    if facts != _latest_readable_facts:
+        load_plain(encoded.pickle_parts()[1], source=source)
+        _latest_readable_facts = facts if len(facts) <= _MAX_REMEMBERED_BYTES else b""
 
 
-def with_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def add_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a call's tensors, and the action mask that was noted if the call has none.
 
     A noted mask of whole rows loses its first token, which no model predicts.
@@ -339,15 +346,15 @@ def with_noted_mask(tensors: Mapping[str, Tensor], notes: Mapping[str, Tensor]) 
     if mask is None or ACTION_MASK in tensors:
         return tensors
     ids = next((tensors[name] for name in ID_NAMES if name in tensors), None)
-    is_of_rows = ids is not None and mask.shape == ids.shape
-    return {**tensors, ACTION_MASK: mask[:, 1:] if is_of_rows else mask}
+    has_whole_rows = ids is not None and mask.shape == ids.shape
+    return {**tensors, ACTION_MASK: mask[:, 1:] if has_whole_rows else mask}
 
 
-def utc_time() -> str:
+def utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
-def _file_name(rank: int, time: str, step: int) -> str:
+def _format_file_name(rank: int, time: str, step: int) -> str:
     compact = datetime.fromisoformat(time).astimezone(timezone.utc).strftime("%Y%m%d_%H%M%S_%f")
     return f"actor_inputs_rank{rank}_{compact}_{step:08d}.pkl"
 
@@ -358,8 +365,8 @@ def read_micro_batch(path: str | Path) -> MicroBatch:
     Nothing in the file can run code. Raises CaptureError, and nothing else, for a file that is missing, truncated,
     damaged, hostile, foreign or of a later format.
     """
-    read = _read(path)
-    return read if isinstance(read, MicroBatch) else read.micro_batch()
+    content = _read(path)
+    return content if isinstance(content, MicroBatch) else content.micro_batch()
 
 
 def read_call(path: str | Path) -> Call:
@@ -367,23 +374,24 @@ def read_call(path: str | Path) -> Call:
 
     Raises what `read_micro_batch` does, also for a call with neither.
     """
-    read = _read(path)
-    if isinstance(read, Call):
-        check_call(read.tensors, read.call_facts, trains=read.trains, origin=read.origin)
-        return read
-    named = {
-        "sequences": read.sequences_BS,
-        "attention_mask": read.attention_mask_BS,
-        "action_mask": read.action_mask_BA,
-        "labels": read.labels_BS,
+    content = _read(path)
+    if isinstance(content, Call):
+        check_call(content.tensors, content.call_facts, trains=content.trains, origin=content.origin)
+        return content
+    arguments = {
+        "sequences": content.sequences_BS,
+        "attention_mask": content.attention_mask_BS,
+        "action_mask": content.action_mask_BA,
+        "labels": content.labels_BS,
     }
+    tensors = {name: tensor for name, tensor in arguments.items() if tensor is not None}
     return Call(
         format=None,
-        tensors={name: tensor for name, tensor in named.items() if tensor is not None} | dict(read.extra_tensors),
-        call_facts=read.call_facts,
-        left_out=read.left_out,
-        trains=read.trains,
-        origin=read.origin,
+        tensors=tensors | dict(content.extra_tensors),
+        call_facts=content.call_facts,
+        left_out=content.left_out,
+        trains=content.trains,
+        origin=content.origin,
     )
 
 
@@ -394,8 +402,9 @@ def _read(path: str | Path) -> Call | MicroBatch:
     try:
         head, end = load_plain(data, source=source)
     except NamesAClassError:
-        return read_legacy(data, source)
+        return read_legacy_dump(data, source)
     body = _read_body(head, data, end, source)
+    # The file's bytes go before the tensors are decoded, so that both are not in memory at once.
     del data
     return Call(
         tensors=decode_tensors(body["tensors"], source),
@@ -406,9 +415,9 @@ def _read(path: str | Path) -> Call | MicroBatch:
         outputs=body.get("outputs", {}),
         random=body.get("random", {}),
         environment=body.get("environment", {}),
-        weights=ParameterSamples.of_text(body["weights"], source) if "weights" in body else None,
+        weights=ParameterSamples.from_json(body["weights"], source) if "weights" in body else None,
         optimizer_step=body.get("optimizer_step"),
-        step=OptimizerStep.of_text(body["step"], source) if "step" in body else None,
+        step=OptimizerStep.from_json(body["step"], source) if "step" in body else None,
         notes=decode_tensors(body["notes"], source) if "notes" in body else {},
         recording=body.get("recording"),
     )
@@ -416,7 +425,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
 
 def read_capture_bytes(path: Path) -> bytes:
     """Read a capture as it was written, from a file of its own or from a segment. Raises CaptureError."""
-    return (pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
+    return (read_pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
 
 
 def find_non_finite(outputs: Mapping[str, Output]) -> dict[str, float]:
@@ -424,22 +433,26 @@ def find_non_finite(outputs: Mapping[str, Output]) -> dict[str, float]:
     return {name: value for name, value in outputs.items() if isinstance(value, float) and not math.isfinite(value)}
 
 
-def _read_body(head: object, data: bytes, start: int, source: str) -> Body:
+def _read_body(head: object, data: bytes, start: int, source: str) -> CaptureBody:
     """Read the body at byte `start` of `data`. Raises CaptureError if `head` says otherwise, or it is no capture."""
     payload = memoryview(data)[start:]
     _check_head(head, payload, source)
-    read, end = load_plain(payload, source=source)
-    if end != len(payload) or not is_body(read):
-        raise CaptureError(f"{source}: the checksum is right, but this is no body of format {FORMAT}: {shown(read)}")
-    return checked_body(read, source)
+    body, end = load_plain(payload, source=source)
+    if end != len(payload) or not is_body(body):
+        raise CaptureError(
+            f"{source}: the checksum is right, but this is no body of format {FORMAT}: {describe_type(body)}"
+        )
+    return check_body(body, source)
 
 
 def _check_head(head: object, payload: memoryview, source: str) -> None:
-    """Raise CaptureError if `head` is of no capture of this format, or says something else of the bytes behind it."""
+    """Raise CaptureError if `head` is of no capture of this format, or does not fit the bytes after it."""
     if not isinstance(head, dict) or "format" not in head:
-        raise CaptureError(f"{source}: a pickle, but no capture: expected a dict with `format`, got {shown(head)}")
+        raise CaptureError(
+            f"{source}: a pickle, but no capture: expected a dict with `format`, got {describe_type(head)}"
+        )
     if head["format"] != FORMAT:
-        raise CaptureError(other_format(source, head["format"]))
+        raise CaptureError(describe_other_format(source, head["format"]))
     if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
         raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
     if len(payload) != head["num_bytes"]:
@@ -451,5 +464,6 @@ def _check_head(head: object, payload: memoryview, source: str) -> None:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
 
 
-def other_format(source: str, written: object) -> str:
+def describe_other_format(source: str, written: object) -> str:
+    """Say that a file has another format than this version reads."""
     return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"

@@ -1,4 +1,4 @@
-"""Say that a rank closed its recording, after how many passes: `end_rank<r>_<time>.json`.
+"""Write and read that a rank closed its recording, after how many passes: `end_rank<r>_<time>.json`.
 
 A rank of several writes it, and one that could not record some of the job's training passes.
 
@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.folder_layout import homes_in, make_home
+from capture.file_format.folder_layout import list_capture_folders, make_rank_folder
 from capture.file_format.micro_batch import CaptureError
 
 FORMAT = 1
@@ -24,22 +24,25 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRecord:
-    """How one rank's recording ended, and where in its last pass. `opened` and `time` are ISO 8601, UTC.
+    """How one rank's recording ended. The names of the fields are keys in the file.
 
-    not_recorded  training passes that no replay could make from their arguments, by the reason
+    num_steps     number of the optimizer's steps; None: they were not seen
+    place         where in its last pass the rank was, as the recorder's position names it
+    opened, time  when the recording began and when it ended: ISO 8601, UTC
+    not_recorded  number of training passes that no replay could make from their arguments, by the reason
     """
 
     rank: int
     world_size: int
     num_passes: int
-    num_steps: int | None  # of the optimizer; None: not seen
+    num_steps: int | None
     place: str
     opened: str
     time: str
     not_recorded: Mapping[str, int] = field(default_factory=dict)
 
 
-_KINDS: dict[str, type | UnionType] = {
+_FIELD_TYPES: dict[str, type | UnionType] = {
     "rank": int,
     "world_size": int,
     "num_passes": int,
@@ -49,29 +52,32 @@ _KINDS: dict[str, type | UnionType] = {
     "time": str,
     "not_recorded": dict,
 }
-assert _KINDS.keys() == {one.name for one in fields(EndRecord)}
+assert _FIELD_TYPES.keys() == {field.name for field in fields(EndRecord)}
 
 
-def write_end(home: Path, end: EndRecord, *, stamp: str) -> None:
+def write_end_record(home: Path, end: EndRecord, *, stamp: str) -> None:
     """Write a rank's end record into its folder. Raises OSError."""
-    make_home(home)
-    write_atomically(home / f"end_rank{end.rank}_{stamp}.json", json.dumps({"format": FORMAT, **asdict(end)}).encode())
+    make_rank_folder(home)
+    content = json.dumps({"format": FORMAT, **asdict(end)}).encode()
+    write_atomically(home / f"end_rank{end.rank}_{stamp}.json", content)
 
 
-def read_ends(folder: Path) -> list[EndRecord]:
+def read_end_records(folder: Path) -> list[EndRecord]:
     """Read the end records of a folder and of its ranks' folders. Raises CaptureError for a damaged one."""
-    return [_read(path) for home in homes_in(folder) for path in sorted(home.glob("end_rank*.json"))]
+    return [
+        _read_end_record(path) for home in list_capture_folders(folder) for path in sorted(home.glob("end_rank*.json"))
+    ]
 
 
-def not_recorded_in(folder: Path) -> dict[str, int]:
+def count_not_recorded(folder: Path) -> dict[str, int]:
     """Count by reason the training passes that recordings into a folder saw and could not keep.
 
     Raises CaptureError for a damaged end record.
     """
-    return dict(sum((Counter(end.not_recorded) for end in read_ends(folder)), Counter()))
+    return dict(sum((Counter(end.not_recorded) for end in read_end_records(folder)), Counter()))
 
 
-def _read(path: Path) -> EndRecord:
+def _read_end_record(path: Path) -> EndRecord:
     try:
         with open(path, "rb") as file:
             content: Any = json.loads(file.read(_MAX_BYTES))
@@ -80,8 +86,8 @@ def _read(path: Path) -> EndRecord:
     if (
         isinstance(content, dict)
         and content.pop("format", None) == FORMAT
-        and content.keys() == _KINDS.keys()
-        and all(isinstance(content[name], kind) for name, kind in _KINDS.items())
+        and content.keys() == _FIELD_TYPES.keys()
+        and all(isinstance(content[name], type_) for name, type_ in _FIELD_TYPES.items())
         and all(type(number) is int for number in content["not_recorded"].values())
     ):
         return EndRecord(**content)

@@ -5,48 +5,53 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from capture.file_format.folder_layout import homes_in, rank_in_name
+from capture.file_format.folder_layout import list_capture_folders, parse_rank
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.segment import Segment, segments_in
+from capture.file_format.segment import Segment, list_segments
 from capture.file_format.segment_record import SegmentRecord
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureLocation:
-    """One capture: a file of its own, or number `place` of a segment, which need not be opened to tell its record."""
+    """Where one capture is: in a file of its own, or in a segment as pass number `index`, counted from 0.
+
+    The record of a pass in a segment is known without opening the segment.
+    """
 
     file: Path | Segment
-    place: int = 0
+    index: int = 0
 
     @property
     def path(self) -> Path:
-        return self.file.pass_path(self.place) if isinstance(self.file, Segment) else self.file
+        return self.file.path_at(self.index) if isinstance(self.file, Segment) else self.file
 
     @property
     def record(self) -> SegmentRecord | None:
-        return self.file.record(self.place) if isinstance(self.file, Segment) else None
+        return self.file.record_at(self.index) if isinstance(self.file, Segment) else None
 
     @property
     def rank(self) -> int:
-        """Return the rank in its name; -1 without one."""
-        return rank_in_name(self.file.path if isinstance(self.file, Segment) else self.file)
+        """Return the rank in the file's name; -1 without one."""
+        return parse_rank(self.file.path if isinstance(self.file, Segment) else self.file)
 
 
 def list_single_pass_files(folder: str | Path) -> list[Path]:
     """List the files of one pass each by rank, in recorded order. Raises CaptureError without a folder."""
     folder = require_folder(folder)
-    paths = (path for home in homes_in(folder) for path in home.glob("*.pkl") if not path.name.startswith("."))
-    return sorted(paths, key=lambda path: (rank_in_name(path), path.name))
+    paths = (
+        path for home in list_capture_folders(folder) for path in home.glob("*.pkl") if not path.name.startswith(".")
+    )
+    return sorted(paths, key=lambda path: (parse_rank(path), path.name))
 
 
 def list_segment_files(folder: str | Path) -> list[Path]:
     """List the segments by rank, in recorded order. Raises CaptureError without a folder."""
-    paths = (path for home in homes_in(require_folder(folder)) for path in segments_in(home))
-    return sorted(paths, key=lambda path: (rank_in_name(path), path.name))
+    paths = (path for home in list_capture_folders(require_folder(folder)) for path in list_segments(home))
+    return sorted(paths, key=lambda path: (parse_rank(path), path.name))
 
 
 def list_captures(folder: str | Path) -> list[CaptureLocation]:
-    """List all captures by rank, in recorded order within a rank. Files are not opened; of segments, the indexes are.
+    """List all captures by rank, in recorded order within a rank. Of segments the indexes are read, no file is opened.
 
     A segment with a damaged head is left out: `capture check` and `replay inspect` name it. Raises CaptureError without
     a folder.
@@ -55,13 +60,14 @@ def list_captures(folder: str | Path) -> list[CaptureLocation]:
     segments = list(open_readable_segments(folder))
     if not segments:
         return files
-    passes = [CaptureLocation(segment, place) for segment in segments for place in range(segment.num_passes)]
+    passes = [CaptureLocation(segment, index) for segment in segments for index in range(segment.num_passes)]
     if not files:
         return passes
-    return sorted([*files, *passes], key=lambda one: (one.rank, one.path.name))
+    return sorted([*files, *passes], key=lambda capture: (capture.rank, capture.path.name))
 
 
 def open_readable_segments(folder: str | Path) -> Iterator[Segment]:
+    """Open the segments of a folder in the order of `list_segment_files`, without those whose head is damaged."""
     for path in list_segment_files(folder):
         try:
             yield Segment.open(path)
@@ -74,19 +80,21 @@ def capture_files(folder: str | Path) -> list[Path]:
 
     A pass in a segment has the path `<segment>.seg/<capture>.pkl`, which the readers of captures take.
     """
-    return [one.path for one in list_captures(folder)]
+    return [capture.path for capture in list_captures(folder)]
 
 
 def format_ranges(ranks: Iterable[int]) -> str:
     """Write `0, 1`, and of three or more in a row `0 to 511`."""
     texts: list[str] = []
-    for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        texts += [f"{members[0]} to {members[-1]}"] if len(members) > 2 else map(str, members)
+    # In a row of consecutive ranks the difference between a rank and its number in the sorted list is the same.
+    for _, numbered in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        row = [rank for _, rank in numbered]
+        texts += [f"{row[0]} to {row[-1]}"] if len(row) > 2 else map(str, row)
     return ", ".join(texts)
 
 
 def require_folder(folder: str | Path) -> Path:
+    """Return the folder as a path. Raises CaptureError if there is none."""
     if not Path(folder).is_dir():
         raise CaptureError(f"{folder}: no such folder. Give a folder that a recording was written to")
     return Path(folder)

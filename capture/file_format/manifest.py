@@ -1,6 +1,6 @@
 """Write and read manifests: `manifest_rank<rank>_<time>.json` lists what a rank's recording committed, written last.
 
-A manifest lists at most 1,024 files, then the recording begins another one, with a number behind the time.
+A manifest lists at most 1,024 files, then the recording begins another one, with a number after the time.
 
 A folder whose recording was cut short has files and no manifest for them; they are as readable as the others.
 """
@@ -14,51 +14,69 @@ from typing import Any
 
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import FORMAT, Call, read_call
-from capture.file_format.folder_layout import SEGMENT_SUFFIX, homes_in
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, list_capture_folders
 from capture.file_format.listing import list_segment_files, list_single_pass_files
-from capture.file_format.micro_batch import BY_EMBEDDINGS, CaptureError, is_of_embeddings
-from capture.file_format.segment import INDEX_SUFFIX, Segment, is_whole
+from capture.file_format.micro_batch import EMBEDDINGS_REASON, CaptureError, has_only_embeddings
+from capture.file_format.segment import INDEX_SUFFIX, Segment, matches_checksum
 
 MAX_MANIFEST_BYTES = 64 * 2**20
-MAX_ENTRIES = 1024  # in one manifest: what a recording keeps in memory
+# A recording keeps the entries of the manifest that it fills in memory.
+MAX_ENTRIES = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One committed file in a manifest."""
+class ManifestEntry:
+    """One committed file in a manifest. The names of the fields are keys in the file.
+
+    crc32   of the whole file
+    step    number of the forward
+    shapes  the shapes of the tensors by argument
+    """
 
     name: str
     num_bytes: int
-    crc32: int  # of the whole file
+    crc32: int
     rank: int | None
     step: int | None
     trains: bool
-    shapes: Mapping[str, Sequence[int]]  # by argument
+    shapes: Mapping[str, Sequence[int]]
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """Return the entry as a manifest has it: a line of JSON."""
-        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)})
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderCheck:
-    """The captures of a folder as `check_folder` found them, by name."""
+    """The captures of a folder as `check_folder` found them, by name.
 
-    good: list[Path] = field(default_factory=list)  # in files of their own
-    num_good_in: dict[Path, int] = field(default_factory=dict)  # segment: passes
-    torn: dict[str, int] = field(default_factory=dict)  # segment: bytes at its end that are no pass
-    reindexed: list[str] = field(default_factory=list)  # segments whose index lacks passes
-    uncommitted: list[str] = field(default_factory=list)  # good, but no manifest has them
-    damaged: dict[str, str] = field(default_factory=dict)  # name: what is wrong
-    missing: list[str] = field(default_factory=list)  # in a manifest or an index, and gone
+    good             captures in files of their own that read
+    num_good_in      number of good passes in each segment
+    num_torn_bytes   bytes at a segment's end that are no pass, by the segment's name
+    without_index    names of segments whose index lacks passes
+    uncommitted      names of good files that no manifest has
+    damaged          what is wrong, by the name of a file or a pass
+    missing          names of files that a manifest or an index has and that are gone
+    unreplayable     name and reason of each good capture of a call that no replay can make
+    ranks            ranks that the good captures name
+    world_sizes      world sizes that the good captures name
+    """
+
+    good: list[Path] = field(default_factory=list)
+    num_good_in: dict[Path, int] = field(default_factory=dict)
+    num_torn_bytes: dict[str, int] = field(default_factory=dict)
+    without_index: list[str] = field(default_factory=list)
+    uncommitted: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     num_manifests: int = 0
-    unreplayable: list[str] = field(default_factory=list)  # why, of good ones of calls that no replay can make
+    unreplayable: list[str] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     world_sizes: set[int] = field(default_factory=set)
 
     @property
     def world_size(self) -> int:
-        """Return the largest that a capture names; 0 if none does."""
+        """Return the largest world size that a capture names; 0 if none does."""
         return max(self.world_sizes, default=0)
 
     @property
@@ -70,7 +88,7 @@ class FolderCheck:
     def num_good(self) -> int:
         return len(self.good) + sum(self.num_good_in.values())
 
-    def see_rank(self, rank: int | None, world_size: int | None) -> None:
+    def add_rank(self, rank: int | None, world_size: int | None) -> None:
         self.ranks.update(() if rank is None else (rank,))
         self.world_sizes.update(() if world_size is None else (world_size,))
 
@@ -79,10 +97,10 @@ class FolderCheck:
         return not self.damaged and not self.missing
 
 
-def entry_of(path: Path, call: Call) -> Entry:
+def describe_file(path: Path, call: Call) -> ManifestEntry:
     """Describe the file at `path`, which holds `call`. Raises OSError."""
     data = path.read_bytes()
-    return Entry(
+    return ManifestEntry(
         name=path.name,
         num_bytes=len(data),
         crc32=zlib.crc32(data),
@@ -93,29 +111,31 @@ def entry_of(path: Path, call: Call) -> Entry:
     )
 
 
-def stamp_of(time: str) -> str:
+def format_stamp(time: str) -> str:
     """Turn an ISO 8601 time into a part of a file name."""
     return "".join(c if c.isdigit() else "_" for c in time.partition("+")[0])
 
 
-def write_manifest(folder: Path, entries: Sequence[Entry | str], *, rank: int, time: str, number: int = 0) -> Path:
+def write_manifest(
+    folder: Path, entries: Sequence[ManifestEntry | str], *, rank: int, time: str, number: int = 0
+) -> Path:
     """Write a rank's manifest and return its path. `time` tells recordings into one folder apart. Raises OSError.
 
-    entries  or their texts
-    number   of manifests that the recording has filled before
+    entries  entries, or their texts as `to_json` gives them
+    number   number of manifests that the recording has filled before
     """
-    path = folder / f"manifest_rank{rank}_{stamp_of(time)}{f'_{number:06d}' if number else ''}.json"
+    path = folder / f"manifest_rank{rank}_{format_stamp(time)}{f'_{number:06d}' if number else ''}.json"
     rewrite_manifest(path, entries)
     return path
 
 
-def rewrite_manifest(path: Path, entries: Sequence[Entry | str]) -> None:
+def rewrite_manifest(path: Path, entries: Sequence[ManifestEntry | str]) -> None:
     """Replace the manifest at `path` by one with these entries, or entries of these texts. Raises OSError."""
-    texts = ",\n  ".join(entry if isinstance(entry, str) else entry.text() for entry in entries)
+    texts = ",\n  ".join(entry if isinstance(entry, str) else entry.to_json() for entry in entries)
     write_atomically(path, f'{{\n "format": {FORMAT},\n "files": [\n  {texts}\n ]\n}}'.encode())
 
 
-def read_manifest(path: Path) -> list[Entry]:
+def read_manifest(path: Path) -> list[ManifestEntry]:
     """Read the entries of a manifest. Raises CaptureError for a file that is no manifest."""
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -127,24 +147,25 @@ def read_manifest(path: Path) -> list[Entry]:
         raise CaptureError(f"{path.name}: cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("files"), list):
         raise CaptureError(f"{path.name}: no manifest of format {FORMAT}")
-    names = {f.name for f in fields(Entry)}
-    for item in content["files"]:
-        if not isinstance(item, dict) or item.keys() != names or not isinstance(item["name"], str):
-            raise CaptureError(f"{path.name}: an entry that is none: {str(item)[:80]}")
-        if Path(item["name"]).name != item["name"]:
-            raise CaptureError(f"{path.name}: names a file outside its folder: {item['name'][:80]}")
-    return [Entry(**item) for item in content["files"]]
+    names = {field.name for field in fields(ManifestEntry)}
+    for values in content["files"]:
+        if not isinstance(values, dict) or values.keys() != names or not isinstance(values["name"], str):
+            raise CaptureError(f"{path.name}: an entry that is none: {str(values)[:80]}")
+        if Path(values["name"]).name != values["name"]:
+            raise CaptureError(f"{path.name}: names a file outside its folder: {values['name'][:80]}")
+    return [ManifestEntry(**values) for values in content["files"]]
 
 
 def check_folder(folder: Path) -> FolderCheck:
     """Read every capture and compare it with the manifests and indexes. Raises CaptureError without a folder.
 
-    A file of one pass is decoded; of a pass in a segment the bytes are compared with its checksum.
+    A file of one pass is decoded; of a pass in a segment the bytes are compared with its checksum. First come the
+    manifests, then the files against the manifests, then the segments, each with its index.
     """
     present = list_single_pass_files(folder)
-    manifests = sorted(path for home in homes_in(folder) for path in home.glob("manifest_rank*.json"))
+    manifests = sorted(path for home in list_capture_folders(folder) for path in home.glob("manifest_rank*.json"))
     result = FolderCheck(num_manifests=len(manifests))
-    entries: dict[Path, Entry] = {}
+    entries: dict[Path, ManifestEntry] = {}
     for path in manifests:
         try:
             entries |= {path.with_name(entry.name): entry for entry in read_manifest(path)}
@@ -153,7 +174,7 @@ def check_folder(folder: Path) -> FolderCheck:
     for path in present:
         try:
             call = read_call(path)
-            actual = entry_of(path, call)
+            actual = describe_file(path, call)
         except (CaptureError, OSError) as error:
             result.damaged[path.name] = str(error)
             continue
@@ -164,13 +185,13 @@ def check_folder(folder: Path) -> FolderCheck:
             result.damaged[path.name] = f"{path.name}: reads, but is not the file that the manifest has"
             continue
         result.good.append(path)
-        result.see_rank(call.origin.rank, call.origin.world_size)
-        if is_of_embeddings(call.tensors):
-            result.unreplayable.append(f"{path.name}: {BY_EMBEDDINGS}")
+        result.add_rank(call.origin.rank, call.origin.world_size)
+        if has_only_embeddings(call.tensors):
+            result.unreplayable.append(f"{path.name}: {EMBEDDINGS_REASON}")
     result.missing.extend(sorted(path.name for path in entries.keys() - set(present)))
     for path in list_segment_files(folder):
         _check_segment(path, result)
-    indexes = (path for home in homes_in(folder) for path in home.glob(f"segment_rank*{INDEX_SUFFIX}"))
+    indexes = (path for home in list_capture_folders(folder) for path in home.glob(f"segment_rank*{INDEX_SUFFIX}"))
     segments = (path.with_suffix(SEGMENT_SUFFIX) for path in indexes)
     result.missing.extend(sorted(path.name for path in segments if not path.exists()))
     return result
@@ -183,25 +204,25 @@ def _check_segment(path: Path, result: FolderCheck) -> None:
         result.damaged[path.name] = str(error)
         return
     if segment.num_torn_bytes:
-        result.torn[path.name] = segment.num_torn_bytes
+        result.num_torn_bytes[path.name] = segment.num_torn_bytes
     if not segment.has_whole_index:
-        result.reindexed.append(path.name)
-    if reason := damage_in(segment):
+        result.without_index.append(path.name)
+    if reason := describe_damage(segment):
         result.damaged[path.name] = reason
     result.num_good_in[path] = segment.num_passes
-    result.see_rank(segment.head.rank, segment.head.world_size)
-    for number, (record, data) in enumerate(segment.passes()):
-        if is_whole(record, data):
+    result.add_rank(segment.head.rank, segment.head.world_size)
+    for index, (record, data) in enumerate(segment.read_passes()):
+        if matches_checksum(record, data):
             if record.counts is None:
-                result.unreplayable.append(f"{segment.name(number)}: {BY_EMBEDDINGS}")
+                result.unreplayable.append(f"{segment.name_at(index)}: {EMBEDDINGS_REASON}")
         else:
             result.num_good_in[path] -= 1
-            name = segment.name(number)
+            name = segment.name_at(index)
             result.damaged[name] = f"{name}: the checksum is wrong: this pass of {path.name} is damaged"
 
 
-def damage_in(segment: Segment) -> str | None:
-    """Say what a segment has lost as far as its index tells; None: nothing."""
+def describe_damage(segment: Segment) -> str | None:
+    """Say what a segment has lost, as far as its index tells; None if it has lost nothing."""
     if segment.num_cut_off:
         return (
             f"{segment.path.name}: truncated: its index has {segment.num_cut_off} passes more than are here. "

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from capture.facts import FactError
 
-MAX_TOKENS = 2**24  # in one micro-batch, padding included: a bound for readers, far above what a device holds
-IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+# The most tokens of a micro-batch, padding included: a bound for readers, far above what a device holds.
+MAX_TOKENS = 2**24
+# The default `ignore_index` of torch.nn.functional.cross_entropy.
+IGNORED_LABEL = -100
 
-
-BY_EMBEDDINGS = (
+EMBEDDINGS_REASON = (
     "the model was called with inputs_embeds, without token ids. The call is kept whole "
     "(capture.file_format.capture_file.read_call), but a replay needs token ids"
 )
@@ -36,13 +37,18 @@ class NotReplayableError(CaptureError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a micro-batch was seen. What a capture does not say is None."""
+    """Where a micro-batch was seen. What a capture does not say is None.
 
-    source: str  # file name within its folder
+    source  file name within its folder
+    step    number of the forward, as this rank's recorder counted them
+    time    ISO 8601: in UTC for format 1, as it was written for older dumps
+    """
+
+    source: str
     rank: int | None = None
     world_size: int | None = None
-    step: int | None = None  # number of the forward, as this rank's recorder counted them
-    time: str | None = None  # ISO 8601, UTC for format 1, as written for older dumps
+    step: int | None = None
+    time: str | None = None
     model_name: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -119,10 +125,11 @@ class MicroBatch:
 
         The last one of a row is no token of the row. They count before `labels_BS`, as in transformers.
         """
-        given = self.extra_tensors.get(SHIFT_LABELS)
-        if given is None or given.shape != self.sequences_BS.shape or given.dtype not in _ID_DTYPES:
+        labels_BS = self.extra_tensors.get(SHIFT_LABELS)
+        if labels_BS is None or labels_BS.shape != self.sequences_BS.shape or labels_BS.dtype not in _ID_DTYPES:
             return None
-        return given.long().masked_fill(given < 0, IGNORED_LABEL)  # nanoGPT's are -1 where there is none
+        # Any negative id is no label: nanoGPT has -1 there, transformers -100.
+        return labels_BS.long().masked_fill(labels_BS < 0, IGNORED_LABEL)
 
     @property
     def num_padded_tokens(self) -> int:
@@ -139,14 +146,16 @@ class MicroBatch:
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """Return the same micro-batch with every tensor changed."""
-        own: dict[str, Any] = {
-            f.name: change(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        changed: dict[str, Any] = {
+            field.name: change(value)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
         }
         extra = {name: change(tensor) for name, tensor in self.extra_tensors.items()}
-        return replace(self, extra_tensors=extra, **own)
+        return replace(self, extra_tensors=extra, **changed)
 
 
-def with_labels_of_own_tokens(batch: MicroBatch) -> MicroBatch:
+def with_shift_labels_as_labels(batch: MicroBatch) -> MicroBatch:
     """Return the same micro-batch with its `shift_labels` as labels, which have no place for a row's last one."""
     if (next_BS := batch.shift_labels) is None:
         return batch
@@ -158,10 +167,10 @@ def with_labels_of_own_tokens(batch: MicroBatch) -> MicroBatch:
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:
     """Return the same micro-batch with its last row first; so are extra tensors with as many rows."""
 
-    def reversed_rows(tensor: Tensor) -> Tensor:
+    def reverse_rows(tensor: Tensor) -> Tensor:
         return tensor.flip(0) if tensor.ndim > 1 and len(tensor) == batch.num_rows else tensor
 
-    return batch.with_each(reversed_rows)
+    return batch.with_each(reverse_rows)
 
 
 _ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -170,7 +179,7 @@ _MASK_DTYPES = (torch.bool, *_ID_DTYPES, torch.float16, torch.bfloat16, torch.fl
 
 def as_mask(name: str, tensor: Tensor, source: str) -> Tensor:
     """Turn bool, int or float values of 0 and 1 into a bool mask. Raises CaptureError on any other value."""
-    _check_kind(name, tensor, _MASK_DTYPES, source)
+    _check_shape_and_dtype(name, tensor, _MASK_DTYPES, source)
     mask = tensor != 0
     if not torch.equal(tensor, mask.to(tensor.dtype)):
         raise CaptureError(f"{source}: {name} must hold only 0 and 1, but holds other values ({tensor.dtype})")
@@ -187,27 +196,27 @@ def micro_batch_from_call(
 ) -> MicroBatch:
     """Name a forward's arguments: `sequences` or `input_ids`, `attention_mask`, `action_mask`, `labels`.
 
-    The rest is kept as it came. Without an attention mask every token is real. Raises CaptureError if there are no
-    token ids.
+    The other tensors are kept as they came. Without an attention mask every token is real. Raises CaptureError if there
+    are no token ids.
     """
-    rest = dict(tensors)
-    names = [name for name in ID_NAMES if name in rest]
-    if is_of_embeddings(tensors):
-        raise NotReplayableError(f"{origin.source}: {BY_EMBEDDINGS}")
+    remaining = dict(tensors)
+    names = [name for name in ID_NAMES if name in remaining]
+    if has_only_embeddings(tensors):
+        raise NotReplayableError(f"{origin.source}: {EMBEDDINGS_REASON}")
     if not names:
         raise CaptureError(
             f"{origin.source}: no token ids: expected an argument `sequences` or `input_ids`, "
-            f"got {sorted(rest)[:20] or 'no tensors'}. Where one of these is the token ids, record with "
-            f"--arguments {next(iter(rest), 'idx')}=input_ids, or arguments= of `recording`"
+            f"got {sorted(remaining)[:20] or 'no tensors'}. Where one of these is the token ids, record with "
+            f"--arguments {next(iter(remaining), 'idx')}=input_ids, or arguments= of `recording`"
         )
-    sequences = rest.pop(names[0])
-    _check_kind(names[0], sequences, _ID_DTYPES, origin.source)
+    sequences = remaining.pop(names[0])
+    _check_shape_and_dtype(names[0], sequences, _ID_DTYPES, origin.source)
     sequences_BS = sequences.long()
-    attention_mask = rest.pop("attention_mask", None)
-    action_mask = rest.pop("action_mask", None)
-    labels = rest.pop("labels", None)
+    attention_mask = remaining.pop("attention_mask", None)
+    action_mask = remaining.pop("action_mask", None)
+    labels = remaining.pop("labels", None)
     if labels is not None:
-        _check_kind("labels", labels, _ID_DTYPES, origin.source)
+        _check_shape_and_dtype("labels", labels, _ID_DTYPES, origin.source)
     return MicroBatch(
         sequences_BS=sequences_BS,
         attention_mask_BS=torch.ones_like(sequences_BS, dtype=torch.bool)
@@ -215,7 +224,7 @@ def micro_batch_from_call(
         else as_mask("attention_mask", attention_mask, origin.source),
         action_mask_BA=None if action_mask is None else as_mask("action_mask", action_mask, origin.source),
         labels_BS=None if labels is None else labels.long(),
-        extra_tensors=rest,
+        extra_tensors=remaining,
         call_facts=dict(call_facts),
         left_out=dict(left_out or {}),
         trains=trains,
@@ -223,7 +232,7 @@ def micro_batch_from_call(
     )
 
 
-def is_of_embeddings(tensors: Mapping[str, Tensor]) -> bool:
+def has_only_embeddings(tensors: Mapping[str, Tensor]) -> bool:
     return EMBEDDINGS_NAME in tensors and not any(name in tensors for name in ID_NAMES)
 
 
@@ -234,20 +243,22 @@ def check_call(
 
     Returns the micro-batch; None of embeddings. Raises CaptureError for any other call.
     """
-    named = dict(tensors)
-    if is_of_embeddings(tensors):
-        embeddings = named.pop(EMBEDDINGS_NAME)
+    # Embeddings are checked on their own. The other arguments are checked beside stand-in token ids, as many as there
+    # are embeddings.
+    checked = dict(tensors)
+    if has_only_embeddings(tensors):
+        embeddings = checked.pop(EMBEDDINGS_NAME)
         if embeddings.ndim != 3 or not embeddings.dtype.is_floating_point:
             raise CaptureError(
                 f"{origin.source}: {EMBEDDINGS_NAME} must be floats of shape [rows, tokens, width], "
                 f"not {embeddings.dtype} of shape {list(embeddings.shape)}"
             )
-        named["input_ids"] = torch.zeros((), dtype=torch.int64, device="cpu").expand(embeddings.shape[:2])
-    batch = micro_batch_from_call(named, call_facts, trains=trains, origin=origin)
-    return None if is_of_embeddings(tensors) else batch
+        checked["input_ids"] = torch.zeros((), dtype=torch.int64, device="cpu").expand(embeddings.shape[:2])
+    batch = micro_batch_from_call(checked, call_facts, trains=trains, origin=origin)
+    return None if has_only_embeddings(tensors) else batch
 
 
-def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:
+def _check_shape_and_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], source: str) -> None:
     if tensor.ndim != 2 or tensor.dtype not in dtypes or tensor.numel() > MAX_TOKENS:
         raise CaptureError(
             f"{source}: {name} must be of shape [rows, tokens] with at most {MAX_TOKENS} elements and one of "
@@ -256,7 +267,7 @@ def _check_kind(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], sour
         )
 
 
-def misfit(shape: Sequence[int], *, rows: int, row_length: int) -> str | None:
+def explain_misfit(shape: Sequence[int], *, rows: int, row_length: int) -> str | None:
     """Say why a job may not note a tensor of `shape` for a pass with `rows` of `row_length` tokens; None if it may.
 
     It belongs to the pass's rows of token ids [B, S]: one number, one for each row or each pair of rows, or one for

@@ -51,7 +51,7 @@ def load_plain(
     """
     reader = PickleReader(memoryview(data), start, source, names, persistent_load)
     value = reader.run()
-    if is_deeper(value):
+    if is_nested_deeper(value):
         raise reader.error(f"more than {MAX_DEPTH} levels of nesting")
     return value, reader.position
 
@@ -250,7 +250,7 @@ class PickleReader:
         return int.from_bytes(self.take(num_bytes), "little", signed=True)
 
 
-def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
+def copy_plain(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
     """Copy `value` into what a class-free pickle can hold: exact built-in types only, nothing referred to twice.
 
     Raises TypeError naming the first type that is not plain data.
@@ -261,15 +261,15 @@ def plain_copy(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
         return value
     if max_depth > 0:
         if type(value) is list:
-            return [plain_copy(item, max_depth=max_depth - 1) for item in value]
+            return [copy_plain(item, max_depth=max_depth - 1) for item in value]
         if type(value) in (tuple, torch.Size):
-            return tuple(plain_copy(item, max_depth=max_depth - 1) for item in value)
+            return tuple(copy_plain(item, max_depth=max_depth - 1) for item in value)
         if type(value) is dict and all(type(key) is str for key in value):
-            return {key: plain_copy(item, max_depth=max_depth - 1) for key, item in value.items()}
+            return {key: copy_plain(item, max_depth=max_depth - 1) for key, item in value.items()}
     raise TypeError(type_name(value))
 
 
-def is_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+def is_nested_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     """Tell whether more than `max_depth` lists, tuples and dicts lie within one another."""
     level = [value]
     for _ in range(max_depth + 2):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin, micro_batch_from_call
-from capture.file_format.safe_unpickler import load_plain, plain_copy
-from capture.file_format.tensor_codec import MAX_TENSOR_BYTES, from_bytes, size_in_bytes
+from capture.file_format.safe_unpickler import copy_plain, load_plain
+from capture.file_format.tensor_codec import MAX_TENSOR_BYTES, count_bytes, tensor_from_bytes
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -122,7 +122,7 @@ class SavedTensors:
         self._charge(len(elements))
         if dtype == torch.bool and bytes(elements).strip(b"\0\1"):
             raise CaptureError(f"{self.source}: a bool storage with bytes other than 0 and 1: the file is damaged")
-        return _Storage(from_bytes(elements, dtype))
+        return _Storage(tensor_from_bytes(elements, dtype))
 
     def rebuild_tensor(self, *arguments: Any) -> Tensor:
         match arguments:
@@ -132,7 +132,7 @@ class SavedTensors:
                 pass
             case _:
                 raise CaptureError(f"{self.source}: refused: a tensor that was not saved as torch saves tensors")
-        num_bytes = size_in_bytes(size, elements.dtype)
+        num_bytes = count_bytes(size, elements.dtype)
         self._check(num_bytes)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= len(elements):
@@ -171,7 +171,7 @@ def _are_sizes(*values: Any) -> bool:
 # Their tensors name three functions; `capture/file_format/saved_tensors.py` has stand-ins for them.
 
 
-def read_legacy(data: bytes, source: str) -> MicroBatch:
+def read_legacy_dump(data: bytes, source: str) -> MicroBatch:
     """Read a whole file, given as `data`. Raises CaptureError for everything that is no such dump."""
     dump, end = load_plain(data, source=source, names=SavedTensors(source).names)
     if end != len(data):
@@ -180,7 +180,7 @@ def read_legacy(data: bytes, source: str) -> MicroBatch:
         raise CaptureError(f"{source}: a pickled {type(dump).__name__} is no micro-batch; a dump is a dict")
     tensors = {name: value for name, value in dump.items() if isinstance(value, Tensor)}
     try:
-        facts = {name: plain_copy(value) for name, value in dump.items() if name not in tensors}
+        facts = {name: copy_plain(value) for name, value in dump.items() if name not in tensors}
     except TypeError as error:
         raise CaptureError(f"{source}: holds a {error}; a dump holds tensors and plain data") from None
     return _micro_batch(tensors, facts, source)

@@ -35,24 +35,30 @@ COLUMN = {
 }
 TRAINS, HAS_TOKENS, NON_FINITE, HAS_GRADIENTS, IS_NUMBERED = (1 << bit for bit in range(5))
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+# Numbers above these are none that a recorder writes; the time's is that of the year 10000.
 _UPPER_LIMITS = {
     "offset": 2**53,
     "num_bytes": 2**32,
     "number": 2**53,
-    "time": 253_402_300_800 * 10**6,  # the year 10000
+    "time": 253_402_300_800 * 10**6,
     **dict.fromkeys(("rows", "row_length", "real_tokens", "action_tokens", "empty_rows"), MAX_TOKENS + 1),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Rows and tokens of a micro-batch. `action_tokens` is None without an action mask."""
+    """Rows and tokens of a micro-batch.
+
+    row_length     tokens of a row, padding included
+    action_tokens  None without an action mask
+    empty_rows     rows without a real token
+    """
 
     rows: int
-    row_length: int  # padding included
+    row_length: int
     real_tokens: int
     action_tokens: int | None
-    empty_rows: int  # without a real token
+    empty_rows: int
 
     @classmethod
     def from_batch(cls, batch: MicroBatch) -> "Counts":
@@ -77,7 +83,7 @@ class SegmentRecord:
     forward         `number`, or None if the capture does not say it
     counts          None for a call with embeddings in the place of token ids
     has_non_finite  one of its outputs is not finite
-    window          `window_digest` of the passes that went into the step behind it; None if it was not the last of one
+    window          `digest_window` of the passes that went into the step after it; None if it was not the last of one
     """
 
     offset: int
@@ -95,10 +101,11 @@ class SegmentRecord:
 
     @property
     def end(self) -> int:
-        """Return the offset of what follows."""
+        """Return the offset of what follows the pass."""
         return self.offset + RECORD_BYTES + self.num_bytes
 
     def pack(self) -> bytes:
+        """Return the record's RECORD_BYTES, in the layout that this module's docstring describes."""
         flags = self.trains * TRAINS | (self.counts is not None) * HAS_TOKENS | self.has_non_finite * NON_FINITE
         flags |= self.has_gradients * HAS_GRADIENTS | (self.forward is not None) * IS_NUMBERED
         counts = self.counts or Counts(rows=0, row_length=0, real_tokens=0, action_tokens=None, empty_rows=0)
@@ -146,27 +153,28 @@ class SegmentRecord:
 
 
 def are_records(data: bytes | bytearray | memoryview) -> bool:
-    """Tell whether these are whole records, one after the other, with right checksums and numbers that can be."""
+    """Tell whether these are whole records, one after the other, with right checksums and possible numbers."""
     if len(data) % RECORD_BYTES:
         return False
     if not len(data):
         return True
     view, table = memoryview(data), as_table(data)
-    sums = array("q", (zlib.crc32(view[at : at + RECORD_BYTES - 8]) for at in range(0, len(data), RECORD_BYTES)))
+    starts = range(0, len(data), RECORD_BYTES)
+    checksums = array("q", (zlib.crc32(view[start : start + RECORD_BYTES - 8]) for start in starts))
     magic = int.from_bytes(MAGIC, "little", signed=True)
     return (
-        torch.equal(table[:, -1], torch.frombuffer(sums, dtype=torch.int64))
+        torch.equal(table[:, -1], torch.frombuffer(checksums, dtype=torch.int64))
         and bool((table[:, 0] == magic).all())
         and bool((table[:, 1:6] >= 0).all())
         and all(
-            bool(((of := table[:, COLUMN[name]]) >= -1).all() and (of < most).all())
-            for name, most in _UPPER_LIMITS.items()
+            bool(((column := table[:, COLUMN[name]]) >= -1).all() and (column < limit).all())
+            for name, limit in _UPPER_LIMITS.items()
         )
     )
 
 
 def as_table(records: bytes | bytearray | memoryview) -> Tensor:
-    """Return records as a tensor of a row each; COLUMN says what is where."""
+    """Return records as an int64 tensor of shape [records, NUM_COLUMNS]; COLUMN numbers its columns by name."""
     if not len(records):
         return torch.empty(0, NUM_COLUMNS, dtype=torch.int64, device="cpu")
     writable = records if isinstance(records, bytearray) else bytearray(records)
@@ -183,7 +191,7 @@ def from_microseconds(microseconds: int) -> datetime:
 
 
 def digest_window(passes: Sequence[int | None]) -> int:
-    """Name a sequence of forwards by 62 bits."""
+    """Name a sequence of forwards by 62 bits, which fit into a record's signed integer and leave -1 for none."""
     text = ",".join(map(str, passes)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 

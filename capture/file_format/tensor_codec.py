@@ -10,6 +10,9 @@
 
 Token ids usually become `int32/shuffle/deflate`, a sixth of their int64 size. `crc32` is that of the
 restored tensor's bytes, so it guards the encoding as well as the file.
+
+Below stand the types of a capture's body, whose tensors are such plain data, and the check that what was read from a
+file is a body.
 """
 
 import ctypes
@@ -24,7 +27,8 @@ from torch import Tensor
 
 from capture.file_format.micro_batch import CaptureError
 
-MAX_TENSOR_BYTES = 256 * 2**20  # of one pass; keeps reading any file below 1 GiB of memory
+# The most bytes that the tensors of one pass may have. It keeps reading any file below 1 GiB of memory.
+MAX_TENSOR_BYTES = 256 * 2**20
 
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 DTYPES = {
@@ -34,11 +38,14 @@ DTYPES = {
         *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
-    if hasattr(torch, name)  # float8_e8m0fnu came with torch 2.7
+    # float8_e8m0fnu came with torch 2.7.
+    if hasattr(torch, name)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")  # explicit: a job may have set another default device
-_QUICK_DEFLATE_BYTES = 4 * 2**20  # above this the writer would fall behind at zlib's default level
+# The device is named wherever a tensor is made: a job may have set another default device.
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
+# Above this size the writer would fall behind the job at zlib's default level.
+_QUICK_DEFLATE_BYTES = 4 * 2**20
 
 
 def can_encode(tensor: Tensor) -> bool:
@@ -64,24 +71,24 @@ class EncodedTensor(TypedDict):
 def encode_tensor(tensor: Tensor) -> EncodedTensor:
     """Encode a tensor of any shape and a dtype of DTYPES, on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = flat.as_strided(
-        flat.shape, (1,)
-    )  # of at most one element any stride is contiguous, and has no view as bytes
-    stored_as, stored = _narrowed(flat)
-    raw = bytes_of(stored)
+    # torch calls a tensor of at most one element contiguous whatever its stride is, and refuses to view it as bytes
+    # unless the stride is 1.
+    flat = flat.as_strided(flat.shape, (1,))
+    stored_as, stored = _narrow(flat)
+    raw = view_bytes(stored)
     level = -1 if len(raw) <= _QUICK_DEFLATE_BYTES else 1
     choices: list[tuple[str, bytes | memoryview]] = [(stored_as, raw)]
     choices.append((f"{stored_as}/deflate", zlib.compress(raw, level)))
     if stored.element_size() > 1:
         shuffled = stored.view(torch.uint8).view(-1, stored.element_size()).T.contiguous().view(-1)
-        choices.append((f"{stored_as}/shuffle/deflate", zlib.compress(bytes_of(shuffled), level)))
+        choices.append((f"{stored_as}/shuffle/deflate", zlib.compress(view_bytes(shuffled), level)))
     encoding, data = min(choices, key=lambda choice: len(choice[1]))
     return {
         "dtype": _DTYPE_NAMES[tensor.dtype],
         "shape": list(tensor.shape),
         "encoding": encoding,
         "data": bytes(data),
-        "crc32": zlib.crc32(bytes_of(flat)),
+        "crc32": zlib.crc32(view_bytes(flat)),
     }
 
 
@@ -89,28 +96,30 @@ def decode_tensors(records: Any, source: str) -> dict[str, Tensor]:
     """Decode the tensors of a file by name. Raises CaptureError before it begins if together they are too large."""
     if not isinstance(records, dict):
         raise CaptureError(f"{source}: tensors must be a dict by name, not {type(records).__name__}")
-    num_bytes = sum(_checked_num_bytes(record, f"{source}: tensor {name!r}") for name, record in records.items())
-    check_total(num_bytes, source)
-    return {name: _decoded(records[name], f"{source}: tensor {name!r}") for name in records}
+    num_bytes = sum(_check_record(record, f"{source}: tensor {name!r}") for name, record in records.items())
+    check_total_bytes(num_bytes, source)
+    return {name: _decode(records[name], f"{source}: tensor {name!r}") for name in records}
 
 
-def check_total(num_bytes: int, source: str) -> None:
+def check_total_bytes(num_bytes: int, source: str) -> None:
     if num_bytes > MAX_TENSOR_BYTES:
         raise CaptureError(f"{source}: {num_bytes:.4g} bytes of tensors in one pass; allowed are {MAX_TENSOR_BYTES}")
 
 
-def size_in_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int:
+def count_bytes(shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> int:
     """Compute a tensor's size. An empty dimension counts as one, which bounds sizes even without elements."""
     return math.prod(max(size, 1) for size in shape) * dtype.itemsize
 
 
-def from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
+def tensor_from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> Tensor:
     """Make a flat tensor with a copy of `data`."""
+    # torch.frombuffer refuses an empty buffer.
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else empty).view(dtype)
 
 
-def _checked_num_bytes(record: Any, what: str) -> int:
+def _check_record(record: Any, what: str) -> int:
+    """Check a tensor's record, and return the size of the tensor in bytes. Raises CaptureError."""
     kinds = {"dtype": str, "shape": list, "encoding": str, "data": bytes, "crc32": int}
     if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != kinds:
         raise CaptureError(f"{what}: must be a dict of {', '.join(kinds)}")
@@ -119,10 +128,11 @@ def _checked_num_bytes(record: Any, what: str) -> int:
     shape = record["shape"]
     if len(shape) > 16 or any(type(size) is not int or size < 0 for size in shape):
         raise CaptureError(f"{what}: shape must be up to 16 sizes of 0 or more, not {str(shape)[:80]}")
-    return size_in_bytes(shape, DTYPES[record["dtype"]])
+    return count_bytes(shape, DTYPES[record["dtype"]])
 
 
-def _decoded(record: EncodedTensor, what: str) -> Tensor:
+def _decode(record: EncodedTensor, what: str) -> Tensor:
+    """Undo the steps of the encoding, last one first, and compare with the checksum. Raises CaptureError."""
     dtype, num_elements = DTYPES[record["dtype"]], math.prod(record["shape"])
     stored_as, *steps = record["encoding"].split("/")
     allowed = ["bits", *_INTEGERS] if record["dtype"] in _INTEGERS else ["bits"] if dtype == torch.bool else []
@@ -133,23 +143,24 @@ def _decoded(record: EncodedTensor, what: str) -> Tensor:
     stored_dtype = torch.uint8 if stored_as == "bits" else DTYPES[stored_as]
     num_stored = -(-num_elements // 8) if stored_as == "bits" else num_elements
     num_bytes = num_stored * stored_dtype.itemsize
-    data = _inflated(record["data"], num_bytes, what) if steps else record["data"]
+    data = _inflate(record["data"], num_bytes, what) if steps else record["data"]
     if len(data) != num_bytes:
         raise CaptureError(f"{what}: {len(data)} bytes of data; shape and dtype need {num_bytes}")
     is_shuffled = steps[:1] == ["shuffle"]
-    stored = from_bytes(data, torch.uint8 if is_shuffled else stored_dtype)
-    del data  # three copies of a large tensor would be too many
+    stored = tensor_from_bytes(data, torch.uint8 if is_shuffled else stored_dtype)
+    # Without this there would be three copies of a large tensor at once.
+    del data
     if is_shuffled:
         stored = stored.view(stored_dtype.itemsize, -1).T.contiguous().view(-1).view(stored_dtype)
     if stored_as == "bits":
         stored = ((stored.unsqueeze(1) >> _BITS) & 1).view(-1)[:num_elements]
     restored = stored.to(dtype).contiguous()
-    if zlib.crc32(bytes_of(restored)) != record["crc32"]:
+    if zlib.crc32(view_bytes(restored)) != record["crc32"]:
         raise CaptureError(f"{what}: the checksum is wrong: the file is damaged. Delete it or copy it again")
     return restored.view(record["shape"])
 
 
-def _inflated(data: bytes, num_bytes: int, what: str) -> bytes:
+def _inflate(data: bytes, num_bytes: int, what: str) -> bytes:
     """Inflate to at most one byte more than expected.
 
     Data that is not smaller than its result is refused: the writer stores it as it is, and much can inflate to nothing.
@@ -166,15 +177,16 @@ def _inflated(data: bytes, num_bytes: int, what: str) -> bytes:
     return inflated
 
 
-def _narrowed(flat: Tensor) -> tuple[str, Tensor]:
+def _narrow(flat: Tensor) -> tuple[str, Tensor]:
+    """Choose the narrowest storage that holds every element; returns its name in `encoding` and the elements in it."""
     if flat.dtype == torch.bool:
-        return "bits", _packed_bits(flat)
+        return "bits", _pack_bits(flat)
     name = _DTYPE_NAMES[flat.dtype]
     if name not in _INTEGERS or not len(flat):
         return name, flat
     low, high = (int(bound) for bound in flat.aminmax())
     if low >= 0 and high <= 1:
-        return "bits", _packed_bits(flat)
+        return "bits", _pack_bits(flat)
     for narrower in _INTEGERS[: _INTEGERS.index(name)]:
         bounds = torch.iinfo(DTYPES[narrower])
         if bounds.min <= low and high <= bounds.max:
@@ -182,12 +194,13 @@ def _narrowed(flat: Tensor) -> tuple[str, Tensor]:
     return name, flat
 
 
-def _packed_bits(flat: Tensor) -> Tensor:
+def _pack_bits(flat: Tensor) -> Tensor:
+    """Put eight elements of 0 or 1 into a byte, the first in the lowest bit."""
     padded = torch.nn.functional.pad(flat.to(torch.uint8), (0, -len(flat) % 8))
     return (padded.view(-1, 8) << _BITS).sum(dim=1, dtype=torch.uint8)
 
 
-def bytes_of(flat: Tensor) -> memoryview:
+def view_bytes(flat: Tensor) -> memoryview:
     """View the bytes of a contiguous tensor, without a copy or NumPy: they live as long as it does."""
     num_bytes = flat.numel() * flat.element_size()
     if not num_bytes:
@@ -195,10 +208,8 @@ def bytes_of(flat: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(flat.data_ptr())).cast("B")
 
 
-# Define the body of a capture as it is pickled, and check that what was read from a file is one.
-#
-# The body names no class. What the checks have passed has these types; what is in tensors, call facts and states of
-# generators is checked where it is used.
+# The body names no class: it is plain data of the types below. What is in tensors, call facts and states of generators
+# is checked where it is used.
 
 Output = int | float | str | list[int] | list[float]
 
@@ -247,7 +258,7 @@ class WrittenOrigin(TypedDict):
     versions: dict[str, str]
 
 
-class _Parts(TypedDict):
+class _RequiredParts(TypedDict):
     """The parts that every body has."""
 
     tensors: dict[str, EncodedTensor]
@@ -257,7 +268,7 @@ class _Parts(TypedDict):
     origin: WrittenOrigin
 
 
-class Body(_Parts, total=False):
+class CaptureBody(_RequiredParts, total=False):
     """What a capture holds, besides its head; `Call` says what each part is."""
 
     outputs: dict[str, Output]
@@ -270,7 +281,7 @@ class Body(_Parts, total=False):
     recording: str
 
 
-_ORIGIN_KINDS: Mapping[str, type | UnionType] = {
+_ORIGIN_TYPES: Mapping[str, type | UnionType] = {
     "rank": int | None,
     "world_size": int | None,
     "step": int | None,
@@ -278,14 +289,14 @@ _ORIGIN_KINDS: Mapping[str, type | UnionType] = {
     "model_name": str | None,
     "versions": dict,
 }
-_KINDS: Mapping[str, type | UnionType] = {
+_REQUIRED_TYPES: Mapping[str, type | UnionType] = {
     "tensors": dict,
     "call_facts": dict,
     "left_out": dict,
     "trains": bool,
     "origin": dict,
 }
-_OPTIONAL_KINDS: Mapping[str, type | UnionType] = {
+_OPTIONAL_TYPES: Mapping[str, type | UnionType] = {
     "outputs": dict,
     "random": dict,
     "environment": dict,
@@ -298,48 +309,50 @@ _OPTIONAL_KINDS: Mapping[str, type | UnionType] = {
 
 
 def is_body(read: object) -> bool:
-    """Tell whether what was read has the parts of a body, each of its kind."""
-    present = read if isinstance(read, dict) else {}
-    kinds = {**_KINDS, **{name: kind for name, kind in _OPTIONAL_KINDS.items() if name in present}}
-    return _is_of_kinds(read, kinds) and _is_of_kinds(present["origin"], _ORIGIN_KINDS)
+    """Tell whether what was read has the parts of a body, each of its type."""
+    parts = read if isinstance(read, dict) else {}
+    types = {**_REQUIRED_TYPES, **{name: type_ for name, type_ in _OPTIONAL_TYPES.items() if name in parts}}
+    return _has_types(read, types) and _has_types(parts["origin"], _ORIGIN_TYPES)
 
 
-def checked_body(read: object, source: str) -> Body:
-    """Return what was read, for which `is_body` holds.
+def check_body(read: object, source: str) -> CaptureBody:
+    """Check the values in what was read, for which `is_body` holds, and return it.
 
     Raises CaptureError if a part holds something else than it may.
     """
-    body = cast(Body, read)
-    named: tuple[Mapping[str, object], ...] = (
+    body = cast(CaptureBody, read)
+    text_parts: tuple[Mapping[str, object], ...] = (
         body["left_out"],
         body["origin"]["versions"],
         body.get("environment", {}),
     )
-    for texts in named:
+    for texts in text_parts:
         if not all(isinstance(value, str) for value in texts.values()):
-            raise CaptureError(f"{source}: left_out, versions and environment must be texts, not {shown(texts)}")
+            raise CaptureError(
+                f"{source}: left_out, versions and environment must be texts, not {describe_type(texts)}"
+            )
     if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
-        raise CaptureError(f"{source}: random must hold a dict for each generator, not {shown(body['random'])}")
+        raise CaptureError(f"{source}: random must hold a dict for each generator, not {describe_type(body['random'])}")
     if not all(_is_output(value) for value in body.get("outputs", {}).values()):
         raise CaptureError(
-            f"{source}: outputs must be numbers, texts or lists of numbers, not {shown(body['outputs'])}"
+            f"{source}: outputs must be numbers, texts or lists of numbers, not {describe_type(body['outputs'])}"
         )
     return body
 
 
-def shown(read: object) -> str:
+def describe_type(read: object) -> str:
     return f"a dict of {str(sorted(read))[:200]}" if isinstance(read, dict) else f"a {type(read).__name__}"
 
 
 def _is_output(value: object) -> bool:
     return isinstance(value, int | float | str) or (
-        isinstance(value, list) and all(type(item) in (int, float) for item in value)
+        isinstance(value, list) and all(type(number) in (int, float) for number in value)
     )
 
 
-def _is_of_kinds(read: object, kinds: Mapping[str, type | UnionType]) -> bool:
+def _has_types(read: object, types: Mapping[str, type | UnionType]) -> bool:
     return (
         isinstance(read, dict)
-        and read.keys() == kinds.keys()
-        and all(isinstance(read[name], kind) for name, kind in kinds.items())
+        and read.keys() == types.keys()
+        and all(isinstance(read[name], type_) for name, type_ in types.items())
     )

@@ -16,10 +16,10 @@ from capture.file_format.actor_config import (
     read_frozen_names,
     write_actor_config,
 )
-from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_time
-from capture.file_format.folder_layout import home_of, is_in_segment
+from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_now
+from capture.file_format.folder_layout import choose_rank_folder, is_in_segment
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.tensor_codec import bytes_of
+from capture.file_format.tensor_codec import view_bytes
 from capture.importers import dump_files, importer_of, read_dump
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
@@ -38,7 +38,7 @@ class FolderWriter:
         self.num_bytes = 0
         self._folder = folder
         self._keep = RetentionSettings(segment=segment)
-        self._stamp = utc_time()
+        self._stamp = utc_now()
         self._writers: dict[tuple[int, Path], RankWriter] = {}
         self._latest: RankWriter | None = None
 
@@ -59,11 +59,11 @@ class FolderWriter:
 
     def write(self, call: Call) -> Path:
         """Write a call and return its path. Raises what `Call.encoded` does."""
-        encoded = call.encoded()
+        encoded = call.encode()
         in_segments = self._keep.segment is not None
         place = (
             encoded.rank,
-            home_of(self._folder, rank=encoded.rank, world_size=encoded.world_size, in_segments=in_segments),
+            choose_rank_folder(self._folder, rank=encoded.rank, world_size=encoded.world_size, in_segments=in_segments),
         )
         if place not in self._writers:
             self._writers[place] = open_rank_writer(
@@ -129,7 +129,7 @@ def convert_folder(
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
         write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
-    now = utc_time()
+    now = utc_now()
     refused: dict[str, CaptureError] = {}
     num_of_rank: Counter[int] = Counter()
     before = 0
@@ -169,7 +169,7 @@ def _refuse_other(call: Call, again: Call, copy: Path) -> None:
 def _bytes(tensor: Tensor) -> bytes:
     """Return the tensor's bytes, which are compared: NaN is not equal to itself."""
     flat = tensor.contiguous().view(-1)
-    return bytes(bytes_of(flat))
+    return bytes(view_bytes(flat))
 
 
 def _iso_time(written: str | None, source: str) -> str | None:

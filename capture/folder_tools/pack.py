@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.facts import Setting
-from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, SEGMENT_SUFFIX, homes_in, rank_in_name
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, SEGMENT_SUFFIX, list_capture_folders, parse_rank
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.segment import Segment, index_of
+from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 
 
@@ -47,7 +47,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
         raise CaptureError(f"{folder} is not whole. Try: capture check {folder}")
     extra = [folder / ACTOR_CONFIG_NAME]
     records = ("manifest_rank*.json", "end_rank*.json")
-    extra += sorted(path for home in homes_in(folder) for pattern in records for path in home.glob(pattern))
+    extra += sorted(path for home in list_capture_folders(folder) for pattern in records for path in home.glob(pattern))
     descriptor, temporary = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(descriptor)
     num_packed, left_out = 0, None
@@ -57,7 +57,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> Package:
             for path in extra:
                 if path.exists():
                     room.write(path)
-            for path in sorted([*checked.good, *checked.num_good_in], key=lambda one: (rank_in_name(one), one.name)):
+            for path in sorted([*checked.good, *checked.num_good_in], key=lambda one: (parse_rank(one), one.name)):
                 taken, left_out = room.add_segment(path) if path.suffix == SEGMENT_SUFFIX else room.add(path)
                 num_packed += taken
                 if left_out is not None:
@@ -100,16 +100,16 @@ class _Room:
 
     def add_segment(self, path: Path) -> tuple[int, str | None]:
         """Pack the passes from the segment's beginning on that fit, and their index."""
-        segment, index = Segment.open(path), index_of(path)
+        segment, index = Segment.open(path), index_path_of(path)
         left = self._left(path) - _OVERHEAD_BYTES - 2 * len(self._inside(index))
         num_fitting = bisect_right(list(_packed_sizes(segment)), left)
         if num_fitting:
             with open(path, "rb") as file:
-                data = file.read(segment.record(num_fitting - 1).end)
+                data = file.read(segment.record_at(num_fitting - 1).end)
             self._package.writestr(self._inside(path), data)
             records = bytes(segment.records[: num_fitting * RECORD_BYTES])
             self._package.writestr(self._inside(index), segment.head.pack() + records)
-        return num_fitting, None if num_fitting == segment.num_passes else segment.name(num_fitting)
+        return num_fitting, None if num_fitting == segment.num_passes else segment.name_at(num_fitting)
 
     def _left(self, path: Path) -> int:
         """Count the bytes that one more file of this name may have."""
@@ -126,7 +126,7 @@ def _packed_sizes(segment: Segment) -> Iterator[int]:
     """Yield at most how many bytes the segment and its index take in the zip, up to and with each pass."""
     packer = zlib.compressobj(9)
     num_bytes = 2 * segment.begin
-    for _, data in segment.passes():
+    for _, data in segment.read_passes():
         num_bytes += len(packer.compress(data)) + len(packer.flush(zlib.Z_SYNC_FLUSH)) + 2 * RECORD_BYTES
         yield num_bytes
 

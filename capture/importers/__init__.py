@@ -55,7 +55,7 @@ def dump_files(source: Path) -> list[Path]:
 
 def _passes_of(segment: Path) -> list[Path]:
     whole = Segment.open(segment)
-    return [whole.pass_path(place) for place in range(whole.num_passes)]
+    return [whole.path_at(place) for place in range(whole.num_passes)]
 
 
 def read_dump(path: Path, source: str, importer: Importer | None, num_rows: int | None) -> Iterator[Call]:

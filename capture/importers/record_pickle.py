@@ -17,7 +17,7 @@ from torch import Tensor
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import PickleReader
 from capture.file_format.saved_tensors import SavedTensors
-from capture.file_format.tensor_codec import from_bytes
+from capture.file_format.tensor_codec import tensor_from_bytes
 
 MAX_INSTRUCTIONS = 2_000_000  # some ten seconds; a batch of a thousand rows with their texts has a tenth of them
 MAX_TEXT_BYTES = 64 * 2**20
@@ -54,7 +54,7 @@ class Array:
             return None
         if math.prod(self.shape) * dtype.itemsize != len(self.data) or (self.code == "b1" and self.data.strip(b"\0\1")):
             return None
-        return from_bytes(self.data, dtype).view(self.shape)
+        return tensor_from_bytes(self.data, dtype).view(self.shape)
 
 
 @dataclass(eq=False)

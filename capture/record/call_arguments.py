@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.safe_unpickler import MAX_DEPTH, plain_copy, type_name
+from capture.file_format.safe_unpickler import MAX_DEPTH, copy_plain, type_name
 from capture.file_format.tensor_codec import can_encode
 
 _WRAPPED_NAMES = ("module", "_orig_mod", "model")  # DDP and DeepSpeed, torch.compile, OpenRLHF and PEFT
@@ -124,7 +124,7 @@ def _sort_in(taken: CallArguments, name: str, value: Any, max_depth: int) -> Non
             _sort_in(taken, f"{name}.{key}", item, max_depth - 1)
         return
     try:
-        taken.call_facts[name] = plain_copy(value)
+        taken.call_facts[name] = copy_plain(value)
     except TypeError:
         taken.left_out[name] = type_name(value)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
+from capture.file_format.optimizer_step import ParameterSamples, Sample, choose_sampled_run, strip_wrappers
 from capture.file_format.safe_unpickler import type_name
 from capture.record.sharding import SampleLocation, UnknownLayoutError, locate_run, locate_run_in_flat
 
@@ -103,7 +103,7 @@ class ParameterSlot:
         return placed.place
 
     def run(self, shape: Sequence[int]) -> tuple[int, int]:
-        return run_of(self.name, shape)
+        return choose_sampled_run(self.name, shape)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -335,7 +335,7 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
         if (flat := _flat_parameter_of(module)) is not None:
             flattened = (*flattened, f"{prefix}." if prefix else "")
             for number, name in enumerate(flat._fqns):
-                full = plain_name(f"{prefix}.{name}" if prefix else name)
+                full = strip_wrappers(f"{prefix}.{name}" if prefix else name)
                 yield FlatParameterSlot(name=full, module=weakref.ref(module), key="", number=number), flat
         if prefix.startswith(flattened) and flattened:
             continue
@@ -345,7 +345,7 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
                 parts = raw.split(".")
                 is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
                 reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
-                yield ParameterSlot(name=plain_name(raw), module=weakref.ref(module), key=key, reason=reason), parameter
+                yield ParameterSlot(name=strip_wrappers(raw), module=weakref.ref(module), key=key, reason=reason), parameter
 
 
 def _flat_parameter_of(module: nn.Module) -> Any:

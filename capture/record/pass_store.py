@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from capture.file_format.capture_file import EncodedCall, encode_call, utc_time
-from capture.file_format.end_record import EndRecord, write_end
-from capture.file_format.folder_layout import home_of
-from capture.file_format.manifest import stamp_of
+from capture.file_format.capture_file import EncodedCall, encode_call, utc_now
+from capture.file_format.end_record import EndRecord, write_end_record
+from capture.file_format.folder_layout import choose_rank_folder
+from capture.file_format.manifest import format_stamp
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.optimizer_step import OptimizerStep, merged
+from capture.file_format.optimizer_step import OptimizerStep, merge_steps
 from capture.record.background_writer import warn
 from capture.record.observer import Observer
 from capture.record.rank_writer import RankWriter, open_rank_writer
@@ -49,7 +49,7 @@ class RecordingEnded:
             num_steps=self.num_steps,
             place=self.place,
             opened=self.opened,
-            time=utc_time(),
+            time=utc_now(),
             not_recorded=self.not_recorded,
         )
 
@@ -111,7 +111,7 @@ class PassStore:
             case RecordingOpened():
                 self._settle(item.rank, item.world_size)
             case RecordingEnded():
-                write_end(self.place[1], item.record(self.place[0]), stamp=stamp_of(self._opened))
+                write_end_record(self.place[1], item.record(self.place[0]), stamp=format_stamp(self._opened))
             case _:
                 item()
 
@@ -144,7 +144,7 @@ class PassStore:
             left_out=taken.left_out,
             random=None if taken.random is None else taken.random.plain(),
             environment={**read_environment(), **taken.settings} if self._keep.reproduce else None,
-            weights=None if taken.weights is None else taken.weights.parameter_samples().text(),
+            weights=None if taken.weights is None else taken.weights.parameter_samples().to_json(),
             optimizer_step=taken.optimizer_step,
             recording=self._opened,
         )
@@ -173,7 +173,7 @@ class PassStore:
             written = self._held[-1].body.setdefault("outputs", {})
             written.update(outputs)
             if came.weights is not None:
-                self._held[-1].body["weights"] = came.weights.parameter_samples().text()
+                self._held[-1].body["weights"] = came.weights.parameter_samples().to_json()
             if came.settings:
                 self._held[-1].body["environment"].update(came.settings)
             if "step" in self._held[-1].body:
@@ -221,7 +221,7 @@ class PassStore:
             return
         step = part.record()
         if self._step is not None and self._step.number == step.number:
-            step = merged(self._step, step)
+            step = merge_steps(self._step, step)
         self._step = step
         window = [encoded for encoded in self._held if encoded.body.get("optimizer_step") == step.number]
         last = next((encoded for encoded in reversed(window) if encoded.body["trains"]), window[-1] if window else None)
@@ -241,7 +241,7 @@ class PassStore:
             # what computed it was not seen, and may have clipped too
             is_unclipped = step.is_unclipped and step.grad_norm is not None
             step = replace(step, grad_norm=noted, is_part_of_norm=False, is_unclipped=is_unclipped)
-        last.body["step"] = step.text()
+        last.body["step"] = step.to_json()
         self._observer.on_hold(last)
 
     def write_held(self) -> list[Path]:
@@ -275,7 +275,7 @@ class PassStore:
 
     def _home_of(self, rank: int, world_size: int | None) -> Path:
         in_segments = self._keep.segment is not None
-        return home_of(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
+        return choose_rank_folder(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 
     def commit(self) -> None:
         """List what was written in manifests. Raises OSError."""

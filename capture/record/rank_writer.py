@@ -11,17 +11,17 @@ from typing import Protocol
 
 from capture.file_format.atomic_write import remove_stale_temporaries, write_atomically
 from capture.file_format.capture_file import EncodedCall
-from capture.file_format.folder_layout import SEGMENT_SUFFIX, home_of, make_home, rank_in_name
+from capture.file_format.folder_layout import SEGMENT_SUFFIX, choose_rank_folder, make_rank_folder, parse_rank
 from capture.file_format.manifest import (
     MAX_ENTRIES,
-    Entry,
+    ManifestEntry,
+    format_stamp,
     read_manifest,
     rewrite_manifest,
-    stamp_of,
     write_manifest,
 )
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.segment import INDEX_SUFFIX, index_of
+from capture.file_format.segment import INDEX_SUFFIX, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 from capture.file_format.segment_writer import SegmentWriter, repair_segments
 from capture.record.retention import RetentionSettings
@@ -56,7 +56,7 @@ def open_rank_writer(
     folder: Path, keep: RetentionSettings, *, rank: int, world_size: int | None, stamp: str
 ) -> RankWriter:
     """Prepare the folder for a rank's passes. `stamp`, a time, tells recordings apart. Raises OSError."""
-    home = home_of(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
+    home = choose_rank_folder(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
     for place in {folder, home}:
         if place.is_dir():
             remove_stale_temporaries(place, rank)
@@ -104,7 +104,7 @@ class RankFiles:
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
-        parts = encoded.parts()
+        parts = encoded.pickle_parts()
         num_bytes = sum(len(part) for part in parts)
         max_bytes = self._keep.max_bytes
         if max_bytes is not None and self._charge(num_bytes) > max_bytes:
@@ -114,12 +114,12 @@ class RankFiles:
                 return None
             self._give_up_oldest()
         if self.home != self._folder:
-            make_home(self.home)
-        path = encoded.new_path(self.home)
+            make_rank_folder(self.home)
+        path = encoded.choose_path(self.home)
         write_atomically(path, *parts)
         self._num_files += 1
         self._num_bytes += self._charge(num_bytes)
-        self._entries[path.name] = Entry(
+        self._entries[path.name] = ManifestEntry(
             name=path.name,
             num_bytes=num_bytes,
             crc32=zlib.crc32(parts[1], zlib.crc32(parts[0])),
@@ -127,7 +127,7 @@ class RankFiles:
             step=encoded.step,
             trains=encoded.body["trains"],
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
-        ).text()
+        ).to_json()
         if self._keep.keep == "last":
             self._oldest_first.append((path, self._charge(num_bytes)))
             return path
@@ -215,7 +215,7 @@ class RankSegments:
         self.home = home
         self.num_given_up = 0
         self._keep = keep
-        self._writer = SegmentWriter(home, rank=rank, stamp=stamp_of(stamp), max_bytes=segment)
+        self._writer = SegmentWriter(home, rank=rank, stamp=format_stamp(stamp), max_bytes=segment)
         own_files = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
         files = (entry for entry in _entries_in({folder, home}) if own_files.fullmatch(entry.name))
         segments = sorted(_segments_of(rank, {folder, home}))
@@ -227,7 +227,7 @@ class RankSegments:
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
-        parts, record, head = encoded.parts(), encoded.record(), encoded.head()
+        parts, record, head = encoded.pickle_parts(), encoded.segment_record(), encoded.segment_head()
         num_bytes = sum(map(len, parts))
         begins = self._writer.will_begin(head, num_bytes, record.number)
         charge = num_bytes + 2 * RECORD_BYTES + 2 * len(head.pack()) * begins
@@ -249,7 +249,7 @@ class RankSegments:
         oldest = self._oldest_first.popleft()
         if oldest.path == self._writer.path:
             self._writer.close()
-        index_of(oldest.path).unlink(missing_ok=True)  # first: a segment without one loses nothing
+        index_path_of(oldest.path).unlink(missing_ok=True)  # first: a segment without one loses nothing
         oldest.path.unlink(missing_ok=True)
         self._num_bytes -= oldest.num_bytes
         self.num_given_up += oldest.num_passes
@@ -272,13 +272,13 @@ def _segments_of(rank: int, places: set[Path]) -> Iterator[tuple[Path, int]]:
     sizes: dict[Path, int] = {}
     for entry in _entries_in(places):
         path = Path(entry.path)
-        if path.suffix in (SEGMENT_SUFFIX, INDEX_SUFFIX) and rank_in_name(path) == rank:
+        if path.suffix in (SEGMENT_SUFFIX, INDEX_SUFFIX) and parse_rank(path) == rank:
             segment = path.with_suffix(SEGMENT_SUFFIX)
             sizes[segment] = sizes.get(segment, 0) + entry.stat().st_size
     yield from sizes.items()
 
 
-def _entries_of(manifest: Path) -> list[Entry]:
+def _entries_of(manifest: Path) -> list[ManifestEntry]:
     """Read a manifest; a damaged one, which `capture check` reports, has no entries. Raises OSError."""
     try:
         return read_manifest(manifest)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from capture.file_format.folder_layout import ranks_in
+from capture.file_format.folder_layout import find_ranks
 from capture.file_format.listing import format_ranges
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.call_arguments import ForwardHooks
@@ -283,7 +283,7 @@ class Recorder:
         wanted = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
         deadline = time.monotonic() + MAX_SECONDS_FOR_OTHER_RANKS
         try:
-            while (missing := wanted - ranks_in(self.folder)) and time.monotonic() < deadline:
+            while (missing := wanted - find_ranks(self.folder)) and time.monotonic() < deadline:
                 time.sleep(0.02)
         except OSError:
             return []

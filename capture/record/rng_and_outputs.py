@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.optimizer_step import sampled_tokens
+from capture.file_format.optimizer_step import choose_sampled_tokens
 from capture.file_format.safe_unpickler import type_name
-from capture.file_format.tensor_codec import Output, RandomStates, bytes_of, can_encode
+from capture.file_format.tensor_codec import Output, RandomStates, can_encode, view_bytes
 
 # Compute log-probs of a few tokens of a pass from its logits: they tell tokens apart, which a loss does not.
 #
@@ -51,7 +51,7 @@ def find_logits(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ())
 
 @torch.no_grad()
 def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
-    """Compute log-probs, in fp32, of the ids at `sampled_tokens` from the logits one place before.
+    """Compute log-probs, in fp32, of the ids at `choose_sampled_tokens` from the logits one place before.
 
     An id without a logit gives nan.
     """
@@ -78,7 +78,7 @@ def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> tuple[T
     """Return the row, the column and the column before of each token that is looked at."""
     key = num_rows, num_tokens, device
     if key not in _indices:
-        places = [(row, column, column - 1) for row, column in sampled_tokens(num_rows, num_tokens)]
+        places = [(row, column, column - 1) for row, column in choose_sampled_tokens(num_rows, num_tokens)]
         indices = torch.tensor(places, device="cpu").T.contiguous()
         if device.type == "cuda":
             indices = indices.pin_memory().to(device, non_blocking=True)
@@ -124,10 +124,10 @@ class RandomSnapshot:
         version, words, gauss = self.python
         states: RandomStates = {
             "python": {"version": version, "state": struct.pack(f"<{_NUM_WORDS}I", *words), "gauss": gauss},
-            "torch": {"cpu": bytes(bytes_of(self.cpu))},
+            "torch": {"cpu": bytes(view_bytes(self.cpu))},
         }
         if self.cuda is not None:
-            states["torch"]["cuda"] = bytes(bytes_of(self.cuda))
+            states["torch"]["cuda"] = bytes(view_bytes(self.cuda))
         if self.numpy is not None:
             states["numpy"] = {
                 "algorithm": str(self.numpy["bit_generator"]),
@@ -298,5 +298,5 @@ def summarise_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Output]:
             continue
         rows = tensor.reshape(tensor.shape[0], -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
         outputs[f"{name}_row_sums"] = rows.double().sum(dim=1).tolist()
-        outputs[f"{name}_crc32"] = zlib.crc32(bytes_of(tensor.contiguous().reshape(-1)))
+        outputs[f"{name}_crc32"] = zlib.crc32(view_bytes(tensor.contiguous().reshape(-1)))
     return outputs

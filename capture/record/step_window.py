@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from capture.file_format.optimizer_step import OptimizerStep, distinct
+from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings
 from capture.record import optimizer_hooks
 from capture.record.engine_gradients import (
     EngineGradients,
@@ -61,7 +61,7 @@ class StepPart:
             shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
             gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).parameter_samples(),
             grad_norm=values.get(_NORM),
-            settings=distinct(settings),
+            settings=merge_equal_settings(settings),
         )
 
 

@@ -13,7 +13,7 @@ from actor_init.custom.user_file import UserFunction
 from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.options.declarations import OBJECTIVES
 from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
@@ -177,7 +177,7 @@ def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
     none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
     """
     if is_objective(loss):
-        return with_labels_of_own_tokens(batch)
+        return with_shift_labels_as_labels(batch)
     return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
 
 

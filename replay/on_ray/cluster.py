@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
-from capture.file_format.folder_layout import homes_in
+from capture.file_format.folder_layout import list_capture_folders
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connect
 from capture.on_ray.node_files import FileChange, write_change
@@ -129,7 +129,7 @@ class Cluster:
 
         Returns the folder of the copy by node.
         """
-        homes = homes_in(folder) if folder.is_dir() else []
+        homes = list_capture_folders(folder) if folder.is_dir() else []
         paths = [path for home in homes for path in home.iterdir() if path.is_file()]
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         lacks = {node: agent.lacks.remote(str(folder), sizes) for node, agent in self.agents.items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from capture.black_box.incidents import Incident, read_incidents
 from capture.black_box.stacks import StackFrame, find_main_stack, parse_traceback
-from capture.file_format.end_record import EndRecord, read_ends
-from capture.file_format.manifest import stamp_of
+from capture.file_format.end_record import EndRecord, read_end_records
+from capture.file_format.manifest import format_stamp
 from capture.record.observer import TRAINING_PHASES
 from replay.watch.blame import Blame, blame_fewest, blame_some
 from replay.watch.stacks import COLLECTIVE_CODE, NUM_INNERMOST
@@ -109,9 +109,9 @@ def last_seen(folder: Path) -> list[LastSeen]:
     incidents: dict[tuple[str, int], list[Incident]] = {}
     for record in read_incidents(folder):
         for one in record.incidents:
-            opened = stamp_of(one.opened) if one.opened else record.name.partition(f"rank{record.rank}_")[2]
+            opened = format_stamp(one.opened) if one.opened else record.name.partition(f"rank{record.rank}_")[2]
             incidents.setdefault((opened, record.rank), []).append(one)
-    ends = {(stamp_of(end.opened), end.rank): end for end in read_ends(folder)}
+    ends = {(format_stamp(end.opened), end.rank): end for end in read_end_records(folder)}
     job: dict[int, tuple[str, int]] = {}
     for key in sorted({*incidents, *ends}):
         if key[1] in job:

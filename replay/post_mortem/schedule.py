@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.end_record import EndRecord, read_ends
+from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import ID_NAMES
 from capture.file_format.optimizer_step import OptimizerStep
@@ -95,7 +95,7 @@ def read_schedules(folder: Path) -> list[Schedule]:
         if of_rank[-1] and planned.number <= next(reversed(of_rank[-1])):
             of_rank.append({})
         of_rank[-1][planned.number] = planned
-    ends = sorted(read_ends(folder), key=lambda end: end.opened)
+    ends = sorted(read_end_records(folder), key=lambda end: end.opened)
     most = max((len(of_rank) for of_rank in recordings.values()), default=0)
     if any(len(of_rank) < most for of_rank in recordings.values()):
         left_out.append("recordings before the last one: ranks have different numbers of them")

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
-from capture.file_format.folder_layout import folder_of_capture
+from capture.file_format.folder_layout import find_recording_folder
 from replay.options.option_parsing import command_line, set_without_option, spec_from_dict
 from replay.options.spec import ReplaySpec, default_folder
 
@@ -83,7 +83,7 @@ class ChildJob:
         """Return the folder of its inputs."""
         folder, file = self.spec.inputs.inputs, self.spec.inputs.input_file
         if file is not None:
-            return folder_of_capture(file.absolute())
+            return find_recording_folder(file.absolute())
         return default_folder() if folder is None else folder.absolute()
 
     def logging_into(self, folder: Path) -> Self:

@@ -17,7 +17,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call
-from capture.file_format.folder_layout import folder_of_capture
+from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
 from replay.options.resolved import KERNELS, PACKING, By, Choice
 from replay.options.spec import InputsSpec, Parts, VerdictRule, default_folder
@@ -183,7 +183,7 @@ def source_of_all(spec: Parts, world: World) -> ModelSource:
 
 def inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
-        return folder_of_capture(spec.input_file)
+        return find_recording_folder(spec.input_file)
     return spec.inputs if spec.inputs is not None else default_folder()
 
 

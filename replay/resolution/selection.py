@@ -14,10 +14,10 @@ from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.end_record import not_recorded_in
+from capture.file_format.end_record import count_not_recorded
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
-from capture.file_format.segment import Segment, is_pass
+from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
@@ -241,7 +241,7 @@ def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int | None:
 
 
 def _existing_file(path: Path) -> Path:
-    if not is_pass(path):
+    if not capture_exists(path):
         raise UsageError(Setting("input_file", path), "does not exist", f"Try: replay inspect {path.parent}")
     return path
 
@@ -249,7 +249,7 @@ def _existing_file(path: Path) -> Path:
 def _not_recorded(folder: Path) -> dict[str, int]:
     """Count the training passes that the recording could not keep; none where its end cannot be read."""
     try:
-        return not_recorded_in(folder)
+        return count_not_recorded(folder)
     except CaptureError:  # `replay inspect` names the file
         return {}
 

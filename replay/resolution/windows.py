@@ -24,7 +24,7 @@ class Captured:
     world_size: int | None
     num_tokens: int | None  # tokens that the loss averages over; None: the capture was not opened
     optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
-    window: int | None  # on the last pass before a step: `window_digest` of its rank's forwards in the window
+    window: int | None  # on the last pass before a step: `digest_window` of its rank's forwards in the window
     has_gradients: bool  # the capture holds samples of the gradient used in the step
     real_tokens: int = 0
     padded_tokens: int = 0

@@ -25,7 +25,7 @@ from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
-from capture.file_format.tensor_codec import bytes_of
+from capture.file_format.tensor_codec import view_bytes
 from replay.options.option_parsing import as_typed, in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
@@ -246,7 +246,7 @@ def digest_of_inputs(batch: MicroBatch) -> str:
         if tensor is not None:
             flat = tensor.contiguous().reshape(-1)
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(bytes_of(flat))
+            digest.update(view_bytes(flat))
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
-from capture.file_format.optimizer_step import OptimizerStep, Sample, sampled_tokens
+from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from replay.objective.objective import tokens_for
 from replay.options.spec import LossName, is_objective
 from replay.output.text import counted
@@ -252,7 +252,7 @@ def token_places(call: Call, num_rows: int, num_tokens: int) -> list[tuple[int, 
     """
     named = call.outputs.get(TOKEN_PLACES)
     if not isinstance(named, list):
-        return sampled_tokens(num_rows, num_tokens)
+        return choose_sampled_tokens(num_rows, num_tokens)
     places = [(int(row), int(column)) for row, column in zip(named[::2], named[1::2], strict=False)]
     return [(row, column) for row, column in places if 0 <= row < num_rows and 0 < column < num_tokens]
 

@@ -73,7 +73,7 @@ def other_numbers(home: Path) -> Path:
         for number in range(4):
             for call in first:
                 outputs = dict(call.outputs)
-                sums = call.numbers("output_row_sums") or []
+                sums = call.output_numbers("output_row_sums") or []
                 sums[1] *= 1.1 if number == 2 else 1.0
                 origin = replace(call.origin, step=number)
                 writer.write(replace(call, outputs={**outputs, "output_row_sums": sums}, origin=origin))

@@ -27,7 +27,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
-from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.commands.diagnose.checks import Case, examined
 from replay.commands.diagnose.untimed_actor import rows_of
 from replay.objective.objective import tokens_for
@@ -193,7 +193,7 @@ def _check_writable(path: Path) -> None:
 def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
-        read = with_labels_of_own_tokens(read_micro_batch(path))
+        read = with_shift_labels_as_labels(read_micro_batch(path))
         batch = tokens_for(run.measure.loss, with_own_positions(read, source.config))
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)

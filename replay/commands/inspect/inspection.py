@@ -18,9 +18,9 @@ from capture.black_box.incidents import Incident, read_incidents
 from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, find_non_finite, read_call
-from capture.file_format.end_record import not_recorded_in
+from capture.file_format.end_record import count_not_recorded
 from capture.file_format.listing import list_segment_files, list_single_pass_files
-from capture.file_format.manifest import damage_in
+from capture.file_format.manifest import describe_damage
 from capture.file_format.micro_batch import CaptureError, NotReplayableError
 from capture.file_format.segment import Segment
 from capture.file_format.segment_record import (
@@ -175,7 +175,7 @@ class Totals:
         except CaptureError as error:
             self._damaged.append((path, in_flags(error)))
             return
-        if reason := damage_in(segment):
+        if reason := describe_damage(segment):
             self._damaged.append((path, reason))
         self.versions.update(f"{name} {number}" for name, number in segment.head.versions.items() if segment.num_passes)
         self.world_size = max(self.world_size, segment.head.world_size or 0)
@@ -187,7 +187,7 @@ class Totals:
         flags = table[:, COLUMN["flags"]]
         has_tokens = flags & HAS_TOKENS != 0
         for place in (~has_tokens).nonzero().flatten().tolist():  # calls with embeddings, which say so when read
-            self.add_file(segment.pass_path(begin + place))
+            self.add_file(segment.path_at(begin + place))
         if not bool(has_tokens.any()):
             return
         is_training = flags & TRAINS != 0
@@ -202,9 +202,9 @@ class Totals:
         sizes = table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]]
         largest, least = sizes.where(has_tokens, -1).argmax(), sizes.where(has_tokens, 2**62).argmin()
         for place in (int(largest), int(least)):
-            record = segment.record(begin + place)
+            record = segment.record_at(begin + place)
             assert record.counts is not None
-            self._see_size(int(sizes[place]), segment.name(begin + place), record.counts)
+            self._see_size(int(sizes[place]), segment.name_at(begin + place), record.counts)
         real, actions = table[:, COLUMN["real_tokens"]], table[:, COLUMN["action_tokens"]]
         is_odd = (flags & NON_FINITE != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
         for place in (is_odd & has_tokens).nonzero().flatten().tolist():
@@ -214,7 +214,7 @@ class Totals:
         if len(self.odd) >= MOST_ODD:
             self.num_odd += 1
             return
-        record, path = segment.record(place), segment.pass_path(place)
+        record, path = segment.record_at(place), segment.path_at(place)
         assert record.counts is not None
         try:
             self._see_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
@@ -362,7 +362,7 @@ def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[Ran
     try:
         records = read_incidents(folder)
         hang = post_mortem(last_seen(folder))
-        not_recorded = not_recorded_in(folder)
+        not_recorded = count_not_recorded(folder)
     except CaptureError as error:
         damaged.append((folder, in_flags(error)))
         return [], [], {}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actor_init.as_json import to_json
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, folder_of_capture
+from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_folder
 from capture.file_format.micro_batch import CaptureError
 from replay.options.option_parsing import Toggle, command_line, toggles, with_values
 from replay.options.spec import ReplaySpec
@@ -261,6 +261,6 @@ def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) ->
     folder.mkdir(mode=0o700, parents=True)
     for cut in candidate.cuts:
         cut_call(read_source(sources[cut.source]), cut).write(folder)
-    config = folder_of_capture(sources[0]) / ACTOR_CONFIG_NAME
+    config = find_recording_folder(sources[0]) / ACTOR_CONFIG_NAME
     if config.is_file():
         shutil.copy(config, folder)

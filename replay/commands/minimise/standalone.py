@@ -166,7 +166,7 @@ def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[st
         call = read_call(path)
         batch = with_own_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
         fed = actor_inputs(batch, packing=False)
-        sums = call.numbers("log_probs_row_sums") or call.numbers("output_row_sums")
+        sums = call.output_numbers("log_probs_row_sums") or call.output_numbers("output_row_sums")
         own: dict[str, Tensor | None] = {
             "input_ids": fed.input_ids,
             "attention_mask": None if fed.attention_mask_BS is None else fed.attention_mask_BS.long(),

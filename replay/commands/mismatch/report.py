@@ -23,7 +23,7 @@ from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
-from capture.file_format.micro_batch import CaptureError, MicroBatch, with_labels_of_own_tokens
+from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.commands.mismatch.statistics import Mismatch, Tokens, WorstToken, mismatch_of, tokens_of, worst_tokens
 from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, Recorded, missing
 from replay.objective.objective import negated_mean
@@ -134,7 +134,7 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
-        batch = with_own_positions(with_labels_of_own_tokens(call.micro_batch()), source.config)
+        batch = with_own_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(*error.args) from error
     recorded = Recorded.of(call, batch)

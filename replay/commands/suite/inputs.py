@@ -15,7 +15,7 @@ from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.atomic_write import write_atomically
-from capture.file_format.capture_file import read_capture_bytes, read_micro_batch, utc_time, write_call
+from capture.file_format.capture_file import read_capture_bytes, read_micro_batch, utc_now, write_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError, Origin
@@ -54,7 +54,7 @@ def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> Wr
         num_cut += len(ids) > MAX_LENGTH
         ids_1S = torch.tensor([ids[:MAX_LENGTH]])
         tensors = {"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S), "labels": ids_1S}
-        origin = Origin(source="", rank=0, world_size=1, step=num_texts, time=utc_time(), model_name=model)
+        origin = Origin(source="", rank=0, world_size=1, step=num_texts, time=utc_now(), model_name=model)
         write_call(folder, tensors, {}, trains=True, origin=origin)
         num_texts += 1
         if num_texts == most:

@@ -19,9 +19,9 @@ from capture import CaptureError, capture_files, read_actor_config, read_micro_b
 from capture.black_box.incidents import read_incidents
 from capture.cli import main
 from capture.file_format.capture_file import read_call, read_capture_bytes
-from capture.file_format.folder_layout import MANY_RANKS
+from capture.file_format.folder_layout import MAX_RANKS_IN_ONE_FOLDER
 from capture.file_format.manifest import check_folder, read_manifest
-from capture.file_format.segment import Segment, index_of
+from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 from capture.record.retention import check_retention, parse_segment_bytes
 from tests.helpers.small_jobs import TinyModel, steps_in
@@ -38,7 +38,7 @@ def record(folder: Path, num_passes: int = 6, segment: int | str | None = "1MB",
     return recorder
 
 
-def segments_in(folder: Path) -> list[Path]:
+def list_segments(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.seg"))
 
 
@@ -46,7 +46,7 @@ def segments_in(folder: Path) -> list[Path]:
 def one(tmp_path: Path) -> Path:
     """One segment of six passes."""
     record(tmp_path / "run")
-    [segment] = segments_in(tmp_path / "run")
+    [segment] = list_segments(tmp_path / "run")
     return segment
 
 
@@ -67,8 +67,8 @@ def test_a_segment_holds_what_files_of_one_pass_hold(tmp_path: Path) -> None:
     own = [path for path in (tmp_path / "segments").rglob("*") if path.is_file()]
     assert {path.suffix for path in own} == {".json", ".seg", ".idx"}
     assert {path.parent.name for path in own if path.suffix == ".seg"} == {"rank0", "rank1"}
-    assert len(segments_in(tmp_path / "segments")) > 2
-    assert max(path.stat().st_size for path in segments_in(tmp_path / "segments")) <= 100_000
+    assert len(list_segments(tmp_path / "segments")) > 2
+    assert max(path.stat().st_size for path in list_segments(tmp_path / "segments")) <= 100_000
     for folder in ("segments", "files", "back"):
         found = {path.name: read_capture_bytes(path) for path in capture_files(tmp_path / folder)}
         assert found == expected
@@ -82,14 +82,16 @@ def test_a_recording_in_segments_is_a_folder_a_rank(tmp_path: Path, as_rank: Any
         as_rank(rank, 2)
         recorder = record(tmp_path, 5)
         assert (recorder.num_written, recorder.failure) == (5, None)
-    assert sorted(path.relative_to(tmp_path).parts[0] for path in segments_in(tmp_path)) == ["rank0", "rank1"]
+    assert sorted(path.relative_to(tmp_path).parts[0] for path in list_segments(tmp_path)) == ["rank0", "rank1"]
     assert steps_in(tmp_path) == sorted(2 * list(range(5)))
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {0o600}
     checked = check_folder(tmp_path)
-    assert (checked.is_whole, checked.num_good, checked.torn, checked.reindexed) == (True, 10, {}, [])
+    assert (checked.is_whole, checked.num_good, checked.num_torn_bytes, checked.without_index) == (True, 10, {}, [])
 
 
-@pytest.mark.parametrize(("world_size", "has_folder"), [(MANY_RANKS, False), (MANY_RANKS + 1, True)])
+@pytest.mark.parametrize(
+    ("world_size", "has_folder"), [(MAX_RANKS_IN_ONE_FOLDER, False), (MAX_RANKS_IN_ONE_FOLDER + 1, True)]
+)
 def test_many_ranks_have_a_folder_each(world_size: int, has_folder: bool, tmp_path: Path, as_rank: Any) -> None:
     as_rank(3, world_size)
     record(tmp_path, 2, segment=None)
@@ -102,29 +104,29 @@ def test_many_ranks_have_a_folder_each(world_size: int, has_folder: bool, tmp_pa
 def test_a_pass_is_read_without_its_neighbours(one: Path) -> None:
     """All other passes are overwritten, so a reader that looked at them would fail."""
     segment = Segment.open(one)
-    kept = segment.record(2)
-    expected = read_micro_batch(segment.pass_path(2)).sequences_BS
+    kept = segment.record_at(2)
+    expected = read_micro_batch(segment.path_at(2)).sequences_BS
     data = one.read_bytes()
     own = data[kept.offset + RECORD_BYTES : kept.end]
     one.write_bytes(bytes(kept.offset + RECORD_BYTES) + own + bytes(len(data) - kept.end))
-    assert read_micro_batch(segment.pass_path(2)).sequences_BS.equal(expected)
+    assert read_micro_batch(segment.path_at(2)).sequences_BS.equal(expected)
     assert expected.equal((IDS_BS + 2) % 16)
     for other in (0, 1, 3, 5):
         with pytest.raises(CaptureError, match="checksum is wrong"):
-            read_micro_batch(segment.pass_path(other))
+            read_micro_batch(segment.path_at(other))
 
 
 def test_a_bad_byte_costs_one_pass(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     segment = Segment.open(one)
     data = bytearray(one.read_bytes())
-    data[segment.record(3).end - 5] ^= 1
+    data[segment.record_at(3).end - 5] ^= 1
     one.write_bytes(data)
     assert main(["check", str(one.parents[1])]) == 1
     out = capsys.readouterr().out
     assert "5 passes in 1 segment\n" in out
-    assert f"damaged    {segment.name(3)}: the checksum is wrong" in out
+    assert f"damaged    {segment.name_at(3)}: the checksum is wrong" in out
     readable = [path for path in capture_files(one.parents[1]) if not raises(path)]
-    assert [path.name for path in readable] == [segment.name(place) for place in (0, 1, 2, 4, 5)]
+    assert [path.name for path in readable] == [segment.name_at(place) for place in (0, 1, 2, 4, 5)]
 
 
 def raises(path: Path) -> bool:
@@ -138,9 +140,9 @@ def raises(path: Path) -> bool:
 def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(one: Path) -> None:
     """A killed process leaves a part of a record or pass at the end, without an entry in the index."""
     segment, data = Segment.open(one), one.read_bytes()
-    index = index_of(one).read_bytes()
-    before, last = segment.record(4), segment.record(5)
-    index_of(one).write_bytes(index[:-RECORD_BYTES])
+    index = index_path_of(one).read_bytes()
+    before, last = segment.record_at(4), segment.record_at(5)
+    index_path_of(one).write_bytes(index[:-RECORD_BYTES])
     for end in [*range(before.end, before.end + RECORD_BYTES + 2), *range(before.end, last.end, 41), last.end - 1]:
         one.write_bytes(data[:end])
         torn = Segment.open(one)
@@ -154,33 +156,33 @@ def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(one: Pat
 
 @pytest.mark.parametrize("how", ["gone", "torn", "damaged", "empty"])
 def test_an_index_is_made_anew_from_its_segment(how: str, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names, index = [path.name for path in capture_files(one.parents[1])], index_of(one).read_bytes()
+    names, index = [path.name for path in capture_files(one.parents[1])], index_path_of(one).read_bytes()
     match how:
         case "gone":
-            index_of(one).unlink()
+            index_path_of(one).unlink()
         case "torn":
-            index_of(one).write_bytes(index[: -RECORD_BYTES - 50])
+            index_path_of(one).write_bytes(index[: -RECORD_BYTES - 50])
         case "damaged":
-            index_of(one).write_bytes(index[:-300] + b"x" + index[-299:])
+            index_path_of(one).write_bytes(index[:-300] + b"x" + index[-299:])
         case _:
-            index_of(one).write_bytes(b"")
+            index_path_of(one).write_bytes(b"")
     assert [path.name for path in capture_files(one.parents[1])] == names
     assert not any(raises(path) for path in capture_files(one.parents[1]))
     assert main(["check", str(one.parents[1])]) == 0
     assert f"no index   {one.name}" in capsys.readouterr().out
     assert main(["salvage", str(one.parents[1])]) == 0
     assert "repaired   1 segments" in capsys.readouterr().out
-    assert index_of(one).read_bytes() == index
+    assert index_path_of(one).read_bytes() == index
 
 
 def test_records_of_a_segment_without_index_are_found_behind_a_gap(one: Path) -> None:
     segment, data = Segment.open(one), bytearray(one.read_bytes())
-    index_of(one).unlink()
-    data[segment.record(2).offset + 20] ^= 1  # its record, so its length is unknown
+    index_path_of(one).unlink()
+    data[segment.record_at(2).offset + 20] ^= 1  # its record, so its length is unknown
     one.write_bytes(data)
     found = Segment.open(one)
-    assert [found.name(place) for place in range(found.num_passes)] == [segment.name(k) for k in (0, 1, 3, 4, 5)]
-    assert found.gaps == [(segment.record(2).offset, segment.record(2).end - segment.record(2).offset)]
+    assert [found.name_at(place) for place in range(found.num_passes)] == [segment.name_at(k) for k in (0, 1, 3, 4, 5)]
+    assert found.gaps == [(segment.record_at(2).offset, segment.record_at(2).end - segment.record_at(2).offset)]
     assert not check_folder(one.parents[1]).is_whole
 
 
@@ -237,7 +239,7 @@ def test_kill_9_in_the_middle_of_a_write_loses_that_pass_alone(write: int, tmp_p
     record(tmp_path, 3)  # the rank's next recording
     assert steps_in(tmp_path) == sorted([*range(num_whole), *range(3)])
     checked = check_folder(tmp_path)
-    assert (checked.is_whole, checked.torn, checked.reindexed) == (True, {}, [])
+    assert (checked.is_whole, checked.num_torn_bytes, checked.without_index) == (True, {}, [])
 
 
 def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) 
         for _ in range(3):
             model(IDS_BS)
         recorder.flush()
-        [segment] = segments_in(tmp_path)
+        [segment] = list_segments(tmp_path)
         with open(segment, "ab") as file:  # as if a pass were half written
             file.write(b"half")
         assert main(["salvage", str(tmp_path)]) == 0
@@ -275,7 +277,7 @@ def test_a_disk_that_is_full_costs_the_passes_after_it(
     monkeypatch.undo()
     assert (recorder.num_written, recorder.num_dropped) == (2, 4)
     assert steps_in(tmp_path) == [0, 1]
-    assert check_folder(tmp_path).torn == {}
+    assert check_folder(tmp_path).num_torn_bytes == {}
 
 
 @pytest.mark.parametrize(
@@ -330,13 +332,13 @@ def test_a_flight_recorder_writes_its_passes_into_a_segment(tmp_path: Path) -> N
     [found] = read_incidents(tmp_path)
     assert found.incidents[0].files == [path.name for path in capture_files(tmp_path)]
     assert steps_in(tmp_path) == [2, 3, 4]
-    assert [path.parent.name for path in segments_in(tmp_path)] == ["rank0"]
+    assert [path.parent.name for path in list_segments(tmp_path)] == ["rank0"]
 
 
 def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> None:
     writers = [sys.executable, "-m", "tests.helpers.many_writers", str(tmp_path), "64", "4"]
     subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=1800)
-    assert len(segments_in(tmp_path)) == 64
+    assert len(list_segments(tmp_path)) == 64
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
     found = [read_micro_batch(path) for path in capture_files(tmp_path)]
     assert [(batch.origin.rank, batch.origin.step) for batch in found] == [(r, s) for r in range(64) for s in range(4)]
@@ -358,7 +360,7 @@ def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch
 def test_redact_writes_segments_for_segments(tmp_path: Path) -> None:
     main(["convert", str(SAMPLE), str(tmp_path / "in"), "--segment", "100kB"])
     assert main(["redact", str(tmp_path / "in"), str(tmp_path / "out"), "--tokens", "zero"]) == 0
-    assert segments_in(tmp_path / "out")
+    assert list_segments(tmp_path / "out")
     assert list((tmp_path / "out").rglob("*.pkl")) == []
     before, after = ([read_micro_batch(path) for path in capture_files(tmp_path / name)] for name in ("in", "out"))
     assert [batch.origin.step for batch in after] == [batch.origin.step for batch in before]
@@ -379,7 +381,7 @@ def test_pack_takes_as_many_passes_of_segments_as_fit(
     found = [(path.name, read_capture_bytes(path)) for path in capture_files(folder)]
     assert found == [(path.name, read_capture_bytes(path)) for path in captures[: len(found)]]
     checked = check_folder(folder)
-    assert (checked.is_whole, checked.reindexed, checked.torn) == (True, [], {})
+    assert (checked.is_whole, checked.without_index, checked.num_torn_bytes) == (True, [], {})
     if max_bytes == 60_000:
         assert (tmp_path / "a.zip").stat().st_size > max_bytes // 2
         assert f"{40 - len(found)} passes, from {captures[len(found)].name} on" in capsys.readouterr().out

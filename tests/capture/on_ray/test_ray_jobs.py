@@ -16,7 +16,7 @@ import pytest
 from capture import capture_files
 from capture.black_box.incidents import read_incidents
 from capture.cli import main
-from capture.file_format.capture_file import utc_time
+from capture.file_format.capture_file import utc_now
 from capture.file_format.manifest import check_folder
 from capture.on_ray.collect import collect_folder
 from capture.on_ray.node_files import MAX_BYTES_PER_ANSWER
@@ -82,7 +82,7 @@ def test_flight_recorders_of_killed_workers_come_home(cluster: TwoNodes, tmp_pat
     script = ROOT / "tests" / "helpers" / "killed_ray_job.py"
     exit_code, output = run_job(cluster, script, str(tmp_path / "storage"), "$NODE_DISK/killed")
     assert exit_code == 1, output
-    ended = utc_time()
+    ended = utc_now()
     came = collect_folder("$NODE_DISK/killed", tmp_path / "home", address=cluster.address)
     assert came.is_whole
     # rank 0 lost its peer: it wrote its passes itself, or Ray ended it before it could

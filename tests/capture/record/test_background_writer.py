@@ -164,7 +164,7 @@ def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
 def test_each_new_fact_is_read_back_and_one_like_the_last_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(capture_file, "load_plain", lambda payload, source: read.append(source))
-    monkeypatch.setattr(capture_file, "_latest_readable", b"")
+    monkeypatch.setattr(capture_file, "_latest_readable_facts", b"")
 
     def encode(step: int, **facts: object) -> None:
         encode_call({"input_ids": IDS_BS + step}, facts, trains=True, origin=Origin(source="", step=step, rank=0))

@@ -209,7 +209,7 @@ def test_a_folder_that_goes_away_changes_nothing_for_the_job(fault: str, tmp_pat
 
 
 def test_temporaries_of_the_living_and_of_other_ranks_stay(tmp_path: Path) -> None:
-    host, token = capture.file_format.atomic_write.HOST, capture.file_format.atomic_write._TOKEN
+    host, token = capture.file_format.atomic_write.HOST_DIGEST, capture.file_format.atomic_write._TOKEN
     dead = next(number for number in range(300_000, 400_000) if not Path(f"/proc/{number}").exists())
     me = os.getpid()
     stale = {

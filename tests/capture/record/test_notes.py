@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import capture
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.micro_batch import misfit
+from capture.file_format.micro_batch import explain_misfit
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record.recorder import take_held_notes
 from capture.run import ModelSearch, Order
@@ -83,8 +83,8 @@ def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Pa
     ],
 )
 def test_shapes_that_fit_rows_of_tokens_are_kept(shape: tuple[int, ...], fits: bool) -> None:
-    assert (misfit(shape, rows=4, row_length=9) is None) == fits
-    assert misfit((7,), rows=1, row_length=9) is None  # tokens of the only row
+    assert (explain_misfit(shape, rows=4, row_length=9) is None) == fits
+    assert explain_misfit((7,), rows=1, row_length=9) is None  # tokens of the only row
 
 
 def test_what_does_not_fit_is_one_warning_and_named_in_the_capture(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
-from capture.file_format.optimizer_step import OptimizerStep, Sample, merged, sampled_tokens
+from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps
 from capture.folder_tools.redact import Tokens, redact_folder
 from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
@@ -634,7 +634,8 @@ def test_log_probs_of_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
     [call] = calls(tmp_path)
     log_probs_BSV = logits_BSV.double().log_softmax(dim=-1)
     expected = [
-        log_probs_BSV[row, column - 1, IDS_BS[row, column]].item() for row, column in sampled_tokens(*IDS_BS.shape)
+        log_probs_BSV[row, column - 1, IDS_BS[row, column]].item()
+        for row, column in choose_sampled_tokens(*IDS_BS.shape)
     ]
     assert len(expected) == 6
     assert call.outputs["token_log_probs"] == pytest.approx(expected, rel=1e-6)
@@ -650,8 +651,8 @@ def test_an_id_without_a_logit_has_no_log_prob(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True):
         model(IDS_BS)
     [call] = calls(tmp_path)
-    ids = [int(IDS_BS[place]) for place in sampled_tokens(*IDS_BS.shape)]
-    assert [math.isnan(value) for value in call.numbers("token_log_probs") or ()] == [one >= 4 for one in ids]
+    ids = [int(IDS_BS[place]) for place in choose_sampled_tokens(*IDS_BS.shape)]
+    assert [math.isnan(value) for value in call.output_numbers("token_log_probs") or ()] == [one >= 4 for one in ids]
 
 
 def test_numbers_of_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -744,9 +745,9 @@ def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
 def test_two_parts_of_a_step_are_one() -> None:
     one = OptimizerStep(number=3, passes=(5, 6), shares=(0.5, None), optimizer="A", settings=({"num_parameters": 2},))
     other = OptimizerStep(number=3, passes=(5, 6), shares=(None, 1.0), grad_norm=2.0, settings=({"num_parameters": 3},))
-    both = merged(one, other)
+    both = merge_steps(one, other)
     assert (both.shares, both.grad_norm, both.settings) == ((0.5, 1.0), 2.0, ({"num_parameters": 5},))
-    assert OptimizerStep.of_text(both.text(), "x") == both
+    assert OptimizerStep.from_json(both.to_json(), "x") == both
 
 
 def test_hooks_that_are_removed_twice_are_removed() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from capture.file_format.optimizer_step import ParameterSamples, Sample, plain_name, run_of
+from capture.file_format.optimizer_step import ParameterSamples, Sample, strip_wrappers, choose_sampled_run
 from capture.record.parameter_sampler import NUM_PER_PASS, ParameterSampler
 from capture.record.sharding import list_local_indices, locate_run
 
@@ -124,7 +124,7 @@ def test_a_failure_with_the_samples_is_a_warning_and_the_pass_is_kept(
     ],
 )
 def test_names_are_the_models_own(wrapped: str, name: str) -> None:
-    assert plain_name(wrapped) == name
+    assert strip_wrappers(wrapped) == name
 
 
 def test_what_cannot_be_sampled_is_left_out_and_said(tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_the_shards_of_a_parameter_hold_the_whole_ones_samples(
     shape: tuple[int, int], sizes: tuple[int, ...], placements: list[Placement]
 ) -> None:
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
-    start, count = run_of("a.weight", shape)
+    start, count = choose_sampled_run("a.weight", shape)
     held: dict[int, float] = {}
     for parameter in shards(whole, sizes, placements):
-        place = locate_run(parameter, lambda full: run_of("a.weight", full))
+        place = locate_run(parameter, lambda full: choose_sampled_run("a.weight", full))
         local = parameter._local_tensor
         for number in range(place.count):
             value = local.as_strided((1,), (1,), local.storage_offset() + place.offset + number * place.stride)

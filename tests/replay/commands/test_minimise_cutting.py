@@ -9,7 +9,7 @@ from torch import Tensor
 from actor_init.inputs.packing import actor_inputs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
-from capture.file_format.optimizer_step import OptimizerStep, sampled_tokens
+from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
 from replay.commands.minimise.cutting import Cut, Shape, cut_call
 from replay.verdict.job_values import token_places
 
@@ -106,14 +106,14 @@ def test_row_sums_are_added_up_anew_from_values_by_token() -> None:
 
 
 def test_sampled_log_probs_stay_with_their_tokens_or_go() -> None:
-    places = sampled_tokens(ROWS, COLUMNS)  # all but each row's first, for there are few
+    places = choose_sampled_tokens(ROWS, COLUMNS)  # all but each row's first, for there are few
     call = call_of(outputs={"token_log_probs": [float(row * COLUMNS + column) for row, column in places]})
     cut = cut_call(call, Cut(source=0, rows=(1,), first=0, end=5))
     assert cut.outputs["token_log_probs"] == [11.0, 12.0, 13.0, 14.0]
     later = cut_call(cut, Cut(source=0, rows=(0,), first=2, end=5))
     assert (later.outputs["token_log_probs"], token_places(later, 1, 3)) == ([13.0, 14.0], [(0, 1), (0, 2)])
     large = torch.ones(8, 100, dtype=torch.int64)
-    sampled = sampled_tokens(8, 100)
+    sampled = choose_sampled_tokens(8, 100)
     many = call_of(
         tensors={"input_ids": large}, notes={}, outputs={"token_log_probs": [float(row) for row, _ in sampled]}
     )

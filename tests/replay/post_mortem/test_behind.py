@@ -19,7 +19,7 @@ from capture.black_box.collectives import find_last_collective_in_dump
 from capture.black_box.incidents import Incident, read_incidents, write_incidents
 from capture.black_box.position_page import PAGE_BYTES, read_position
 from capture.black_box.stacks import correct_phase, find_main_stack, format_all_stacks, mark_main_thread
-from capture.file_format.end_record import EndRecord, write_end
+from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import JobPosition, TrainingPhase
 from replay.commands.inspect.inspection import inspect_folder
@@ -287,7 +287,7 @@ TABLE: dict[str, tuple[list[Incident | EndRecord], tuple[int, ...]]] = {
 def write(folder: Path, ranks: list[Incident | EndRecord], stamp: str = "2026_03_01_08_59_00_000000") -> None:
     for rank, one in enumerate(ranks):
         if isinstance(one, EndRecord):
-            write_end(folder, replace(one, rank=rank), stamp=stamp)
+            write_end_record(folder, replace(one, rank=rank), stamp=stamp)
         else:
             write_incidents(folder, [one], num_others=0, rank=rank, stamp=stamp)
 

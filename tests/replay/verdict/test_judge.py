@@ -153,7 +153,7 @@ def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: 
     floor = verdict["floors"][TOKENS]["value"]
 
     def planted(call: Call) -> Call:
-        values = call.numbers("token_log_probs") or []
+        values = call.output_numbers("token_log_probs") or []
         values[-1] += 6 * floor * max(1.0, abs(values[-1]))  # 5, and what rounding may take away from it
         return replace(call, outputs={**call.outputs, "token_log_probs": values})
 

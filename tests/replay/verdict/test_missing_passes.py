@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from capture import recording
-from capture.file_format.end_record import not_recorded_in
+from capture.file_format.end_record import count_not_recorded
 from replay.command_line.cli import main as replay_main
 from tests.trainers.common import make_batches, make_model
 
@@ -63,7 +63,7 @@ def test_a_folder_without_a_capture_says_which_passes_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     captures = train_with_caches(tmp_path, only_second_halves=True) / "captures"
-    assert not_recorded_in(captures) == {"given a cache of earlier tokens": 3}
+    assert count_not_recorded(captures) == {"given a cache of earlier tokens": 3}
     assert replay_main(["--inputs", str(captures)]) == 2
     assert "holds no captures. Missing: 3 training passes given a cache" in capsys.readouterr().err
     assert replay_main(["inspect", str(captures)]) == 0

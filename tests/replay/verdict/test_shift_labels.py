@@ -14,7 +14,7 @@ from actor_init.actor import action_log_probs
 from actor_init.inputs.packing import actor_inputs, predicts_own_tokens
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from capture.file_format.micro_batch import MicroBatch, Origin, with_labels_of_own_tokens
+from capture.file_format.micro_batch import MicroBatch, Origin, with_shift_labels_as_labels
 from capture.folder_tools.redact import Tokens, redact_folder
 from replay.command_line.cli import main
 from replay.tolerances.job import GRADIENT, LOSS, TOKENS
@@ -132,7 +132,7 @@ def test_where_a_target_is_another_token_no_log_prob_of_the_rows_own_is_compared
     own = shifted(torch.tensor([[ids[1], 96 - ids[2], ids[3], 5]]), batch.attention_mask_BS)
     is_own_BA, first = predicts_own_tokens(own)
     assert (is_own_BA.tolist(), first) == ([[True, False, True, False]], 1)
-    labelled = with_labels_of_own_tokens(own)
+    labelled = with_shift_labels_as_labels(own)
     assert labelled.labels_BS is not None
     assert labelled.labels_BS.tolist() == [[-100, ids[1], 96 - ids[2], ids[3]]]
     is_own_BA, first = predicts_own_tokens(labelled)
