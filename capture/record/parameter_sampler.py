@@ -345,7 +345,10 @@ def _slots_of(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
                 parts = raw.split(".")
                 is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
                 reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
-                yield ParameterSlot(name=strip_wrappers(raw), module=weakref.ref(module), key=key, reason=reason), parameter
+                yield (
+                    ParameterSlot(name=strip_wrappers(raw), module=weakref.ref(module), key=key, reason=reason),
+                    parameter,
+                )
 
 
 def _flat_parameter_of(module: nn.Module) -> Any:

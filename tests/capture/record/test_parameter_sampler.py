@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
-from capture.file_format.optimizer_step import ParameterSamples, Sample, strip_wrappers, choose_sampled_run
+from capture.file_format.optimizer_step import ParameterSamples, Sample, choose_sampled_run, strip_wrappers
 from capture.record.parameter_sampler import NUM_PER_PASS, ParameterSampler
 from capture.record.sharding import list_local_indices, locate_run
 
