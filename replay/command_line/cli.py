@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +19,9 @@ from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
 from replay.command_line.subcommands import COMMANDS
+from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import Action, in_flags, refuse_typed, replay_spec, with_options
-from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.output.text import one_line
 from replay.processes.child_job import ChildJob
@@ -59,6 +60,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 @with_options
+@partial(with_ray_options, of_one_replay=True)
 def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
@@ -67,9 +69,7 @@ def replay(
     ),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
     job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
-    launcher: LauncherOption = None,
-    address: AddressOption = None,
-    processes: ProcessesOption = None,
+    ray: RayOptions | None = None,
     **given: Any,
 ) -> Action | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
@@ -80,7 +80,7 @@ def replay(
     if context.invoked_subcommand is not None:
         if typed := [
             f"--{name.replace('_', '-')}"
-            for name, value in {**given, "explain": explain or None, "job": job}.items()
+            for name, value in {**given, "explain": explain or None, "job": job, "launcher": ray}.items()
             if value is not None
         ]:
             raise UsageError(
@@ -92,9 +92,7 @@ def replay(
         refuse_typed(given, f"--job {job} has all options")
     own = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
     action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
-    if (cluster := ray_options(launcher, address, processes)) is not None:
-        return partial(_replay_on_ray, action, own, cluster, show_traceback=traceback)
-    return partial(action, own)
+    return partial(run_here_or_on_ray, own, action, ray, show_traceback=traceback)
 
 
 def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
@@ -114,14 +112,6 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
         return run(spec, show_traceback=show_traceback).exit_code
     finally:
         gc.enable()
-
-
-def _replay_on_ray(
-    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
-) -> int:
-    from replay.on_ray.launch import run_on_ray
-
-    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
 
 
 for command in COMMANDS:

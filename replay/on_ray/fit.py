@@ -95,7 +95,7 @@ def fitting(fit: Fit, cluster: "Cluster") -> Iterator[Fitting]:
         file = Path(folder) / "fit"
         address = cluster.ray.get_runtime_context().gcs_address
         file.write_bytes(cluster.ray.cloudpickle.dumps((fit, address, cluster.kind)))
-        command = [sys.executable, "-m", "replay.on_ray.bound", "replay.on_ray.fit", str(file)]
+        command = [sys.executable, "-m", "replay.processes.supervisor", "replay.on_ray.fit", str(file)]
         with subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,

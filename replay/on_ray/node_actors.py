@@ -114,7 +114,7 @@ class RankProcess:
         work_in(folder)
         output.parent.mkdir(parents=True, exist_ok=True)
         path = ChildJob.parse(job, source="the job of a rank").write()
-        command = [sys.executable, "-u", "-m", "replay.on_ray.bound", module, "--job", str(path)]
+        command = [sys.executable, "-u", "-m", "replay.processes.supervisor", module, "--job", str(path)]
         with output.open("ab") as file:
             environment = without_launcher(os.environ) | variables
             self._rank = Group.start([partial(start, command, environment, output=file)], limit=limit)

@@ -1,8 +1,11 @@
 """Declare the options of a Ray cluster, which `replay` and its subcommands share."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -15,48 +18,75 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayOptions:
-    address: str | None  # of the cluster, or `auto`; None: a local one is started, and stopped at the end
-    num_processes: int | None = None  # None: as many as the options need
+    # The cluster's address, or `auto`. None: a local cluster is started, and stopped at the end.
+    address: str | None
+    # None: as many as the options of the ranks need.
+    num_processes: int | None = None
 
 
-LauncherOption = Annotated[
-    Launcher | None,
-    typer.Option(
-        metavar="ray",
-        rich_help_panel="Ranks",
-        show_default=False,
-        help="Start the ranks on a Ray cluster (pip install 'micro-replay[ray]').",
-    ),
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        rich_help_panel="Ranks",
-        show_default=False,
-        help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",
-    ),
-]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        rich_help_panel="Ranks",
-        show_default=False,
-        help="Ranks on the Ray cluster. Default: tp x ring.",
-    ),
-]
+OPTIONS: dict[str, Any] = {  # by parameter name
+    "launcher": Annotated[
+        Launcher | None,
+        typer.Option(
+            metavar="ray",
+            rich_help_panel="Ranks",
+            show_default=False,
+            help="Start the ranks on a Ray cluster (pip install 'micro-replay[ray]').",
+        ),
+    ],
+    "address": Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            rich_help_panel="Ranks",
+            show_default=False,
+            help="Of the Ray cluster, or auto. Default: a local one is started, and stopped at the end.",
+        ),
+    ],
+    "processes": Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Ranks",
+            show_default=False,
+            help="Ranks on the Ray cluster. Default: tp x ring.",
+        ),
+    ],
+}
 
 
-def ray_options(launcher: Launcher | None, address: str | None, num_processes: int | None = None) -> RayOptions | None:
-    """Return what was typed about a Ray cluster, or None if it is not to be used.
+def with_ray_options(command: Callable[..., Any], *, of_one_replay: bool = False) -> Callable[..., Any]:
+    """Replace the parameter `ray` of `command`, a `RayOptions | None`, with the options of a Ray cluster.
 
-    Raises UsageError if something was typed about it without --launcher ray.
+    of_one_replay  with --processes too: a command of many runs chooses the ranks of each
+
+    The command raises UsageError if something was typed about a cluster without --launcher ray.
     """
+    names = list(OPTIONS) if of_one_replay else ["launcher", "address"]
+    signature = inspect.signature(command)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "ray":
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters += [inspect.Parameter(name, kind, annotation=OPTIONS[name], default=None) for name in names]
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def with_ray(**values: Any) -> Any:
+        ray = _ray_options(**{name: values.pop(name) for name in names})
+        return command(**values, ray=ray)
+
+    with_ray.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_ray.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_ray
+
+
+def _ray_options(launcher: Launcher | None, address: str | None, processes: int | None = None) -> RayOptions | None:
     if launcher is Launcher.RAY:
-        return RayOptions(address=address, num_processes=num_processes)
-    for option, value in (("--address", address), ("--processes", num_processes)):
+        return RayOptions(address=address, num_processes=processes)
+    for option, value in (("--address", address), ("--processes", processes)):
         if value is not None:
             raise UsageError(f"{option} is for a Ray cluster. Try: --launcher ray {option} ...")
     return None

@@ -3,11 +3,15 @@
 Each child has its own session, so that a signal also reaches the processes it has started. Children that succeed or
 fail together, such as the ranks of one run, are a `Group`: it is over when all have ended, when one has failed, or
 when its time is up. The rest are then ended: SIGTERM, a grace period, SIGKILL.
+
+`python -m replay.processes.supervisor MODULE ...` is `python -m MODULE ...` in a process that is killed when the one
+that started it ends, however that ends. Ray kills a worker, but not the processes that the worker has started.
 """
 
 import ctypes
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -122,3 +126,9 @@ def _signal(process: Process, number: int) -> None:
     except ProcessLookupError:  # it has ended, or has no session of its own yet
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

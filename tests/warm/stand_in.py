@@ -7,12 +7,12 @@ import signal
 import socket
 import sys
 
-BOUND = "replay.on_ray.bound"  # it ends with its parent; the fork's own parent is the server's
+ENDS_WITH_PARENT = "replay.processes.supervisor"  # it ends with its parent; the fork's own parent is the server's
 PR_SET_PDEATHSIG = 1
 
 
 def main(address: str, first: list[str]) -> None:
-    if BOUND in sys.argv:
+    if ENDS_WITH_PARENT in sys.argv:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)

@@ -1,6 +1,6 @@
 """Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
-from replay.options.ray_options import AddressOption, LauncherOption, ProcessesOption, RayOptions, ray_options
+from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs, is_objective
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import num_processes_missing, relaunch
@@ -27,6 +28,7 @@ def _serves_diagnose(toggle: Toggle) -> bool:
 
 
 @partial(with_options, serves=_serves_diagnose)
+@partial(with_ray_options, of_one_replay=True)
 def diagnose(
     context: typer.Context,
     steps: int = typer.Option(
@@ -37,9 +39,7 @@ def diagnose(
     ),
     json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
-    launcher: LauncherOption = None,
-    address: AddressOption = None,
-    processes: ProcessesOption = None,
+    ray: RayOptions | None = None,
     **given: Any,
 ) -> Action:
     """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
@@ -55,18 +55,7 @@ def diagnose(
     action = partial(
         _diagnose, typed=context.obj, steps=steps, learning_rate=learning_rate, json=json, show_traceback=traceback
     )
-    job = ChildJob(spec=run)
-    if (cluster := ray_options(launcher, address, processes)) is not None:
-        return partial(_diagnose_on_ray, action, job, cluster, show_traceback=traceback)
-    return partial(action, job)
-
-
-def _diagnose_on_ray(
-    action: Callable[[ChildJob], int], job: ChildJob, cluster: RayOptions, *, show_traceback: bool
-) -> int:
-    from replay.on_ray.launch import run_on_ray
-
-    return run_on_ray(action, job, cluster, show_traceback=show_traceback)
+    return partial(run_here_or_on_ray, ChildJob(spec=run), action, ray, show_traceback=traceback)
 
 
 def _diagnose(

@@ -7,13 +7,14 @@ import typer
 
 from replay.campaign.going_on import going_on
 from replay.options.option_parsing import Action, replay_spec, with_options
-from replay.options.ray_options import AddressOption, LauncherOption, ray_options
+from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.processes.launch import refuse_launcher
 from replay.processes.pool import RunLimits
 
 
 @with_options
+@with_ray_options
 def parity(
     matrix: str | None = typer.Option(
         None,
@@ -50,8 +51,7 @@ def parity(
         help="Interpreter of an environment to run the matrix in; given several times, the first one's runs are the "
         "references. (default: this environment)",
     ),
-    launcher: LauncherOption = None,
-    address: AddressOption = None,
+    ray: RayOptions | None = None,
     **given: Any,
 ) -> Action:
     """Replay one folder under many configurations, and say which agree within measured noise.
@@ -60,7 +60,6 @@ def parity(
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
     limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
-    ray = ray_options(launcher, address)
     if go_on is not None:
         own = {"matrix": matrix, "processes": processes, "python": python}
         return going_on("parity", go_on, {**own, **given}, limits, trace=first_difference, ray=ray)

@@ -8,7 +8,7 @@ import typer
 
 from replay.campaign.going_on import going_on
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
-from replay.options.ray_options import AddressOption, LauncherOption, ray_options
+from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.processes.launch import refuse_launcher
 from replay.processes.pool import RunLimits
@@ -25,6 +25,7 @@ def _serves_scan(toggle: Toggle) -> bool:
 
 
 @partial(with_options, serves=_serves_scan)
+@with_ray_options
 def scan(
     group: int | None = typer.Option(None, min=1, metavar="N", help=f"Inputs of one run. (default: {GROUP_SIZE})"),
     go_on: Path | None = typer.Option(  # noqa: B008
@@ -39,15 +40,13 @@ def scan(
     at_once: int | None = typer.Option(
         None, min=1, metavar="N", help="Groups at the same time on each GPU; on a CPU, N groups. (default: one group)"
     ),
-    launcher: LauncherOption = None,
-    address: AddressOption = None,
+    ray: RayOptions | None = None,
     **given: Any,
 ) -> Action:
     """Replay a folder in groups of inputs, each in its own processes: one that fails or hangs ends no other.
 
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
     """
-    ray = ray_options(launcher, address)
     limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
     if go_on is not None:
         return going_on("scan", go_on, {"group": group, **given}, limits, ray)

@@ -13,7 +13,7 @@ import typer
 from actor_init.spec import UsageError
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, all_but, skipped
 from replay.options.option_parsing import Action
-from replay.options.ray_options import AddressOption, LauncherOption, RayOptions, ray_options
+from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_left_by
 
 
@@ -38,6 +38,7 @@ def _with_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_with_options_of_spec
+@with_ray_options
 def suite(
     context: typer.Context,
     skip: list[str] = typer.Option(  # noqa: B008
@@ -66,8 +67,7 @@ def suite(
     ),
     plot: Path | None = typer.Option(None, help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
-    launcher: LauncherOption = None,
-    address: AddressOption = None,
+    ray: RayOptions | None = None,
     **given: Any,
 ) -> Action:
     """Train the same model on the same inputs under each configuration, and judge the losses.
@@ -76,7 +76,6 @@ def suite(
     deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
     1: one is not, or failed.
     """
-    ray = ray_options(launcher, address)
     if go_on is not None:
         folder = Path(go_on)
         is_name = folder.name == go_on and not folder.is_dir()

@@ -108,7 +108,7 @@ def address(ray_cluster: Any) -> str:
 
 
 def test_what_is_bound_is_killed_with_the_process_that_started_it() -> None:
-    sleeper = [str(BIN / "python"), "-m", "replay.on_ray.bound", "tests.helpers.sleeping"]
+    sleeper = [str(BIN / "python"), "-m", "replay.processes.supervisor", "tests.helpers.sleeping"]
     starts = f"import subprocess, signal; subprocess.Popen({sleeper!r}); signal.pause()"
     with subprocess.Popen([str(BIN / "python"), "-c", starts], cwd=ROOT, stdout=subprocess.PIPE) as starter:
         assert starter.stdout is not None
