@@ -41,8 +41,8 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
             "max_length_k": inputs.max_length,
         }
         if inputs.borders is not Borders.OWN:
-            document_1T = document_numbers(inputs.cu_seq_lens, inputs.input_ids.shape[1])
-            apart = documents_masked(document_1T)
+            document_1T = number_documents(inputs.cu_seq_lens, inputs.input_ids.shape[1])
+            apart = mask_between_documents(document_1T)
             packed |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
     packed |= {
         "input_ids": inputs.input_ids,
@@ -52,14 +52,18 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     }
     with apart:
         chunked = inputs.head is not None and inputs.head.in_chunks
-        log_probs_N = _in_chunks(model, inputs, packed) if chunked else _from_logits(model(**packed).logits, inputs)
+        log_probs_N = (
+            _compute_in_chunks(model, inputs, packed)
+            if chunked
+            else _compute_from_logits(model(**packed).logits, inputs)
+        )
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
     if inputs.ring is not None:
         flat = sum_over_ring(flat, inputs.ring.group)
     return flat.view(inputs.action_mask_BA.shape)
 
 
-def _in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
+def _compute_in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
     assert inputs.head is not None
     kept = inputs.kept_logits
     with head_in_place(
@@ -73,38 +77,38 @@ def _in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[s
         logits = model(**arguments).logits
     log_probs_N, entropy_N = found.after(logits)
     if kept is not None and entropy_N is not None:
-        kept.keep_entropies(entropy_N, *_places(inputs))
+        kept.keep_entropies(entropy_N, *_find_slots(inputs))
     return log_probs_N
 
 
-def _from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
+def _compute_from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
     if inputs.kept_logits is not None:
-        inputs.kept_logits.keep(logits, inputs.predictor_N, *_places(inputs))
+        inputs.kept_logits.keep(logits, inputs.predictor_N, *_find_slots(inputs))
     if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
         return log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
     logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
     return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
 
 
-def _places(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:
+def _find_slots(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:
     """Return each log-prob's index in the flattened [B, A], its shape, and the ring's group or None."""
     ring = None if inputs.ring is None else inputs.ring.group
     return inputs.slot_N, tuple(inputs.action_mask_BA.shape), ring
 
 
-def document_numbers(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
+def number_documents(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
     """Return each token's document [1, T], int32, counted from 0. `cu_seq_lens` is [D + 1], int32."""
     places_T = torch.arange(num_tokens, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
     return (torch.bucketize(places_T, cu_seq_lens, right=True, out_int32=True) - 1)[None]
 
 
 @contextmanager
-def documents_masked(document_1T: Tensor) -> Iterator[None]:
+def mask_between_documents(document_1T: Tensor) -> Iterator[None]:
     """Keep documents apart in the masks that transformers makes within this context: no token sees another's.
 
     For models that do not hand their position ids to transformers' masks.
     """
-    _register()
+    _register_mask_functions()
     token = _DOCUMENTS.set(document_1T)
     try:
         yield
@@ -112,7 +116,7 @@ def documents_masked(document_1T: Tensor) -> Iterator[None]:
         _DOCUMENTS.reset(token)
 
 
-def _register() -> None:
+def _register_mask_functions() -> None:
     """Wrap transformers' makers of masks, which do as before outside of `documents_masked`."""
     makers = AttentionMaskInterface()
     for form in list_forms():

@@ -16,21 +16,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from actor_init.spec import UsageError
-from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
+from actor_init.weights import FolderWeights, OnProgress, Weights, ignore_progress
 from capture.facts import Setting
 
 CONFIG_NAME = "adapter_config.json"
 DEFAULT_NAME = "default"
-GIVEN, WITHOUT = Setting("adapter", "FOLDER"), Setting("adapter", "none")
-_SAVED_BELOW = "base_model.model."  # of names in an adapter's file
-_BUILT = frozenset(
+FOLDER_SETTING, NONE_SETTING = Setting("adapter", "FOLDER"), Setting("adapter", "none")
+_SAVED_PREFIX = "base_model.model."  # of names in an adapter's file
+_SUPPORTED_SETTINGS = frozenset(
     {
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"),
         *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora"),
         "lora_bias",
     }
 )
-_OF_NO_MATTER = frozenset(  # where the weights begin, and where they came from
+_IGNORED_SETTINGS = frozenset(  # where the weights begin, and where they came from
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -51,21 +51,25 @@ class Adapter:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, configs: Mapping[str, Mapping[str, Any]], source: str) -> "Adapter":
+    def from_configs(cls, configs: Mapping[str, Mapping[str, Any]], source: str) -> "Adapter":
         """Choose the adapter of a job from its configs by name. Raises UsageError for one that cannot be built."""
         if len(configs) != 1:
             why = f"has {len(configs)} adapters ({', '.join(configs)}), and one can be built"
-            advice = f"Try: {GIVEN} with the one that was trained, or {WITHOUT}"
+            advice = f"Try: {FOLDER_SETTING} with the one that was trained, or {NONE_SETTING}"
             raise UsageError(source, why, advice)
         ((name, config),) = configs.items()
-        others = [key for key, value in config.items() if key not in _BUILT | _OF_NO_MATTER and _says_something(value)]
+        others = [
+            key
+            for key, value in config.items()
+            if key not in _SUPPORTED_SETTINGS | _IGNORED_SETTINGS and _is_set(value)
+        ]
         if config.get("peft_type") != "LORA":
             others = [f"peft_type {config.get('peft_type')}"]
         if others:
             why = f"has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are"
-            advice = f"Try: {WITHOUT}, with {Setting('model')} a folder into which the adapter is merged"
+            advice = f"Try: {NONE_SETTING}, with {Setting('model')} a folder into which the adapter is merged"
             raise UsageError(source, why, advice)
-        return cls(name=name, settings={key: value for key, value in config.items() if key in _BUILT})
+        return cls(name=name, settings={key: value for key, value in config.items() if key in _SUPPORTED_SETTINGS})
 
     def describe(self) -> str:
         targets = self.settings.get("target_modules")
@@ -73,7 +77,7 @@ class Adapter:
         return f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {named}"
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return value not in (None, False, "none", [], {}, "")
 
 
@@ -90,7 +94,7 @@ def read_adapter(folder: Path, name: str) -> Adapter:
     if not isinstance(config, dict):
         why = f": {path} holds a {type(config).__name__}, not an adapter's config"
         raise UsageError(given, why)
-    return Adapter.of({name: config}, str(path))
+    return Adapter.from_configs({name: config}, str(path))
 
 
 def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
@@ -113,7 +117,7 @@ def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
         raise UsageError(f"peft refuses the {adapter.describe()}: {reason}") from error
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+def list_trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -126,42 +130,42 @@ class AdaptedWeights:
 
     base: Weights
     adapter: Adapter
-    own: FolderWeights | None
+    adapter_weights: FolderWeights | None
 
     def describe(self) -> str:
-        whose = "random" if self.own is None else f"from {self.own.folder}"
+        whose = "random" if self.adapter_weights is None else f"from {self.adapter_weights.folder}"
         return f"{self.base.describe()}, adapter {whose}"
 
-    def holds(self, name: str) -> bool:
-        weights, there = self._place(name)
-        return weights is not None and weights.holds(there)
+    def has_tensor(self, name: str) -> bool:
+        weights, there = self._locate(name)
+        return weights is not None and weights.has_tensor(there)
 
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Fill `parameter`. Raises UsageError if the folder of its weights has none of the name and shape."""
-        weights, there = self._place(name)
+        weights, there = self._locate(name)
         if weights is None:
             if "lora_magnitude_vector" in name:
                 why = "are not known without the adapter"
-                raise UsageError("DoRA's magnitudes", why, f"Try: {GIVEN}")
+                raise UsageError("DoRA's magnitudes", why, f"Try: {FOLDER_SETTING}")
             parameter.detach().zero_()
             return True
         return weights.fill(there, parameter, on_progress)
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
-        weights, there = self._place(name)
+        weights, there = self._locate(name)
         return None if weights is None else weights.sample(there, shape, start, count)
 
-    def _place(self, name: str) -> tuple[Weights | None, str]:
+    def _locate(self, name: str) -> tuple[Weights | None, str]:
         """Return where the values of `name` are, and their name there; None: nowhere."""
         parts = name.split(".")
         is_lora = any(part.startswith("lora_") for part in parts)
         if not is_lora and "modules_to_save" not in parts:
             return self.base, ".".join(part for part in parts if part not in ("base_layer", "original_module"))
         plain = ".".join(part for part in parts if part not in ("modules_to_save", self.adapter.name))
-        if self.own is not None:
+        if self.adapter_weights is not None:
             if "lora_magnitude_vector" in parts:  # DoRA's: PEFT saves it by the name of its module
                 plain = plain.removesuffix(".weight")
-            return self.own, _SAVED_BELOW + plain
+            return self.adapter_weights, _SAVED_PREFIX + plain
         if not is_lora:
             return self.base, plain
         return (None if parts[-1] == "bias" or "lora_magnitude_vector" in parts else self.base), name

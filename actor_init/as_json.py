@@ -33,7 +33,7 @@ class _NotFiniteAsText:
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
 
-        return no_info_before_validator_function(_float_of_text, handler(source))
+        return no_info_before_validator_function(_parse_float, handler(source))
 
 
 AnyFloat = Annotated[float, _NotFiniteAsText()]
@@ -78,12 +78,12 @@ def parse_json(kind: type[T], text: str | bytes, *, source: str) -> T:
     from pydantic import ValidationError
 
     try:
-        return adapter_of(kind).validate_json(text, strict=True, extra="forbid")
+        return find_type_adapter(kind).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        raise UsageError(f"{source}: {_reason(kind, error)}") from error
+        raise UsageError(f"{source}: {_describe_first_error(kind, error)}") from error
 
 
-def adapter_of(kind: type[T]) -> "TypeAdapter[T]":
+def find_type_adapter(kind: type[T]) -> "TypeAdapter[T]":
     """Return the reader of `kind`, made once per process. The first call imports pydantic, which takes 0.1 s."""
     from pydantic import TypeAdapter
 
@@ -92,11 +92,11 @@ def adapter_of(kind: type[T]) -> "TypeAdapter[T]":
     return _ADAPTERS[kind]
 
 
-def _float_of_text(value: Any) -> Any:
+def _parse_float(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in NOT_FINITE else value
 
 
-def _reason(kind: type, error: "ValidationError") -> str:
+def _describe_first_error(kind: type, error: "ValidationError") -> str:
     """Return the first error, in one line."""
     first = error.errors(include_url=False)[0]
     way = ".".join(str(part) for part in first["loc"])
@@ -108,14 +108,14 @@ def _reason(kind: type, error: "ValidationError") -> str:
     if first["type"] == "missing":
         return f"{way} is missing"
     if first["type"] == "unexpected_keyword_argument":
-        return f"{way} is unknown; allowed are {', '.join(_fields_at(kind, first['loc'][:-1]))}"
+        return f"{way} is unknown; allowed are {', '.join(_list_fields_at(kind, first['loc'][:-1]))}"
     came = json.dumps(first["input"])
     came = came if len(came) <= MAX_LENGTH else f"{came[:MAX_LENGTH]} [...]"
     allowed = first["msg"].removeprefix("Input should be ")
     return f"{way or 'it'} is {came}; allowed is {allowed}"
 
 
-def _fields_at(kind: Any, way: tuple[int | str, ...]) -> list[str]:
+def _list_fields_at(kind: Any, way: tuple[int | str, ...]) -> list[str]:
     """Return the fields of the dataclass reached from `kind` by field names, keys and list indices."""
     for part in way:
         kind = get_type_hints(kind)[str(part)] if is_dataclass(kind) else get_args(kind)[-1]

@@ -27,7 +27,7 @@ class Recipe:
     model: PreTrainedModel | None  # on the meta device: some conversions read its config or shapes
 
     @classmethod
-    def of_one(cls, name: str) -> "Recipe":
+    def unchanged(cls, name: str) -> "Recipe":
         """Return the recipe of a parameter that is a tensor of its own name."""
         return cls(target=name, sources=((name, name),), converter=None, model=None)
 
@@ -36,13 +36,13 @@ class Recipe:
         if self.converter is None:
             ((_, source),) = self.sources
             return read(source)
-        return self._made(read)[name]
+        return self._convert(read)[name]
 
-    def names(self, read: ReadTensor) -> list[str]:
+    def list_parameters(self, read: ReadTensor) -> list[str]:
         """Return all parameters that the conversion makes; `read` may return tensors on the meta device."""
-        return [self.target] if self.converter is None else list(self._made(read))
+        return [self.target] if self.converter is None else list(self._convert(read))
 
-    def _made(self, read: ReadTensor) -> dict[str, Tensor]:
+    def _convert(self, read: ReadTensor) -> dict[str, Tensor]:
         assert self.model is not None
         converter = deepcopy(self.converter)
         for pattern, source in self.sources:
@@ -52,7 +52,7 @@ class Recipe:
         return {name: values[0] if isinstance(values, list) else values for name, values in made.items()}
 
 
-def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Recipe]:
+def find_recipes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Recipe]:
     """Return the recipe of each parameter and buffer of `model` that a checkpoint with tensors of `shapes` can fill.
 
     `model` may be on the meta device. Before transformers 5 each tensor has its parameter's name.
@@ -62,7 +62,7 @@ def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError:  # transformers 4
-        return {name: Recipe.of_one(name) for name in shapes.keys() & state.keys()}
+        return {name: Recipe.unchanged(name) for name in shapes.keys() & state.keys()}
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -84,5 +84,5 @@ def recipes_of(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
     recipes: dict[str, Recipe] = {}
     for target, tensors in sources.items():
         recipe = Recipe(target=target, sources=tuple(tensors), converter=converting[target], model=model)
-        recipes.update(dict.fromkeys(recipe.names(meta), recipe))
+        recipes.update(dict.fromkeys(recipe.list_parameters(meta), recipe))
     return recipes

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from actor_init.toggles import Compile, CompileLengths, UsageError
 from capture.facts import Setting
 
-ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
+BLOCK_ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
 MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
 
 
@@ -30,7 +30,7 @@ def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = Com
         given = Setting("compile", Compile.BLOCKS)
         raise UsageError(given, f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
-    torch.compiler.config.dynamic_sources = ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
+    torch.compiler.config.dynamic_sources = BLOCK_ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
     if lengths is CompileLengths.DYNAMIC:
         _fuse_norms_at_any_length()
     for block in blocks:
@@ -52,6 +52,6 @@ def _fuse_norms_at_any_length() -> None:
         triton.mix_order_reduction = False
 
 
-def num_graphs() -> int:
+def count_graphs() -> int:
     """Count the graphs that dynamo has compiled in this process."""
     return int(counters["stats"]["unique_graphs"])

@@ -18,24 +18,26 @@ from actor_init.model import build_on_meta
 RANDOM_WORDS = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
 
 
-def acting_dropouts(config: Mapping[str, object]) -> list[str]:
+def find_acting_dropouts(config: Mapping[str, object]) -> list[str]:
     """Return the settings above 0 that a causal LM of `config` was built with, or reads in its forward.
 
     Returns all of them if transformers does not know the model.
     """
-    return list(_acting(json.dumps(dict(config), sort_keys=True)))
+    return list(_find_acting(json.dumps(dict(config), sort_keys=True)))
 
 
 @cache
-def _acting(config_json: str) -> tuple[str, ...]:
+def _find_acting(config_json: str) -> tuple[str, ...]:
     config = json.loads(config_json)
     named = [key for key, value in config.items() if any(word in key for word in RANDOM_WORDS) and _is_above_0(value)]
     if not named:
         return ()
     try:
-        as_it_is, source = _built_with(config)
+        as_it_is, source = _build_and_inspect(config)
         return tuple(
-            key for key in named if f"self.config.{key}" in source or _built_with({**config, key: 0.0})[0] != as_it_is
+            key
+            for key in named
+            if f"self.config.{key}" in source or _build_and_inspect({**config, key: 0.0})[0] != as_it_is
         )
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, OSError):
         return tuple(named)
@@ -45,7 +47,7 @@ def _is_above_0(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
-def _built_with(config: Mapping[str, object]) -> tuple[dict[tuple[str, str], float], str]:
+def _build_and_inspect(config: Mapping[str, object]) -> tuple[dict[tuple[str, str], float], str]:
     """Return the numbers in a model's modules, by module and attribute, and the source of its file."""
     rest = {key: value for key, value in config.items() if key != "model_type"}
     made = AutoConfig.for_model(config["model_type"], **rest)

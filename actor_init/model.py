@@ -39,31 +39,40 @@ from actor_init.weights import (
     FolderWeights,
     OnProgress,
     RandomWeights,
+    TiedParameters,
     Weights,
     build_with_values,
     copy_buffers,
-    unheard,
+    ignore_progress,
+    list_modules_below,
 )
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 
 PRESETS = files("actor_init") / "presets"
-PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+# Fields of a config that do not change the model.
+IRRELEVANT_FIELDS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model: its config (already cut to the requested layers), its weights, its display name, and how it is fed."""
+    """A model: its config (already cut to the requested layers), its weights, its display name, and how it is fed.
+
+    facts   what run.json says of the file that built it
+    layout  how rows are fed; None: packed or padded as the spec says, and not proved
+    head    how log-probs are computed; None: from whole logits
+    frozen  parameters that are not trained, beside those that an adapter freezes
+    """
 
     config: PretrainedConfig
     weights: Weights
     name: str
-    facts: Mapping[str, str] = field(default_factory=dict)  # of the file that built it, for run.json
+    facts: Mapping[str, str] = field(default_factory=dict)
     adapter: Adapter | None = None
-    layout: Layout | None = None  # of rows; None: packed or padded as the spec says, and not proved
-    head: HeadForm | None = None  # how log-probs are computed; None: from whole logits
-    frozen: frozenset[str] = frozenset()  # parameters that are not trained, beside those that an adapter freezes
+    layout: Layout | None = None
+    head: HeadForm | None = None
+    frozen: frozenset[str] = frozenset()
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""
@@ -78,85 +87,92 @@ def find_model(
 ) -> ModelSource:
     """Return the model that `spec` names, or the one whose config (`captured`) is stored beside the inputs.
 
+    The order of the places: a user's function; the captured config where no model is named; a preset; a folder of
+    captures; a model folder or a config.json. Only a model folder brings weights of its own.
+
     adapters  configs of the job's adapters by name
 
     Raises UsageError if there is no such model, its config cannot be used, or it has fewer layers than requested.
     """
     if spec.custom_model is not None:
-        return _custom_source(spec, captured)
+        return _open_custom_source(spec, captured)
     folder = None
     if spec.model is None:
         if captured is None:
-            given = Setting("model")
-            advice = (
-                f"Try: {given.with_value(_preset_names()[0])}, or {given} <folder, config.json or FILE.py:function>"
-            )
+            setting = Setting("model")
+            preset = setting.with_value(_list_preset_names()[0])
+            advice = f"Try: {preset}, or {setting} <folder, config.json or FILE.py:function>"
             raise UsageError(f"no actor.json beside the inputs says which model they came from. {advice}")
         values, name = dict(captured), captured_name
-    elif spec.model in _preset_names():
+    elif spec.model in _list_preset_names():
         values, name = json.loads((PRESETS / f"{spec.model}.json").read_text()), spec.model
     else:
         path = Path(spec.model)
         name = str(path)
-        if path.is_dir() and not (path / "config.json").exists() and (config := _captured_config(path)) is not None:
+        if (
+            path.is_dir()
+            and not (path / "config.json").exists()
+            and (config := _read_captured_config(path)) is not None
+        ):
             values = config
         elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
-            given, advice = Setting("model", path), f"Try: {Setting('model', 'BASE')} {Setting('adapter', path)}"
-            raise UsageError(given, "is an adapter without its base", advice)
+            setting, advice = Setting("model", path), f"Try: {Setting('model', 'BASE')} {Setting('adapter', path)}"
+            raise UsageError(setting, "is an adapter without its base", advice)
         else:
             values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
-    config = _cut_layers(_hf_config(values, name), spec.num_layers)
+    config = _cut_layers(_parse_hf_config(values, name), spec.num_layers)
     weights: Weights
     if folder is not None and not spec.random_weights:
         weights = FolderWeights.open(folder, build_on_meta(config, attention="eager", dtype=torch.float32))
     else:
-        weights = random_weights(config, spec.weights_seed)
+        weights = make_random_weights(config, spec.weights_seed)
     source = ModelSource(config=config, weights=weights, name=name)
-    return _adapted(source, spec, adapters or {}, captured_name)
+    return _add_adapter_weights(source, spec, adapters or {}, captured_name)
 
 
-def _adapted(
+def _add_adapter_weights(
     base: ModelSource, spec: ActorSpec, adapters: Mapping[str, Mapping[str, object]], captured_name: str
 ) -> ModelSource:
-    """Return the model with the adapter that was asked for, or that the job had. Raises UsageError."""
+    """Return the model with the adapter that the spec names, or that the job had. Raises UsageError."""
     if spec.adapter is None and (not adapters or isinstance(base.weights, FolderWeights)):
         return base
     if spec.adapter == "none":
         return base
-    own = None
+    adapter_weights = None
     if spec.adapter is None:
-        adapter = Adapter.of(adapters, captured_name)
+        adapter = Adapter.from_configs(adapters, captured_name)
     else:
         folder = Path(spec.adapter)
         adapter = read_adapter(folder, next(iter(adapters)) if len(adapters) == 1 else DEFAULT_NAME)
-        own = FolderWeights.open(folder, None)
+        adapter_weights = FolderWeights.open(folder, None)
     if spec.parallel.tp > 1:
-        given, without = Setting("tp", spec.parallel.tp), Setting("adapter", "none")
+        setting, without = Setting("tp", spec.parallel.tp), Setting("adapter", "none")
         why = f"splits Linears, and this model has a {adapter.describe()} in them"
-        raise UsageError(given, why, f"Try: no {Setting('tp')}, or {without}")
-    return replace(base, adapter=adapter, weights=AdaptedWeights(base=base.weights, adapter=adapter, own=own))
+        raise UsageError(setting, why, f"Try: no {Setting('tp')}, or {without}")
+    weights = AdaptedWeights(base=base.weights, adapter=adapter, adapter_weights=adapter_weights)
+    return replace(base, adapter=adapter, weights=weights)
 
 
-def _custom_source(spec: ActorSpec, captured: Mapping[str, object] | None) -> ModelSource:
+def _open_custom_source(spec: ActorSpec, captured: Mapping[str, object] | None) -> ModelSource:
     """Return the model that a user's function builds, with weights of --weights, or random by name."""
     assert spec.custom_model is not None
     function = UserFunction.open(*spec.custom_model)
     config = CustomConfig.open(function, captured, blocks=spec.blocks, num_layers=spec.num_layers)
     weights = (
-        random_weights(config, spec.weights_seed) if spec.weights is None else CheckpointWeights.open(spec.weights)
+        make_random_weights(config, spec.weights_seed) if spec.weights is None else CheckpointWeights.open(spec.weights)
     )
     return ModelSource(config=config, weights=weights, name=str(spec.model), facts=config.facts())
 
 
-def random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
+def make_random_weights(config: PretrainedConfig, seed: int) -> RandomWeights:
     """Return the random weights of a model without a checkpoint."""
     std = getattr(config, "initializer_range", None) or 0.02
-    own_init = CustomVectors(config) if isinstance(config, CustomConfig) else VectorInit(config)
-    return RandomWeights(seed=seed, std=std, own_init=own_init)
+    vector_source = CustomVectors(config) if isinstance(config, CustomConfig) else ModelVectors(config)
+    return RandomWeights(seed=seed, std=std, vector_source=vector_source)
 
 
-class VectorInit:
+class ModelVectors:
     """Run a model's own `_init_weights` for its vectors, with only the module that holds one off the meta device.
 
     Random draws in it (states' time steps, sinks) use a generator seeded by the module's name.
@@ -171,26 +187,26 @@ class VectorInit:
         return build(self._config, attention="eager", dtype=torch.float32)
 
     @torch.no_grad()
-    def vector(self, name: str) -> Tensor:
-        module_name, _, own_name = name.rpartition(".")
+    def make_vector(self, name: str) -> Tensor:
+        module_name, _, parameter_name = name.rpartition(".")
         module = self._model.get_submodule(module_name)
-        small = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim < 2}
+        vectors = {key: parameter for key, parameter in module.named_parameters(recurse=False) if parameter.ndim < 2}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(module_name.encode()).digest()[:7], "little"))
-            for key, parameter in small.items():
-                own = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
-                setattr(module, key, nn.Parameter(own))
-            _submodel_of(self._model, module_name)._init_weights(module)
-        values: Tensor = module.get_parameter(own_name).detach()
-        for key, parameter in small.items():
+            for key, parameter in vectors.items():
+                values = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter.clone()
+                setattr(module, key, nn.Parameter(values))
+            _find_submodel(self._model, module_name)._init_weights(module)
+        vector: Tensor = module.get_parameter(parameter_name).detach()
+        for key, parameter in vectors.items():
             setattr(module, key, parameter)
-        return values
+        return vector
 
 
-def lasting_config(config: PretrainedConfig) -> dict[str, object]:
+def strip_config(config: PretrainedConfig) -> dict[str, object]:
     """Return `config` as it reads back from JSON, without fields that do not change the model."""
     plain: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
-    return {key: value for key, value in plain.items() if key not in PASSING}
+    return {key: value for key, value in plain.items() if key not in IRRELEVANT_FIELDS}
 
 
 def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -214,12 +230,13 @@ def build_on_meta(config: PretrainedConfig, *, attention: str, dtype: torch.dtyp
     assert isinstance(model, PreTrainedModel)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_meta:  # torch.normal makes DiffLlama's on the CPU whatever the default device is
+            # torch.normal makes DiffLlama's parameters on the CPU, whatever the default device is.
+            if not parameter.is_meta:
                 setattr(module, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     return model
 
 
-def parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
+def find_parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
@@ -243,30 +260,30 @@ def count_parameters(config: PretrainedConfig) -> int:
     return sum(p.numel() for p in build_on_meta(config, attention="eager", dtype=torch.float32).parameters())
 
 
-def blocks_of(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the transformer layers by qualified name: the model's largest nn.ModuleList.
 
     Raises UsageError if there is none.
     """
-    if (built := building.built_of(model)) is not None:
-        return [(f"{built.blocks}.{index}", layer) for index, layer in enumerate(building.layers_of(model))]
+    if (custom := building.find_custom_facts(model)) is not None:
+        return [(f"{custom.blocks}.{index}", layer) for index, layer in enumerate(building.list_layers(model))]
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         why = "has no list of layers; a decoder-only causal LM is needed"
         raise UsageError(type(model).__name__, why)
-    name, layers = max(lists, key=lambda item: len(item[1]))
+    name, layers = max(lists, key=lambda name_and_list: len(name_and_list[1]))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 
-def set_up(model: PreTrainedModel, spec: ActorSpec) -> None:
+def configure_model(model: PreTrainedModel, spec: ActorSpec) -> None:
     """Recompute each block's activations in backward if the spec says so, and tell a user's model its dtype."""
-    if building.built_of(model) is not None:
-        building.set_up(model, dtype=TORCH_DTYPES[spec.dtype], checkpoints=spec.gradient_checkpointing)
+    if building.find_custom_facts(model) is not None:
+        building.configure_custom_model(model, dtype=TORCH_DTYPES[spec.dtype], checkpoints=spec.gradient_checkpointing)
     elif spec.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def num_parameters(model: nn.Module) -> int:
+def count_elements(model: nn.Module) -> int:
     """Count the elements of a model's parameters; of a sharded one all ranks' count, and a tied one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -277,37 +294,39 @@ def materialise(
     weights: Weights,
     device: torch.device,
     prefix: str = "",
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = ignore_progress,
 ) -> None:
     """Move what is on the meta device below `prefix` to `device` and fill it. Tied parameters stay tied.
+
+    Module by module: put empty parameters and unset buffers on the device, fill the parameters from the weights, let
+    transformers initialise what the weights do not define, then fill the buffers. A model that a user's function built
+    has no init of transformers': `building.materialise_custom_model` fills it.
 
     Large models take minutes: `on_progress` is called for each module, and with the size of each part of a parameter.
 
     Raises UsageError if neither the weights nor transformers' own init define a buffer's values.
     """
-    if building.built_of(model) is not None:
-        building.materialise(model, weights, device, prefix, on_progress)
+    if building.find_custom_facts(model) is not None:
+        building.materialise_custom_model(model, weights, device, prefix, on_progress)
         return
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    with_values = None if INIT_FILLS_BUFFERS else _with_values(model)
-    for module_name, module in model.named_modules():
-        if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
+    device_parameters = TiedParameters(device)
+    with_values = None if INIT_FILLS_BUFFERS else _find_copy_with_values(model)
+    for module_name, module in list_modules_below(model, prefix):
+        parameters = {name: tensor for name, tensor in module.named_parameters(recurse=False) if tensor.is_meta}
+        buffers = {name: tensor for name, tensor in module.named_buffers(recurse=False) if tensor.is_meta}
+        if not parameters and not buffers:
             continue
-        own = {name: p for name, p in module.named_parameters(recurse=False) if p.is_meta}
-        buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
-        if not own and not buffers:
-            continue
-        new = [name for name, parameter in own.items() if parameter not in made]
-        for name, parameter in own.items():
-            if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            setattr(module, name, made[parameter])
+        new: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            if parameter not in device_parameters:
+                new[name] = device_parameters.get(parameter)
+            setattr(module, name, device_parameters.get(parameter))
         for name, buffer in buffers.items():
-            setattr(module, name, torch.full_like(buffer, _unset(buffer), device=device))
+            setattr(module, name, torch.full_like(buffer, _unset_value(buffer), device=device))
         path = f"{module_name}." if module_name else ""
-        filled = {n: made[own[n]] for n in new if weights.fill(path + n, made[own[n]], on_progress)}
+        filled = {name: tensor for name, tensor in new.items() if weights.fill(path + name, tensor, on_progress)}
         if len(filled) < len(new) or buffers:
-            for name in _changed_by_init(_submodel_of(model, module_name), module, filled):
+            for name in _initialise_rest(_find_submodel(model, module_name), module, filled):
                 weights.fill(path + name, filled[name], on_progress)
         if buffers and with_values is not None:
             copy_buffers(with_values.get_submodule(module_name), module, device)
@@ -316,14 +335,14 @@ def materialise(
         on_progress(0)
 
 
-def _submodel_of(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+def _find_submodel(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
     """Return the innermost PreTrainedModel around a module: its class knows how to initialise it."""
     names = module_name.split(".") if module_name else []
-    around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
-    return next(one for one in reversed(around) if isinstance(one, PreTrainedModel))
+    modules = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    return next(module for module in reversed(modules) if isinstance(module, PreTrainedModel))
 
 
-def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
+def _initialise_rest(model: PreTrainedModel, module: nn.Module, filled: Mapping[str, nn.Parameter]) -> list[str]:
     """Let transformers initialise the rest of `module`, and return the names in `filled` that it may have overwritten.
 
     Its init skips tensors with a flag, as when it loads weights: normal values for an embedding of half a billion
@@ -347,7 +366,7 @@ def _changed_by_init(model: PreTrainedModel, module: nn.Module, filled: Mapping[
 _copies_with_values: "WeakKeyDictionary[PreTrainedModel, PreTrainedModel]" = WeakKeyDictionary()
 
 
-def _with_values(model: PreTrainedModel) -> PreTrainedModel:
+def _find_copy_with_values(model: PreTrainedModel) -> PreTrainedModel:
     """Build `model` again with its buffers' values, once: blocks are materialised one by one."""
     if model not in _copies_with_values:
         attention, dtype = model.config._attn_implementation, model.dtype
@@ -355,7 +374,7 @@ def _with_values(model: PreTrainedModel) -> PreTrainedModel:
     return _copies_with_values[model]
 
 
-def _unset(buffer: Tensor) -> float | int:
+def _unset_value(buffer: Tensor) -> float | int:
     """Return a value that no model's buffer is filled with."""
     return math.nan if buffer.is_floating_point() else 113
 
@@ -364,14 +383,16 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
     """Take the buffer from the weights, or leave it as its module's init, or that of a module around it, has set it."""
     path = f"{module_name}.{name}"
     buffer = model.get_submodule(module_name).get_buffer(name)
-    if weights.holds(path):
+    if weights.has_tensor(path):
         weights.fill(path, buffer)
-    around = module_name
-    while _is_unset(buffer) and around:
-        around = around.rpartition(".")[0]
-        own = dict(model.get_submodule(around).named_parameters(recurse=False))
-        if not own:  # else its init could overwrite them
-            _changed_by_init(_submodel_of(model, around), model.get_submodule(around), own)
+    outer_name = module_name
+    while _is_unset(buffer) and outer_name:
+        outer_name = outer_name.rpartition(".")[0]
+        outer = model.get_submodule(outer_name)
+        parameters = dict(outer.named_parameters(recurse=False))
+        # The init of a module that has parameters could overwrite them: they are filled already.
+        if not parameters:
+            _initialise_rest(_find_submodel(model, outer_name), outer, parameters)
     if _is_unset(buffer):
         why = f"does not say what {path} holds before weights are loaded, and these weights have no such tensor"
         advice = f"Try: {Setting('model')} with a folder of weights that has it"
@@ -379,15 +400,15 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
     return buffer.dtype is not torch.bool and bool(unset.all())
 
 
-def _preset_names() -> list[str]:
-    return sorted(entry.name.removesuffix(".json") for entry in PRESETS.iterdir())
+def _list_preset_names() -> list[str]:
+    return sorted(path.name.removesuffix(".json") for path in PRESETS.iterdir())
 
 
-def _captured_config(folder: Path) -> dict[str, object] | None:
+def _read_captured_config(folder: Path) -> dict[str, object] | None:
     """Return the config of a folder of captures. Raises UsageError if its actor.json is damaged."""
     try:
         return read_actor_config(folder)
@@ -395,36 +416,36 @@ def _captured_config(folder: Path) -> dict[str, object] | None:
         raise UsageError(*error.args) from error
 
 
-def _read_config(path: Path, asked: str) -> dict[str, object]:
-    given = Setting("model", asked)
+def _read_config(path: Path, typed: str) -> dict[str, object]:
+    setting = Setting("model", typed)
     try:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        known = ", ".join(_preset_names())
+        known = ", ".join(_list_preset_names())
         advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
-        raise UsageError(given, f": {error}", advice) from error
+        raise UsageError(setting, f": {error}", advice) from error
     if not isinstance(values, dict):
         why = f": {path} holds a {type(values).__name__}, not a model config"
-        raise UsageError(given, why)
+        raise UsageError(setting, why)
     return values
 
 
-def config_of(values: Mapping[str, object]) -> PretrainedConfig:
+def parse_config(values: Mapping[str, object]) -> PretrainedConfig:
     """Return the config that `values`, read from JSON, describe. Raises what its class raises for bad values."""
-    rest = _with_floats(dict(values))
-    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+    fields = _restore_infinities(dict(values))
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _with_floats(value: Any) -> Any:
+def _restore_infinities(value: Any) -> Any:
     """Return `value` with the infinities that transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {key: _with_floats(inner) for key, inner in value.items()}
-    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _restore_infinities(inner) for key, inner in value.items()}
+    return [_restore_infinities(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
+def _parse_hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
     model_type, config_name = values.get("model_type"), f"the config of {name}"
     if not model_type:
         why = "does not name its model_type, as Hugging Face's config.json does"
@@ -432,14 +453,14 @@ def _hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in values:
             why = f"is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it"
-            named = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
-            raise UsageError(name, why, f"Try: {named}, see docs/custom-models.md, Remote code")
+            options = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
+            raise UsageError(name, why, f"Try: {options}, see docs/custom-models.md, Remote code")
         release = f"transformers {transformers.__version__}"
         why = f"has the model_type {model_type!r}, which {release} does not have"
         advice = f"Try: the job's transformers, or {Setting('model')} with another config.json"
         raise UsageError(config_name, why, advice)
     try:
-        config = config_of(values)
+        config = parse_config(values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         why = f"is refused by transformers: {reason[:300]}"
@@ -452,15 +473,15 @@ def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
     """Raise UsageError unless `config` is that of a causal LM, which reads token ids alone from left to right."""
     kind = type(config)
     is_decoder = getattr(config, "is_decoder", True)
-    reads = None
+    reason = None
     if config.is_encoder_decoder:
-        reads = "an encoder and a decoder"
+        reason = "an encoder and a decoder"
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reads = "transformers has no causal LM of this type"
+        reason = "transformers has no causal LM of this type"
     elif kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
-        reads = "an encoder, whose tokens see those behind them"
-    if reads is not None:
-        why = f"is a {config.model_type}, not a causal LM ({reads})"
+        reason = "an encoder, whose tokens see those behind them"
+    if reason is not None:
+        why = f"is a {config.model_type}, not a causal LM ({reason})"
         advice = f"Try: {Setting('model')} with a decoder-only language model, or its captures"
         raise UsageError(name, why, advice)
 

@@ -49,7 +49,7 @@ class HeadForm:
     def in_chunks(self) -> bool:
         return not self.why_whole
 
-    def bytes_on(self, device: torch.device) -> int:
+    def choose_chunk_bytes(self, device: torch.device) -> int:
         """Return the bytes of a chunk's logits, on a GPU a 32nd of its memory at most.
 
         2 GiB are so many that an H200's matrix multiplications do not get slower.
@@ -65,7 +65,7 @@ class HeadForm:
         """Do the steps change a logit, beside its dtype?"""
         return any(step.function != "float" for step in self.steps)
 
-    def applied(self, logits: Tensor) -> Tensor:
+    def apply_steps(self, logits: Tensor) -> Tensor:
         """Return the model's logits, given the head's."""
         for step in self.steps:
             logits = step(logits)

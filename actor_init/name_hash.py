@@ -25,7 +25,7 @@ _PIECE = 1 << 22
 _SPAN = 1 << 20  # that a thread fills before it reports
 
 
-def values(index: Tensor, keys: Keys, std: float) -> Tensor:
+def compute_values(index: Tensor, keys: Keys, std: float) -> Tensor:
     """Return fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
     bits = mix(mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
     bound = std * math.sqrt(3)
@@ -50,7 +50,7 @@ def fill(flat: Tensor, keys: Keys, std: float, on_progress: Callable[[int], None
     if flat.device.type != "cpu":
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE]
-            piece.copy_(_on_device(start, piece.numel(), flat.device, keys, std).to(torch.bfloat16))
+            piece.copy_(_compute_on_device(start, piece.numel(), flat.device, keys, std).to(torch.bfloat16))
             on_progress(piece.numel())
         return
     spans = range(0, flat.numel(), _SPAN)
@@ -60,11 +60,11 @@ def fill(flat: Tensor, keys: Keys, std: float, on_progress: Callable[[int], None
         _fill_on_cpu(span, start, keys, std)
         return span.numel()
 
-    for num_filled in _in_threads(fill_span, spans):
+    for num_filled in _run_in_threads(fill_span, spans):
         on_progress(num_filled)
 
 
-def _in_threads(work: Callable[[int], int], starts: range) -> Iterator[int]:
+def _run_in_threads(work: Callable[[int], int], starts: range) -> Iterator[int]:
     num_threads = min(torch.get_num_threads(), len(starts))
     if num_threads <= 1:
         yield from map(work, starts)
@@ -74,7 +74,7 @@ def _in_threads(work: Callable[[int], int], starts: range) -> Iterator[int]:
 
 
 def _fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
-    scale, bound = _scale_and_bound(std)
+    scale, bound = _compute_scale_and_bound(std)
     numbers = np.arange(min(_PIECE_ON_CPU, span.numel()), dtype=np.uint32)
     all_bits, all_shifted = np.empty_like(numbers), np.empty_like(numbers)
     all_floats = np.empty(numbers.size, np.float32)
@@ -98,13 +98,13 @@ def _fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
         piece.copy_(torch.from_numpy(floats).to(torch.bfloat16))
 
 
-def _on_device(first: int, count: int, device: torch.device, keys: Keys, std: float) -> Tensor:
+def _compute_on_device(first: int, count: int, device: torch.device, keys: Keys, std: float) -> Tensor:
     """Return `values` in torch's int32, whose right shift copies the sign, which is masked away."""
-    scale, bound = _scale_and_bound(std)
-    bits = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(first & _MASK_32))
+    scale, bound = _compute_scale_and_bound(std)
+    bits = torch.arange(count, dtype=torch.int32, device=device).add_(_to_signed(first & _MASK_32))
     shifted = torch.empty_like(bits)
     for key in (keys[0], (first >> 32) ^ keys[1]):
-        bits.bitwise_xor_(_signed(key))
+        bits.bitwise_xor_(_to_signed(key))
         for number in range(3):
             torch.bitwise_right_shift(bits, 16, out=shifted)
             bits.bitwise_xor_(shifted.bitwise_and_(0xFFFF))
@@ -113,11 +113,11 @@ def _on_device(first: int, count: int, device: torch.device, keys: Keys, std: fl
     return bits.to(torch.int64).bitwise_and_(_MASK_32).to(torch.float32).mul_(float(scale)).sub_(float(bound))
 
 
-def _scale_and_bound(std: float) -> tuple[np.float32, np.float32]:
+def _compute_scale_and_bound(std: float) -> tuple[np.float32, np.float32]:
     """Return the two numbers of `values` as torch rounds them."""
     bound = std * math.sqrt(3)
     return np.float32(2 * bound / 2**32), np.float32(bound)
 
 
-def _signed(bits: int) -> int:
+def _to_signed(bits: int) -> int:
     return bits - 2**32 if bits >= 2**31 else bits

@@ -21,7 +21,7 @@ class Progress:
     learning_rate: float
 
     @classmethod
-    def of(cls, schedule: LambdaLR | None) -> "Progress":
+    def from_schedule(cls, schedule: LambdaLR | None) -> "Progress":
         if schedule is None:
             return cls(num_steps=0, learning_rate=0.0)
         return cls(num_steps=schedule.last_epoch, learning_rate=float(schedule.get_last_lr()[0]))
@@ -51,7 +51,7 @@ def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: step / num_warmup if step < num_warmup else 1.0)
 
 
-def move_on(scaler: torch.amp.GradScaler, schedule: LambdaLR | None) -> None:
+def update_scale_and_rate(scaler: torch.amp.GradScaler, schedule: LambdaLR | None) -> None:
     """Update the loss scale for the next window, and if the optimizer stepped, the learning rate.
 
     A step that the scaler skipped because fp16 overflowed does not count.
@@ -69,7 +69,7 @@ def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
     schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+def compute_total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients, fp32 or wider; torch's own except on a CPU, where it sums squares naively in
     fp32.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actor_init.name_hash import mix
 
-SIGNS = 16  # at most 32, the bits of a hash
+NUM_SIGNS = 16  # at most 32, the bits of a hash
 _KEY = 0x5EED5EED
 _CHUNK = 1 << 24  # elements converted to fp32 at a time
 
@@ -22,22 +22,22 @@ _CHUNK = 1 << 24  # elements converted to fp32 at a time
 def sketch(values_TF: Tensor, *, first_feature: int = 0) -> Tensor:
     """Return the sketch [T, K], fp32, on the values' device; the values are the features from `first_feature` on."""
     num_features = values_TF.shape[1]
-    signs_FK = _signs(first_feature, num_features, values_TF.device)
+    signs_FK = _make_signs(first_feature, num_features, values_TF.device)
     chunks = torch.split(values_TF, max(1, _CHUNK // max(1, num_features)))
     return torch.cat([chunk.float() @ signs_FK for chunk in chunks])
 
 
-def sketch_of_parameter(values: Tensor) -> Tensor:
+def sketch_parameter(values: Tensor) -> Tensor:
     """Return the sketch [T, K]: the longest dimension is projected, the others are the rows."""
     longest = values.shape.index(max(values.shape))
     return sketch(values.movedim(longest, -1).reshape(-1, values.shape[longest]))
 
 
 @lru_cache(maxsize=32)
-def _signs(first: int, number: int, device: torch.device) -> Tensor:
+def _make_signs(first: int, number: int, device: torch.device) -> Tensor:
     """Return [F, K] of plus or minus 1 / sqrt(K), from bits of a hash of the feature's index."""
     index_F = torch.arange(first, first + number, device=device)
     bits_F = mix(mix(index_F ^ _KEY) ^ _KEY)
-    bits_FK = (bits_F[:, None] >> torch.arange(SIGNS, device=device)) & 1
-    signs_FK: Tensor = (2 * bits_FK - 1).float() / SIGNS**0.5
+    bits_FK = (bits_F[:, None] >> torch.arange(NUM_SIGNS, device=device)) & 1
+    signs_FK: Tensor = (2 * bits_FK - 1).float() / NUM_SIGNS**0.5
     return signs_FK

@@ -18,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import blocks_of, build_on_meta
+from actor_init.model import build_on_meta, find_blocks
 from actor_init.parallel.token_rows import token_rows
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
-SEEN = {Compile.OFF: "modules", Compile.BLOCKS: "blocks", Compile.DEEPCOMPILE: "no layer"}  # as named in a trace
+TRACED_PARTS = {
+    Compile.OFF: "modules",
+    Compile.BLOCKS: "blocks",
+    Compile.DEEPCOMPILE: "no layer",
+}  # as named in a trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +53,10 @@ class LayerTracer:
         self._inputs: ActorInputs | None = None
         self._takes_forward = False
         self._gradient_scale = 1.0
-        self._found: list[TracedTensor] = []
+        self._traced: list[TracedTensor] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._open: Counter[str] = Counter()  # calls of modules that call themselves, as with functional_call
-        self._alive: list[
+        self._call_depth: Counter[str] = Counter()  # calls of modules that call themselves, as with functional_call
+        self._live_tensors: list[
             Tensor
         ] = []  # tensors traced in this block, kept alive so that no other tensor reuses their memory
         self._widths = {  # a module's own width may be a rank's share
@@ -61,10 +65,10 @@ class LayerTracer:
             if isinstance(module, nn.Linear)
         }
         self._with_all_heads = {name for name, one in model.named_modules() if getattr(one, "has_all_heads", False)}
-        blocks = dict(blocks_of(model))
-        for name, module in traced_modules(model, spec.compile):
-            module.register_forward_pre_hook(partial(self._sees_input, name))
-            module.register_forward_hook(partial(self._sees_output, name, name in blocks))
+        blocks = dict(find_blocks(model))
+        for name, module in list_traced_modules(model, spec.compile):
+            module.register_forward_pre_hook(partial(self._record_input, name))
+            module.register_forward_hook(partial(self._record_output, name, name in blocks))
 
     def begin(self, inputs: ActorInputs, loss_factor: float) -> None:
         """Begin a pass whose loss backward multiplies by `loss_factor`. Untaken tensors of an earlier pass are
@@ -74,67 +78,67 @@ class LayerTracer:
         self._takes_forward = True
         # ring attention multiplies the gradient by its size: see sum_over_ring
         self._gradient_scale = loss_factor * (inputs.ring.group.size() if inputs.ring else 1)
-        self._found, self._alive = [], []
+        self._traced, self._live_tensors = [], []
         self._calls.clear()
-        self._open.clear()
+        self._call_depth.clear()
 
     def end_forward(self) -> None:
         """Mark the end of forward: what runs from here on is backward and recomputation."""
         self._takes_forward = False
-        self._alive = []
+        self._live_tensors = []
 
     def take(self) -> list[TracedTensor]:
         """Return the tensors traced since `begin`, in order of execution."""
         self._inputs = None
-        taken, self._found = self._found, []
+        taken, self._traced = self._traced, []
         return taken
 
-    def _sees_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _record_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Keep a Linear's input, unless it is another module's output: the result of attention or an activation
         function.
         """
         if not self._takes_forward:
             return
-        self._open[name] += 1
-        if self._open[name] == 1 and name in self._widths and args and isinstance(args[0], Tensor):
-            self._keep(name, "input", args[0], self._widths[name][0])
+        self._call_depth[name] += 1
+        if self._call_depth[name] == 1 and name in self._widths and args and isinstance(args[0], Tensor):
+            self._record(name, "input", args[0], self._widths[name][0])
 
-    def _sees_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
+    def _record_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
         if not self._takes_forward:
             return
-        self._open[name] -= 1
-        if self._open[name]:
+        self._call_depth[name] -= 1
+        if self._call_depth[name]:
             return
         width = self._widths[name][1] if name in self._widths else None
-        for number, tensor in enumerate(tensors_of(output)):
-            self._keep(name, f"output {number + 1}" if number else "output", tensor, width)
+        for number, tensor in enumerate(find_result_tensors(output)):
+            self._record(name, f"output {number + 1}" if number else "output", tensor, width)
         if is_block:
-            self._alive = []
+            self._live_tensors = []
 
     @torch.no_grad()
-    def _keep(self, name: str, what: str, tensor: Tensor, width: int | None) -> None:
-        if not tensor.is_floating_point() or any(_is_same(tensor, other) for other in self._alive):
+    def _record(self, name: str, what: str, tensor: Tensor, width: int | None) -> None:
+        if not tensor.is_floating_point() or any(_is_same(tensor, other) for other in self._live_tensors):
             return
         number = self._calls[name, what]
         called = f"{what}, call {number + 1}" if number else what
-        traced = self._traced(name, called, tensor, width)
+        traced = self._sketch_tensor(name, called, tensor, width)
         if traced is None:
             return
         self._calls[name, what] += 1
-        self._alive.append(tensor)
-        self._found.append(traced)
+        self._live_tensors.append(tensor)
+        self._traced.append(traced)
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._sees_gradient, name, called, width))
+            tensor.register_hook(partial(self._record_gradient, name, called, width))
 
     @torch.no_grad()
-    def _sees_gradient(self, name: str, what: str, width: int | None, gradient: Tensor) -> None:
+    def _record_gradient(self, name: str, what: str, width: int | None, gradient: Tensor) -> None:
         if self._inputs is None:
             return
-        traced = self._traced(name, what, gradient, width)
+        traced = self._sketch_tensor(name, what, gradient, width)
         assert traced is not None, f"the gradient of {name} has another shape than its {what}"
-        self._found.append(replace(traced, is_gradient=True, sketch_TK=traced.sketch_TK / self._gradient_scale))
+        self._traced.append(replace(traced, is_gradient=True, sketch_TK=traced.sketch_TK / self._gradient_scale))
 
-    def _traced(self, name: str, what: str, tensor: Tensor, width: int | None) -> TracedTensor | None:
+    def _sketch_tensor(self, name: str, what: str, tensor: Tensor, width: int | None) -> TracedTensor | None:
         assert self._inputs is not None
         rows, num_tokens = self._inputs.captured_index.shape
         all_heads = name in self._with_all_heads
@@ -146,14 +150,14 @@ class LayerTracer:
         return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
 
 
-def traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[str, nn.Module]]:
+def list_traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside the blocks, the blocks, and in these their children and modules with parameters.
 
     Without those inside compiled blocks, where hooks would change the graph; none at all under DeepCompile.
     """
     if compiled is Compile.DEEPCOMPILE:
         return
-    blocks = dict(blocks_of(model))
+    blocks = dict(find_blocks(model))
     trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # for "model.layers.0": "model"
     for name, module in model.named_modules():
         above, _, _ = name.rpartition(".")
@@ -166,7 +170,7 @@ def traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[
             yield name, module
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def find_result_tensors(output: Any) -> list[Tensor]:
     """Return a module's result; for a tuple the first, or all if they are alike, such as cosines and sines."""
     if isinstance(output, Tensor):
         return [output]
@@ -183,7 +187,7 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def told_of_modules(
+def watch_modules(
     model: PreTrainedModel, compiled: Compile, begins: Callable[[str], None], ends: Callable[[str, Any], None]
 ) -> Iterator[None]:
     """Call `begins` with a module's name, and `ends` with its name and output, around each forward.
@@ -198,7 +202,7 @@ def told_of_modules(
         return lambda _module, _arguments, output: ends(name, output)
 
     with ExitStack() as hooks:
-        for name, module in traced_modules(model, compiled):
+        for name, module in list_traced_modules(model, compiled):
             hooks.callback(module.register_forward_pre_hook(before(name)).remove)
             hooks.callback(module.register_forward_hook(after(name), always_call=True).remove)
         yield

@@ -19,14 +19,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init import name_hash
-from actor_init.checkpoint_names import Recipe, recipes_of
+from actor_init.checkpoint_names import Recipe, find_recipes
 from actor_init.spec import RANDOM_WEIGHTS, UsageError
 
-AHEAD_BYTES = 512 * 2**20  # behind the tensor that is asked for: as names are sorted, mostly those of the same block
-_NUM_LENGTH_BYTES = 8  # of a file, before its header
+# How much of a file the system reads behind the tensor that is requested. Files are sorted by name, so that this is
+# mostly the rest of the same block.
+AHEAD_BYTES = 512 * 2**20
+# A safetensors file begins with the length of its header.
+_NUM_LENGTH_BYTES = 8
 _OTHER_CONFIG = f"Give the config of these weights, or {RANDOM_WEIGHTS}"
-NORM_SPREAD = 0.05  # relative standard deviation of vectors that the model's own init does not set to 0
-OnProgress = Callable[[int], None]  # called during long work with the number of elements filled since the last call
+# The relative standard deviation of vectors that the model's own init does not set to 0.
+NORM_SPREAD = 0.05
+# It is called during long work with the number of elements filled since the last call.
+OnProgress = Callable[[int], None]
 INIT_FILLS_BUFFERS = int(transformers.__version__.partition(".")[0]) >= 5
 
 
@@ -36,24 +41,27 @@ class ReadAhead:
 
     safetensors maps its files, so each page comes when it is touched, in small pieces, while the processor waits. The
     system reads large pieces by itself, and at the disk's own speed, if it is told what will be needed.
+
+    _offsets    where each tensor begins and ends, by file
+    _requested  the part that is read or on its way, by file
     """
 
-    _places: dict[Path, Mapping[str, tuple[int, int]]] = field(default_factory=dict)  # of each tensor, by file
-    _told: dict[Path, tuple[int, int]] = field(default_factory=dict)  # what is read or on its way, by file
+    _offsets: dict[Path, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    _requested: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
-    def of(self, path: Path, name: str) -> None:
+    def request(self, path: Path, name: str) -> None:
         """Have the tensor `name` read, and what is behind it in the file. Returns at once."""
         if sys.platform != "linux":
             return
-        if path not in self._places:
-            self._places[path] = places_of(path)
-        begin, end = self._places[path][name]
-        first, last = self._told.get(path, (begin, begin))
+        if path not in self._offsets:
+            self._offsets[path] = find_tensor_offsets(path)
+        begin, end = self._offsets[path][name]
+        first, last = self._requested.get(path, (begin, begin))
         if first <= begin and end + AHEAD_BYTES // 2 <= last:
             return
         if not first <= begin <= last:
             first = last = begin
-        self._told[path] = first, end + AHEAD_BYTES
+        self._requested[path] = first, end + AHEAD_BYTES
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(descriptor, last, end + AHEAD_BYTES - last, os.POSIX_FADV_WILLNEED)
@@ -61,17 +69,17 @@ class ReadAhead:
             os.close(descriptor)
 
 
-def places_of(path: Path) -> Mapping[str, tuple[int, int]]:
+def find_tensor_offsets(path: Path) -> Mapping[str, tuple[int, int]]:
     """Return where each tensor of a safetensors file begins and ends in it, in bytes."""
     with open(path, "rb") as file:
         num_header_bytes = int.from_bytes(file.read(_NUM_LENGTH_BYTES), "little")
         header = json.loads(file.read(num_header_bytes))
     base = _NUM_LENGTH_BYTES + num_header_bytes
-    places = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
-    return {name: (base + begin, base + end) for name, (begin, end) in places.items()}
+    offsets = {name: tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"}
+    return {name: (base + begin, base + end) for name, (begin, end) in offsets.items()}
 
 
-def unheard(num_filled: int) -> None:
+def ignore_progress(num_filled: int) -> None:
     """Ignore progress: the default `OnProgress`."""
 
 
@@ -80,11 +88,11 @@ class Weights(Protocol):
         """Return one line for the header that identifies the weights."""
         ...
 
-    def holds(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         """Do the weights have values for the buffer `name`?"""
         ...
 
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Write the values of `name` into a whole, unsharded `parameter`; False means they were left unchanged."""
         ...
 
@@ -97,10 +105,10 @@ class Weights(Protocol):
         ...
 
 
-class OwnInit(Protocol):
+class VectorSource(Protocol):
     """The values a model's class gives its parameters before weights are loaded."""
 
-    def vector(self, name: str) -> Tensor:
+    def make_vector(self, name: str) -> Tensor:
         """Return the whole parameter `name`, of less than two dimensions: fp32, on the CPU, the same in every call."""
         ...
 
@@ -113,41 +121,46 @@ class RandomWeights:
     bf16, so that fp32 master weights and bf16 weights agree. The standard deviation is the config's
     `initializer_range`. Vectors are spread around the model's own init: those it sets to 0 (biases) by that deviation,
     the others (norms' 1, states' decays, sinks) by NORM_SPREAD of their value, which changes no sign. Without
-    `own_init` vectors are left unchanged.
+    `vector_source` vectors are left unchanged.
     """
 
     seed: int
     std: float
-    own_init: OwnInit | None = None
+    vector_source: VectorSource | None = None
 
     def describe(self) -> str:
         """Name the weights differently from those of releases whose vectors were constant."""
         return f"random v2, seed {self.seed}"
 
-    def holds(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return False
 
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         if parameter.ndim < 2:
-            if self.own_init is None:
+            if self.vector_source is None:
                 return False
-            parameter.detach().copy_(self._vector(name, self.own_init).view_as(parameter))
+            parameter.detach().copy_(self._compute_vector(name, self.vector_source).view_as(parameter))
             return True
         name_hash.fill(parameter.detach().view(-1), self._keys(name), self.std, on_progress)
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
         if len(shape) < 2:
-            return self._vector(name, self.own_init).flatten()[start : start + count] if self.own_init else None
+            return (
+                self._compute_vector(name, self.vector_source).flatten()[start : start + count]
+                if self.vector_source
+                else None
+            )
         index = torch.arange(start, start + count, device="cpu")
-        return name_hash.values(index, self._keys(name), self.std).to(torch.bfloat16).float()
+        return name_hash.compute_values(index, self._keys(name), self.std).to(torch.bfloat16).float()
 
-    def _vector(self, name: str, own_init: OwnInit) -> Tensor:
+    def _compute_vector(self, name: str, vector_source: VectorSource) -> Tensor:
         """Compute a vector whole, on the CPU, in fp32; vectors are small."""
-        own = own_init.vector(name).float()
-        random = name_hash.values(torch.arange(own.numel(), device="cpu"), self._keys(name), 1.0).view_as(own)
-        around = torch.where(own == 0, random * self.std, own * (1 + NORM_SPREAD * random))
-        return around.to(torch.bfloat16).float()
+        initial = vector_source.make_vector(name).float()
+        index = torch.arange(initial.numel(), device="cpu")
+        random = name_hash.compute_values(index, self._keys(name), 1.0).view_as(initial)
+        spread = torch.where(initial == 0, random * self.std, initial * (1 + NORM_SPREAD * random))
+        return spread.to(torch.bfloat16).float()
 
     def _keys(self, name: str) -> tuple[int, int]:
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
@@ -156,11 +169,15 @@ class RandomWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderWeights:
-    """The weights in a model folder's safetensors files. One parameter is made at a time, of the tensors it needs."""
+    """The weights in a model folder's safetensors files. One parameter is made at a time, of the tensors it needs.
+
+    file_of_name  by the tensor's name in the files
+    recipes       by the parameter's name in the model
+    """
 
     folder: Path
-    file_of_name: Mapping[str, Path]  # by the tensor's name in the files
-    recipes: Mapping[str, Recipe]  # by parameter
+    file_of_name: Mapping[str, Path]
+    recipes: Mapping[str, Recipe]
     _ahead: ReadAhead = field(default_factory=ReadAhead, compare=False, repr=False)
 
     @classmethod
@@ -177,15 +194,17 @@ class FolderWeights:
                     for name in file.keys():  # noqa: SIM118 (no mapping)
                         shapes[name] = tuple(file.get_slice(name).get_shape())
                         file_of_name[name] = path
-            except Exception as error:  # safetensors raises its own type, and OSError
+            # safetensors raises a type of its own, and OSError.
+            except Exception as error:
                 advice = f"Copy it again, or give {RANDOM_WEIGHTS}"
                 raise UsageError(path, f"cannot be read: {error}", advice) from error
         if model is None:
-            as_they_are = {name: Recipe.of_one(name) for name in shapes}
-            return cls(folder=folder, file_of_name=file_of_name, recipes=as_they_are)
+            unchanged = {name: Recipe.unchanged(name) for name in shapes}
+            return cls(folder=folder, file_of_name=file_of_name, recipes=unchanged)
         try:
-            recipes = recipes_of(model, shapes)
-        except Exception as error:  # whatever a conversion raises for tensors of other shapes than it expects
+            recipes = find_recipes(model, shapes)
+        # A conversion raises whatever it likes for tensors of other shapes than it expects.
+        except Exception as error:
             why = f": transformers cannot convert its tensors for {type(model).__name__}: {error}"
             raise UsageError(folder, why, _OTHER_CONFIG) from error
         return cls(folder=folder, file_of_name=file_of_name, recipes=recipes)
@@ -193,21 +212,22 @@ class FolderWeights:
     def describe(self) -> str:
         return f"from {self.folder}"
 
-    def holds(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self.recipes
 
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Fill `parameter`. Raises UsageError if the folder has no `name`, or one of another shape."""
         if name not in self.recipes:
             known = f"{len(self.file_of_name)} tensors, such as {next(iter(self.file_of_name), 'none')}"
             why = f"has no weights named {name} (it has {known})"
             advice = f"Is it the model of this config? Or give {RANDOM_WEIGHTS}"
             raise UsageError(self.folder, why, advice)
-        values = self.recipes[name].make(name, self._read_on)
+        values = self.recipes[name].make(name, self._read_ahead)
         if values.shape != parameter.shape:
             why = f": {name} has shape {list(values.shape)}, but the config makes it {list(parameter.shape)}"
             raise UsageError(self.folder, why, _OTHER_CONFIG)
-        # a device makes fp32 of bf16 faster than the host, and gets half the bytes
+        # The values are moved before they are converted: a device makes fp32 of bf16 faster than the host, and half the
+        # bytes are moved.
         parameter.detach().copy_(values.to(parameter.device))
         on_progress(values.numel())
         return True
@@ -222,11 +242,11 @@ class FolderWeights:
                 return None
             return values.flatten()[start : start + count].clone()
         ((_, source),) = recipe.sources
-        return self._slice(source, shape, start, count)
+        return self._read_slice(source, shape, start, count)
 
-    def _read_on(self, source: str) -> Tensor:
+    def _read_ahead(self, source: str) -> Tensor:
         """Read a tensor, and have the system read what is likely to be needed next."""
-        self._ahead.of(self.file_of_name[source], source)
+        self._ahead.request(self.file_of_name[source], source)
         return self._read(source)
 
     def _read(self, source: str) -> Tensor:
@@ -234,7 +254,7 @@ class FolderWeights:
             tensor: Tensor = file.get_tensor(source)
         return tensor
 
-    def _slice(self, source: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
+    def _read_slice(self, source: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
         """Read `count` elements of a tensor in the files, and nothing else."""
         with safe_open(self.file_of_name[source], framework="pt") as file:
             values = file.get_slice(source)
@@ -243,12 +263,12 @@ class FolderWeights:
             if not shape:
                 whole: Tensor = file.get_tensor(source)
                 return whole.reshape(1)
-            places: list[slice] = []
+            reversed_slices: list[slice] = []
             for size in reversed(shape):
-                width = count if not places else 1
-                places.append(slice(start % size, start % size + width))
+                width = count if not reversed_slices else 1
+                reversed_slices.append(slice(start % size, start % size + width))
                 start //= size
-            block: Tensor = values[tuple(reversed(places))]
+            block: Tensor = values[tuple(reversed(reversed_slices))]
         return block.flatten() if block.is_floating_point() else None
 
 
@@ -258,7 +278,7 @@ def build_with_values(config: PretrainedConfig, *, attention: str, dtype: torch.
     Before transformers 5.0 these values are computed in the constructors alone. From 5.0 on `_init_weights` fills them
     again on a model that was built on the meta device.
     """
-    with torch.random.fork_rng(devices=[]), _matrices_on_meta():
+    with torch.random.fork_rng(devices=[]), _register_matrices_on_meta():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
@@ -277,8 +297,33 @@ def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> 
             setattr(target, name, value.to(device))
 
 
+def list_modules_below(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules at and below `prefix`, with their names in `model`; all of them if it is empty."""
+    for name, module in model.named_modules():
+        if not prefix or name == prefix or name.startswith(f"{prefix}."):
+            yield name, module
+
+
+class TiedParameters:
+    """The empty parameters on a device that stand for those on the meta device. Parameters that are tied stay tied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_meta_parameter: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._by_meta_parameter
+
+    def get(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter on the device; it is made when it is first asked for."""
+        if parameter not in self._by_meta_parameter:
+            empty = torch.empty_like(parameter, device=self._device)
+            self._by_meta_parameter[parameter] = nn.Parameter(empty, parameter.requires_grad)
+        return self._by_meta_parameter[parameter]
+
+
 @contextmanager
-def _matrices_on_meta() -> Iterator[None]:
+def _register_matrices_on_meta() -> Iterator[None]:
     """Move each parameter of two or more dimensions to the meta device as it is registered: none is filled."""
     register = nn.Module.register_parameter
 

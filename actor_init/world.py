@@ -47,7 +47,7 @@ class World:
                 f"{world_size} processes were started, but tp {parallel.tp} x ring {parallel.ring} needs a multiple "
                 f"of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} replay ..."
             )
-        device = _device(local_rank)
+        device = _choose_device(local_rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # number of collectives in NCCL's flight recorder
@@ -97,7 +97,7 @@ class World:
         return values[0]
 
 
-def _device(local_rank: int) -> torch.device:
+def _choose_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.model import random_weights
+from actor_init.model import make_random_weights
 from capture import recording
 
 NUM_IDS = 64
@@ -71,7 +71,7 @@ def packed() -> list[dict[str, Tensor]]:
 
 def record(out: Path, passes: list[dict[str, Tensor]]) -> None:
     model = LlamaForCausalLM(CONFIG)
-    weights = random_weights(CONFIG, 0)
+    weights = make_random_weights(CONFIG, 0)
     for name, parameter in model.named_parameters():
         weights.fill(name, parameter)
     with recording(model, out, reproduce=False):

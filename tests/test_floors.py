@@ -42,7 +42,7 @@ ROOMS = {
         ("inputs",),
         ("actor", "tracing"),
         ("backends", "probe"),  # backends: their engines
-        ("own_positions",),
+        ("model_positions",),
     ),
     "replay": (
         ("options", "output", "tolerances"),  # options: what a user can type, and the words for it

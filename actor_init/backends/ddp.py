@@ -19,38 +19,45 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.adapters import trained_parameters
+from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
-    blocks_of,
     build_on_meta,
+    configure_model,
+    count_elements,
+    find_blocks,
     make_trainable,
     materialise,
-    num_parameters,
-    set_up,
 )
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
+from actor_init.optimizer import (
+    TORCH_DTYPES,
+    Progress,
+    compute_total_norm,
+    make_optimizer,
+    make_schedule,
+    update_scale_and_rate,
+)
 from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 
 
 @dataclass(slots=True)
-class Window:
+class AccumulationWindow:
     """The accumulation window. Its last pass averages over the ranks, which torch decides during the forward."""
 
     size: int
-    num_done: int = 0
+    num_backwards: int = 0
 
     @property
-    def is_at_last(self) -> bool:
-        return self.num_done + 1 == self.size
+    def is_last(self) -> bool:
+        return self.num_backwards + 1 == self.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,25 +69,27 @@ class DDPBackend:
     optimizer: Optimizer | None
     schedule: LambdaLR | None
     scaler: torch.amp.GradScaler
-    window: Window
+    window: AccumulationWindow
     attention: str
     kernels: str | None  # what was fused; None: nothing was asked for
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+    def open(
+        cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+    ) -> Self:
         attention = kernel_name(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
         kernels = fuse_as_asked(model, spec.kernels, world.device)
         make_trainable(model, source)
-        set_up(model, spec)
+        configure_model(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         for module in list(model.modules()):
             _cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
-            compile_blocks((block for _, block in blocks_of(model)), lengths=spec.compile_lengths)
-        optimizer = make_optimizer(spec, trained_parameters(model))
+            compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
+        optimizer = make_optimizer(spec, list_trained_parameters(model))
         return cls(
             spec=spec,
             model=model,
@@ -89,39 +98,39 @@ class DDPBackend:
             optimizer=optimizer,
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
-            window=Window(size=spec.num_accumulated),
+            window=AccumulationWindow(size=spec.num_accumulated),
             attention=attention,
             kernels=kernels,
         )
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.model.train(trains)
-        with nullcontext() if self.window.is_at_last else self.replica.no_sync():
+        with nullcontext() if self.window.is_last else self.replica.no_sync():
             return action_log_probs(self.replica, inputs)
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
-        self.window.num_done += 1
+        self.window.num_backwards += 1
 
     def end_window(self, *, step: bool) -> float:
-        self.window.num_done = 0
+        self.window.num_backwards = 0
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
-        norm = total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = compute_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if step:
             assert self.optimizer is not None
             if self.spec.max_norm:
                 clip_grads_with_norm_(self.model.parameters(), self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
-        move_on(self.scaler, self.schedule if step else None)
+        update_scale_and_rate(self.scaler, self.schedule if step else None)
         self.model.zero_grad(set_to_none=True)
         return float(norm)
 
     def facts(self) -> Mapping[str, str | int]:
         return {
             "backend": self.spec.backend,
-            "num_parameters": num_parameters(self.model),
+            "num_parameters": count_elements(self.model),
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,
             **({"kernels": self.kernels} if self.kernels else {}),
@@ -155,7 +164,7 @@ class DDPBackend:
         state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def progress(self) -> Progress:
-        return Progress.of(self.schedule)
+        return Progress.from_schedule(self.schedule)
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -171,7 +180,7 @@ def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
     names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dtype != dtype]
     if not names:
         return
-    caller = _Caller(module)
+    caller = _ForwardCaller(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cast = {f"module.{name}": module.get_parameter(name).to(dtype) for name in names}
@@ -180,7 +189,7 @@ def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:
     module.forward = forward
 
 
-class _Caller(nn.Module):
+class _ForwardCaller(nn.Module):
     """The module passed to `functional_call`: the original forward, with `module` as a child for parameter swaps."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -21,16 +21,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.adapters import trained_parameters
+from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import kernel_name
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
 from actor_init.backends.deepspeed_autotp import (
     check_autotp,
+    compute_norm_over_tp,
+    gather_over_tp,
+    list_split_linears,
     mark_split_gradients,
-    norm_over_tp,
-    split_linears,
-    whole_over_tp,
 )
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
@@ -39,18 +39,25 @@ from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
-    blocks_of,
     build_on_meta,
+    configure_model,
+    count_elements,
+    find_blocks,
     make_trainable,
     materialise,
-    num_parameters,
-    set_up,
 )
-from actor_init.optimizer import TORCH_DTYPES, Progress, load_schedule, make_optimizer, make_schedule, total_norm
+from actor_init.optimizer import (
+    TORCH_DTYPES,
+    Progress,
+    compute_total_norm,
+    load_schedule,
+    make_optimizer,
+    make_schedule,
+)
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import ActorSpec, Compile, UsageError
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 
@@ -59,7 +66,7 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 @dataclass(slots=True)
-class Gate:
+class StepGate:
     """Lets the optimizer's step through, or blocks it."""
 
     is_open: bool = False
@@ -76,7 +83,7 @@ class DeepSpeedBackend:
     spec: ActorSpec
     source: ModelSource
     engine: Any  # deepspeed.DeepSpeedEngine
-    gate: Gate
+    gate: StepGate
     schedule: LambdaLR  # not the engine's, which would advance without an optimizer step
     attention: str
     kernels: str | None  # what was fused; None: nothing was asked for
@@ -84,7 +91,9 @@ class DeepSpeedBackend:
     config: Mapping[str, Any]  # passed to DeepSpeed
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+    def open(
+        cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+    ) -> Self:
         """Open the actor. Under ZeRO 3 and AutoTP blocks are moved to the device and partitioned one by one.
 
         So there is never a second full copy of the model. Raises UsageError for what DeepSpeed cannot do.
@@ -99,9 +108,9 @@ class DeepSpeedBackend:
         kernels = fuse_as_asked(model, spec.kernels, world.device)
         make_trainable(model, source)
         check_autotp(model, spec.parallel.tp)
-        num_elements = num_parameters(model)
-        blocks = blocks_of(model)
-        set_up(model, spec)
+        num_elements = count_elements(model)
+        blocks = find_blocks(model)
+        configure_model(model, spec)
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in blocks), lengths=spec.compile_lengths)
         if has_block_hooks(spec):
@@ -111,12 +120,12 @@ class DeepSpeedBackend:
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
             materialise(model, source.weights, world.device, prefix=name, on_progress=on_progress)
-            _partition(_to_partition(spec, model, name, block), config, TORCH_DTYPES[spec.dtype])
-        gate = Gate()
+            _partition(_list_modules_to_partition(spec, model, name, block), config, TORCH_DTYPES[spec.dtype])
+        gate = StepGate()
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=trained_parameters(model),
-            optimizer=_gated(spec, gate),
+            model_parameters=list_trained_parameters(model),
+            optimizer=_make_gated_optimizer(spec, gate),
             config=config,
             dist_init_required=False,
         )
@@ -163,8 +172,8 @@ class DeepSpeedBackend:
             return None
         model: PreTrainedModel = self.engine.module
         if self.spec.parallel.tp > 1:
-            return norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
-        return total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            return compute_norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
+        return compute_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
         return {
@@ -186,16 +195,16 @@ class DeepSpeedBackend:
         return self.engine.module
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.model)
+        return gather_weights(self.model)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.model, self.loss_scale())
+        return gather_gradients(self.model, self.loss_scale())
 
     def loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     def save_model(self, folder: Path) -> None:
-        write_model(folder, self.source.config, self.spec.dtype, self.model, whole)
+        write_model(folder, self.source.config, self.spec.dtype, self.model, gather_whole)
 
     def save_state(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=STATE_TAG, client_state={"schedule": self.schedule.state_dict()})
@@ -204,13 +213,13 @@ class DeepSpeedBackend:
         if is_partitioned_over(SavedState.read(folder), torch.distributed.get_world_size()):
             _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
         else:
-            with universal(folder / STATE_TAG) as converted:
+            with convert_to_universal(folder / STATE_TAG) as converted:
                 self.engine._config.load_universal_checkpoint = True  # same as "load_universal" in the config
                 _, rest = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
         load_schedule(self.schedule, rest["schedule"])
 
     def progress(self) -> Progress:
-        return Progress.of(self.schedule)
+        return Progress.from_schedule(self.schedule)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -233,7 +242,9 @@ def _forget_modules() -> None:
                 wrapped.cache_clear()
 
 
-def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module) -> Iterable[nn.Module]:
+def _list_modules_to_partition(
+    spec: ActorSpec, model: PreTrainedModel, name: str, module: nn.Module
+) -> Iterable[nn.Module]:
     """Return what is partitioned over all ranks once `module` is on the device.
 
     Under ZeRO 3, all of it. Otherwise what AutoTP will split: it gathers one weight after the other and keeps this
@@ -241,7 +252,7 @@ def _to_partition(spec: ActorSpec, model: PreTrainedModel, name: str, module: nn
     """
     if spec.resolved_zero_stage == 3:
         return [module]
-    return list(split_linears(model, name)) if spec.parallel.tp > 1 else []
+    return list(list_split_linears(model, name)) if spec.parallel.tp > 1 else []
 
 
 def _partition(modules: Iterable[nn.Module], config: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -265,7 +276,7 @@ def _compile_deep(engine: Any, zero_stage: int) -> None:
         raise UsageError("DeepSpeed", why, advice)
 
 
-def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+def _make_gated_optimizer(spec: ActorSpec, gate: StepGate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return an optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
 
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -281,32 +292,32 @@ def _gated(spec: ActorSpec, gate: Gate) -> Callable[[Iterable[nn.Parameter]], Op
     return build
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Return a whole copy of a parameter or buffer. All ranks must call this."""
     import deepspeed
 
     is_partitioned = hasattr(tensor, "ds_id")  # false below stage 3, and for buffers
     with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
-        return whole_over_tp(tensor, tensor)
+        return gather_over_tp(tensor, tensor)
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def gather_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        yield name, whole(parameter)
+        yield name, gather_whole(parameter)
 
 
-def whole_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
+def gather_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
     """Yield gradients as reduced and averaged; parameters without one are skipped."""
     from deepspeed.utils import safe_get_full_grad
 
     for name, parameter in model.named_parameters():
         gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
-            yield name, whole_over_tp(parameter, gradient).float() / loss_scale
+            yield name, gather_over_tp(parameter, gradient).float() / loss_scale
 
 
 @contextmanager
-def universal(checkpoint: Path) -> Iterator[Path]:
+def convert_to_universal(checkpoint: Path) -> Iterator[Path]:
     """Yield a universal copy of the folder `checkpoint`, which exists while it is loaded. All ranks must enter.
 
     It is created beside the state's own folder, where every rank sees it, and needs as much disk space. Raises

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
-from actor_init.optimizer import total_norm
+from actor_init.optimizer import compute_total_norm
 from actor_init.parallel.tensor_parallel import check_divisible
 from actor_init.spec import UsageError
 from capture.facts import Setting
@@ -28,7 +28,7 @@ def check_autotp(model: PreTrainedModel, tp: int) -> None:
         return
     check_version(version("deepspeed"))
     check_divisible(model.config, tp)
-    for complaint in _complaints(model, model.tp_plan or {}):
+    for complaint in _find_obstacles(model, model.tp_plan or {}):
         raise UsageError("AutoTP", f"cannot split {type(model).__name__}: {complaint}", f"Try: {Setting('tp', 1)}")
 
 
@@ -40,14 +40,14 @@ def check_version(installed: str) -> None:
         raise UsageError(Setting("tp"), why, advice)
 
 
-def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
+def _find_obstacles(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
     """Yield what AutoTP would guess, or what would give wrong gradients silently."""
     if not plan:
         yield "transformers has no tensor parallel plan for it"
     for pattern, planned in plan.items():
         if planned not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
             yield f"it does not know the style {planned}, which the plan gives {pattern}"
-    styles = {name: style for name, _ in model.named_modules() if (style := _style(plan, name))}
+    styles = {name: style for name, _ in model.named_modules() if (style := _find_style(plan, name))}
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style in SPLIT_STYLES and not isinstance(module, nn.Linear):
@@ -55,22 +55,28 @@ def _complaints(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str
         if style == SUMMED_STYLE and [own for own, _ in module.named_parameters()] != ["weight"]:
             yield f"it sums the gradient of a weight over its ranks, and {name} has other parameters"
     # between two split Linears each rank has part of the activations, and so of a whole parameter's gradient
-    parted = {_owner(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
+    parted = {_parent_name(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
     for name, _ in model.named_parameters():
-        if _owner(name) not in styles and not parted.isdisjoint({_owner(name), _owner(_owner(name))}):
+        if _parent_name(name) not in styles and not parted.isdisjoint(
+            {_parent_name(name), _parent_name(_parent_name(name))}
+        ):
             yield f"the plan does not say what becomes of {name} beside Linears that are split"
 
 
-def _owner(name: str) -> str:
+def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
+def list_split_linears(model: PreTrainedModel, prefix: str) -> Iterator[nn.Module]:
     """Yield the Linears below `prefix` that AutoTP will split: all in the plan, except a head tied to the embedding."""
     embedding = model.get_input_embeddings()
     for name, module in model.named_modules():
         is_below = not prefix or name.startswith(f"{prefix}.")
-        if is_below and _style(model.tp_plan or {}, name) in SPLIT_STYLES and module.weight is not embedding.weight:
+        if (
+            is_below
+            and _find_style(model.tp_plan or {}, name) in SPLIT_STYLES
+            and module.weight is not embedding.weight
+        ):
             yield module
 
 
@@ -88,14 +94,14 @@ def mark_split_gradients(model: nn.Module) -> None:
             gradient.tensor_model_parallel = True
 
 
-def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
+def compute_norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     """Return the norm of marked gradients over `group`: all parts of split parameters count, whole ones count once."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     squares = torch.stack(
         [
-            total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
+            compute_total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
             for is_split in (True, False)
         ]
     )
@@ -103,7 +109,7 @@ def norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     return squares.sum().sqrt()
 
 
-def whole_over_tp(parameter: Any, values: Tensor) -> Tensor:
+def gather_over_tp(parameter: Any, values: Tensor) -> Tensor:
     """Return a copy of `values`, a parameter's or its gradient's, gathered where AutoTP has split the parameter.
 
     All ranks must call this.
@@ -116,5 +122,5 @@ def whole_over_tp(parameter: Any, values: Tensor) -> Tensor:
     return whole
 
 
-def _style(plan: Mapping[str, str], name: str) -> str | None:
+def _find_style(plan: Mapping[str, str], name: str) -> str | None:
     return next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)

@@ -25,20 +25,27 @@ from actor_init.fused.rotary import fuse_as_asked
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
-    blocks_of,
     build_on_meta,
+    configure_model,
+    count_elements,
+    find_blocks,
     make_trainable,
     materialise,
-    num_parameters,
-    set_up,
 )
-from actor_init.optimizer import TORCH_DTYPES, Progress, make_optimizer, make_schedule, move_on, total_norm
+from actor_init.optimizer import (
+    TORCH_DTYPES,
+    Progress,
+    compute_total_norm,
+    make_optimizer,
+    make_schedule,
+    update_scale_and_rate,
+)
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.parallel.tp_plan import Plan, find_plan
 from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 
@@ -57,7 +64,9 @@ class FSDP2Backend:
     tp_plan: Plan | None
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+    def open(
+        cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+    ) -> Self:
         """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
         model.
         """
@@ -72,13 +81,13 @@ class FSDP2Backend:
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype
         )
-        blocks = blocks_of(model)
+        blocks = find_blocks(model)
         plan = find_plan(model, spec.parallel.tp_plan, spec.parallel.tp) if spec.parallel.tp > 1 else None
         if plan and not plan.gathered:
             check_divisible(source.config, spec.parallel.tp)
         if plan and spec.parallel.sequence_parallel:
             check_sequence(model, plan, packing=spec.packs)
-        set_up(model, spec)
+        configure_model(model, spec)
         if spec.compile is Compile.BLOCKS:
             # with DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13)
             lengths = CompileLengths.STATIC if spec.parallel.sequence_parallel else spec.compile_lengths
@@ -109,7 +118,7 @@ class FSDP2Backend:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # which a backward would have done
-        optimizer = make_optimizer(spec, [{"params": parameters} for parameters in parameters_by_mesh(model)])
+        optimizer = make_optimizer(spec, [{"params": parameters} for parameters in group_parameters_by_mesh(model)])
         return cls(
             spec=spec,
             model=model,
@@ -119,7 +128,7 @@ class FSDP2Backend:
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
             attention=attention,
             kernels=kernels,
-            num_parameters=num_parameters(model),
+            num_parameters=count_elements(model),
             tp_plan=plan,
         )
 
@@ -137,8 +146,8 @@ class FSDP2Backend:
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
-        groups = parameters_by_mesh(self.model)
-        norms = [_norm_of(parameters) for parameters in groups]
+        groups = group_parameters_by_mesh(self.model)
+        norms = [_compute_norm(parameters) for parameters in groups]
         norm = torch.stack(norms).norm().float()
         if step:
             assert self.optimizer is not None
@@ -146,7 +155,7 @@ class FSDP2Backend:
                 if self.spec.max_norm:
                     clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)
-        move_on(self.scaler, self.schedule if step else None)
+        update_scale_and_rate(self.scaler, self.schedule if step else None)
         self.model.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -165,18 +174,18 @@ class FSDP2Backend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, _whole(parameter.detach()).to(TORCH_DTYPES[self.spec.dtype])
+            yield name, _gather_whole(parameter.detach()).to(TORCH_DTYPES[self.spec.dtype])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, _whole(parameter.grad).float() / self.loss_scale()
+                yield name, _gather_whole(parameter.grad).float() / self.loss_scale()
 
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
 
     def save_model(self, folder: Path) -> None:
-        write_model(folder, self.source.config, self.spec.dtype, self.model, _whole)
+        write_model(folder, self.source.config, self.spec.dtype, self.model, _gather_whole)
 
     def save_state(self, folder: Path) -> None:
         assert self.optimizer is not None
@@ -189,7 +198,7 @@ class FSDP2Backend:
         state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
 
     def progress(self) -> Progress:
-        return Progress.of(self.schedule)
+        return Progress.from_schedule(self.schedule)
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -197,7 +206,7 @@ class FSDP2Backend:
 
 def _shard_rest(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshards: bool) -> None:
     """Shard what is outside of the blocks. `reshards`: after forward, as the blocks do."""
-    embedding, head = embedding_and_head(model)
+    embedding, head = find_embedding_and_head(model)
     # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
     default = signature(fully_shard).parameters["reshard_after_forward"].default
     root_rule = default if reshards else False
@@ -206,7 +215,7 @@ def _shard_rest(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecision
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=rule)
 
 
-def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+def find_embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the modules that are sharded by themselves, as they are large; (None, None) if one weight serves both.
 
     One group of them and the root would be gathered, and have its gradients reduced, as a whole: for Llama 3.1 8B,
@@ -232,11 +241,11 @@ def check_streams(device: torch.device) -> None:
         )
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
+def group_parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
     """Group trained parameters by mesh, data ranks or also tp: torch's foreach operations take one mesh at a time."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -248,7 +257,7 @@ def parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
+def _compute_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the norm of the gradients of parameters on one mesh: each shard counts once, and replicas count once."""
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = compute_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -15,7 +15,7 @@ from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
 from actor_init.spec import ActorSpec, Kernels, UsageError
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 
@@ -26,7 +26,9 @@ class Backend(Protocol):
     """An actor, sharded and ready to run passes."""
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+    def open(
+        cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+    ) -> Self:
         """Build, shard, load and return the actor, ready. Raises UsageError if `spec` is not possible here.
 
         Call `on_progress` during long work: a replay treats silence as a hang.
@@ -105,7 +107,9 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Backend:
+def open_backend(
+    spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+) -> Backend:
     """Open the actor that `spec` describes, with defaults for options that were not given.
 
     Raises UsageError if it is not possible here.
@@ -124,7 +128,7 @@ def open_backend(spec: ActorSpec, source: ModelSource, world: World, on_progress
     return opened
 
 
-def free_closed(*, failed: bool = False) -> None:
+def free_closed_backends(*, failed: bool = False) -> None:
     """Free the memory of backends that were closed and are no longer referenced.
 
     A model is in reference cycles. Of one whose forward failed under FSDP2 autograd keeps a part in C++, where Python's

@@ -17,34 +17,34 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from actor_init.custom.calling import Calling
+from actor_init.custom.forward_adapter import ForwardAdapter
 from actor_init.custom.user_file import UserFunction
 from actor_init.spec import UsageError
-from actor_init.weights import OnProgress, Weights, unheard
+from actor_init.weights import OnProgress, TiedParameters, Weights, ignore_progress, list_modules_below
 from capture.facts import Setting
 
 _ATTRIBUTE = "_micro_replay"  # of the root module
 _SEED = 0  # of what the user's code draws for its vectors
-_returned: WeakSet[nn.Module] = WeakSet()
+_returned_modules: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Built:
+class CustomModelFacts:
     """What is known of a module that a user's function returned."""
 
     blocks: str  # name of the list of layers
-    calling: Calling
+    calling: ForwardAdapter
     vectors: Mapping[str, Tensor]  # as the user's code initialised them
     checkpointing: dict[type, type] = field(default_factory=dict)
 
 
-def built_of(model: nn.Module) -> Built | None:
+def find_custom_facts(model: nn.Module) -> CustomModelFacts | None:
     """Return what is known of a user's module; None for other models."""
-    found: Built | None = vars(model).get(_ATTRIBUTE)
+    found: CustomModelFacts | None = vars(model).get(_ATTRIBUTE)
     return found
 
 
-def build(
+def build_custom_model(
     function: UserFunction,
     captured: Mapping[str, object] | None,
     *,
@@ -57,13 +57,13 @@ def build(
     Its forward is replaced by one that is called as transformers' models are. Raises UsageError for a module that has
     no list of layers, or whose forward cannot be called with token ids.
     """
-    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+    with torch.random.fork_rng(devices=[]), _register_parameters_on_meta():
         torch.manual_seed(_SEED)
         module = function.build(captured)
-    if module in _returned or any(_is_real_matrix(p) for p in module.parameters()):
+    if module in _returned_modules or any(_is_real_matrix(p) for p in module.parameters()):
         module = deepcopy(module)  # the user's own, which another build would get too
-    _returned.add(module)
-    name = blocks_name(module, blocks, str(function))
+    _returned_modules.add(module)
+    name = find_blocks_name(module, blocks, str(function))
     layers: Any = module.get_submodule(name)
     if num_layers is not None:
         if num_layers > len(layers):
@@ -71,14 +71,14 @@ def build(
             raise UsageError(Setting("num_layers", num_layers), why, advice)
         del layers[num_layers:]
     vectors = {n: p.detach().float().clone() for n, p in module.named_parameters() if p.ndim < 2 and not p.is_meta}
-    _empty(module, dtype)
-    calling = Calling.of(module, str(function))
-    setattr(module, _ATTRIBUTE, Built(blocks=name, calling=calling, vectors=vectors))
+    _move_to_meta(module, dtype)
+    calling = ForwardAdapter.from_module(module, str(function))
+    setattr(module, _ATTRIBUTE, CustomModelFacts(blocks=name, calling=calling, vectors=vectors))
     module.forward = calling
     return module
 
 
-def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
+def find_blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
     """Return the name of the list of layers: the one asked for, or the longest outermost nn.ModuleList.
 
     Raises UsageError if there is none.
@@ -104,19 +104,19 @@ def blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
     return longest
 
 
-def set_up(model: nn.Module, *, dtype: torch.dtype, checkpoints: bool) -> None:
+def configure_custom_model(model: nn.Module, *, dtype: torch.dtype, checkpoints: bool) -> None:
     """Let the module compute in `dtype`, under autocast unless that is fp32, and recompute its layers in backward."""
-    built = built_of(model)
+    built = find_custom_facts(model)
     assert built is not None
     built.calling.autocast_dtype = None if dtype == torch.float32 else dtype
     if checkpoints:
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             kind = type(layer)
             layer.__class__ = built.checkpointing.setdefault(kind, type(kind.__name__, (_Checkpointed, kind), {}))
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    built = built_of(model)
+def list_layers(model: nn.Module) -> list[nn.Module]:
+    built = find_custom_facts(model)
     assert built is not None
     layers: Any = model.get_submodule(built.blocks)
     return list(layers)
@@ -132,12 +132,12 @@ class _Checkpointed(nn.Module):
 
 
 @torch.no_grad()
-def materialise(
+def materialise_custom_model(
     model: nn.Module,
     weights: Weights,
     device: torch.device,
     prefix: str = "",
-    on_progress: OnProgress = unheard,
+    on_progress: OnProgress = ignore_progress,
 ) -> None:
     """Move what is below `prefix` to `device`, and fill its parameters. Tied parameters stay tied.
 
@@ -147,23 +147,21 @@ def materialise(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
-        if prefix and module_name != prefix and not module_name.startswith(f"{prefix}."):
-            continue
+    device_parameters = TiedParameters(device)
+    for module_name, module in list_modules_below(model, prefix):
         path = f"{module_name}." if module_name else ""
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
-            if parameter not in made:
-                new = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                known = names[id(parameter)]
-                weights.fill(next((one for one in known if weights.holds(one)), known[0]), new, on_progress)
-                made[parameter] = new
-            setattr(module, name, made[parameter])
+            is_new, on_device = parameter not in device_parameters, device_parameters.get(parameter)
+            if is_new:
+                tied_names = names[id(parameter)]
+                source_name = next((tied for tied in tied_names if weights.has_tensor(tied)), tied_names[0])
+                weights.fill(source_name, on_device, on_progress)
+            setattr(module, name, on_device)
         for name, buffer in list(module.named_buffers(recurse=False)):
             moved = buffer.to(device)
-            if weights.holds(path + name):
+            if weights.has_tensor(path + name):
                 moved = moved.clone()
                 weights.fill(path + name, moved)
             module._buffers[name] = moved
@@ -173,7 +171,7 @@ def materialise(
         on_progress(0)
 
 
-def dropouts_of(module: nn.Module) -> dict[str, float]:
+def find_dropouts(module: nn.Module) -> dict[str, float]:
     """Return the numbers above 0 that modules keep under a name with "drop" in it, and the rates of dropout layers."""
     found: dict[str, float] = {}
     for name, part in module.named_modules():
@@ -187,7 +185,7 @@ def dropouts_of(module: nn.Module) -> dict[str, float]:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _register_parameters_on_meta() -> Iterator[None]:
     """Put parameters of two dimensions and more on the meta device when a module registers them."""
     register = nn.Module.register_parameter
     known = WeakIdKeyDictionary()  # a parameter that is registered twice is one parameter
@@ -195,7 +193,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and _is_real_matrix(param):
             if param not in known:
-                known[param] = _on_meta(param, param.dtype)
+                known[param] = _copy_to_meta(param, param.dtype)
             param = known[param]
         register(self, name, param)
 
@@ -211,18 +209,18 @@ def _is_real_matrix(parameter: nn.Parameter) -> bool:
     return is_made and parameter.ndim > 1 and not parameter.is_meta
 
 
-def _on_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _copy_to_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     wanted = dtype if parameter.is_floating_point() else parameter.dtype
     empty = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=wanted), parameter.requires_grad)
     vars(empty).update(vars(parameter))
     return empty
 
 
-def _empty(module: nn.Module, dtype: torch.dtype) -> None:
+def _move_to_meta(module: nn.Module, dtype: torch.dtype) -> None:
     """Put every parameter on the meta device, in `dtype`; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in made:
-                made[parameter] = _on_meta(parameter, dtype)
+                made[parameter] = _copy_to_meta(parameter, dtype)
             setattr(part, name, made[parameter])

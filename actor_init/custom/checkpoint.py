@@ -10,14 +10,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from capture.facts import Setting
 
-SAFETENSORS = (".safetensors",)
-TORCH = (".pt", ".pth", ".bin", ".ckpt")
-INNER = ("model", "state_dict", "model_state_dict", "module")  # where checkpoints keep the state dict
+SAFETENSORS_SUFFIXES = (".safetensors",)
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")  # where checkpoints keep the state dict
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile, DDP, FSDP
-_OF_ANOTHER = "Is it a checkpoint of this model?"
+_WRONG_MODEL_ADVICE = "Is it a checkpoint of this model?"
 _ADVICE = "Give a safetensors or torch file, or a folder of them"
 
 
@@ -27,24 +27,26 @@ class CheckpointWeights:
 
     path: Path
     files: Sequence[Path]
-    tensors: Mapping[str, "Stored"]
+    tensors: Mapping[str, "CheckpointTensor"]
 
     @classmethod
     def open(cls, path: Path) -> "CheckpointWeights":
         """Open a file or folder. Raises UsageError if there are no weights, or a file is damaged."""
         files, given = [path], Setting("weights", path)
         if path.is_dir():
-            files = next((found for kind in (SAFETENSORS, TORCH) if (found := _files(path, kind))), [])
-        if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS, *TORCH):
+            files = next(
+                (found for kind in (SAFETENSORS_SUFFIXES, TORCH_SUFFIXES) if (found := _list_files(path, kind))), []
+            )
+        if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES):
             what = (
                 "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
             )
-            advice = f"{_ADVICE} ({', '.join((*SAFETENSORS, *TORCH))})"
+            advice = f"{_ADVICE} ({', '.join((*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES))})"
             raise UsageError(given, f": {what}", advice)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, CheckpointTensor] = {}
         for file in files:
             try:
-                tensors |= {_own_name(name): stored for name, stored in _read(file)}
+                tensors |= {_strip_wrappers(name): stored for name, stored in _read_tensors(file)}
             except Exception as error:  # safetensors, pickle and zip have their own
                 said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise UsageError(given, f": {file} cannot be read: {said}", _ADVICE) from error
@@ -55,19 +57,19 @@ class CheckpointWeights:
     def describe(self) -> str:
         return f"from {self.path}"
 
-    def holds(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self.tensors
 
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Fill `parameter`. Raises UsageError if there is no `name`, or one of another shape."""
         if name not in self.tensors:
             known = next(iter(self.tensors))
             why = f"has nothing named {name} (it has {len(self.tensors)} tensors, such as {known})"
-            raise UsageError(Setting("weights", self.path), why, _OF_ANOTHER)
+            raise UsageError(Setting("weights", self.path), why, _WRONG_MODEL_ADVICE)
         values = self.tensors[name].read()
         if values.shape != parameter.shape:
             why = f": {name} has shape {list(values.shape)}, and the model's is {list(parameter.shape)}"
-            raise UsageError(Setting("weights", self.path), why, _OF_ANOTHER)
+            raise UsageError(Setting("weights", self.path), why, _WRONG_MODEL_ADVICE)
         parameter.detach().copy_(values)
         on_progress(values.numel())
         return True
@@ -82,7 +84,7 @@ class CheckpointWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class CheckpointTensor:
     """A tensor in a file: mapped, or read when it is asked for."""
 
     file: Path
@@ -97,30 +99,30 @@ class Stored:
         return values
 
 
-def _files(folder: Path, kinds: Sequence[str]) -> list[Path]:
+def _list_files(folder: Path, kinds: Sequence[str]) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in kinds)
 
 
-def _read(file: Path) -> Iterator[tuple[str, Stored]]:
-    if file.suffix in SAFETENSORS:
+def _read_tensors(file: Path) -> Iterator[tuple[str, CheckpointTensor]]:
+    if file.suffix in SAFETENSORS_SUFFIXES:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
-        yield from ((name, Stored(file=file, name=name)) for name in names)
+        yield from ((name, CheckpointTensor(file=file, name=name)) for name in names)
         return
     whole = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    for name, tensor in _state_dict(whole).items():
+    for name, tensor in _find_state_dict(whole).items():
         if isinstance(tensor, Tensor):
-            yield name, Stored(file=file, name=name, mapped=tensor)
+            yield name, CheckpointTensor(file=file, name=name, mapped=tensor)
 
 
-def _state_dict(whole: Any) -> Mapping[str, Any]:
+def _find_state_dict(whole: Any) -> Mapping[str, Any]:
     inner: Any = whole
     if isinstance(whole, Mapping) and not any(isinstance(value, Tensor) for value in whole.values()):
-        inner = next((whole[key] for key in INNER if isinstance(whole.get(key), Mapping)), {})
+        inner = next((whole[key] for key in STATE_DICT_KEYS if isinstance(whole.get(key), Mapping)), {})
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _own_name(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     """Return the name without those that wrappers put before it."""
     while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
         name = name.removeprefix(wrapper)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from actor_init.custom.building import build, built_of, dropouts_of, layers_of
-from actor_init.custom.calling import LogitsError
+from actor_init.custom.building import build_custom_model, find_custom_facts, find_dropouts, list_layers
+from actor_init.custom.forward_adapter import LogitsError
 from actor_init.custom.user_file import UserFunction
 from actor_init.spec import UsageError
 from capture.facts import Setting
@@ -51,20 +51,20 @@ class CustomConfig:
         """Build the model once, without values, and call it with fake ones. Raises UsageError if it is no model of
         token ids.
         """
-        module = build(function, captured, blocks=blocks, num_layers=num_layers, dtype=torch.float32)
-        built = built_of(module)
+        module = build_custom_model(function, captured, blocks=blocks, num_layers=num_layers, dtype=torch.float32)
+        built = find_custom_facts(module)
         assert built is not None
-        seen = _tried(module, str(function))
+        seen = _try_forward(module, str(function))
         return cls(
             function=function,
             captured=captured,
             blocks=blocks,
             num_layers=num_layers,
             class_name=type(module).__name__,
-            num_hidden_layers=len(layers_of(module)),
+            num_hidden_layers=len(list_layers(module)),
             vocab_size=seen["vocab_size"],
             hidden_size=seen["hidden_size"],
-            dropout=dropouts_of(module),
+            dropout=find_dropouts(module),
             wants_targets=built.calling.wants_targets,
         )
 
@@ -74,8 +74,8 @@ class CustomConfig:
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the module with parameters on the meta device."""
         captured, blocks, num_layers = self.captured, self.blocks, self.num_layers
-        module = build(self.function, captured, blocks=blocks, num_layers=num_layers, dtype=dtype)
-        built = built_of(module)
+        module = build_custom_model(self.function, captured, blocks=blocks, num_layers=num_layers, dtype=dtype)
+        built = find_custom_facts(module)
         assert built is not None
         built.calling.wants_targets = self.wants_targets
         return module
@@ -113,15 +113,15 @@ class CustomVectors:
         self._config = config
         self._vectors: Mapping[str, Tensor] | None = None
 
-    def vector(self, name: str) -> Tensor:
+    def make_vector(self, name: str) -> Tensor:
         if self._vectors is None:
-            built = built_of(self._config.build(torch.float32))
+            built = find_custom_facts(self._config.build(torch.float32))
             assert built is not None
             self._vectors = built.vectors
         return self._vectors[name]
 
 
-def _tried(module: nn.Module, function: str) -> dict[str, int]:
+def _try_forward(module: nn.Module, function: str) -> dict[str, int]:
     """Call the module with fake tensors, and return the sizes of its vocabulary and of its embedding.
 
     Code that needs real values stops such a call: then sizes are those of the largest embedding, and a pass says what
@@ -129,10 +129,10 @@ def _tried(module: nn.Module, function: str) -> dict[str, int]:
     """
     embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
     largest = max(embeddings, key=lambda one: one.num_embeddings, default=None)
-    built = built_of(module)
+    built = find_custom_facts(module)
     assert built is not None
     looked_up: list[nn.Embedding] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _untold_by_torch():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _silence_torch():
         ids_BS = torch.ones(_ROWS, _TOKENS, dtype=torch.long, device="cpu")
         mask_BS, position_BS = torch.ones_like(ids_BS), torch.arange(_TOKENS, device="cpu").expand(_ROWS, _TOKENS)
 
@@ -171,7 +171,7 @@ def _tried(module: nn.Module, function: str) -> dict[str, int]:
 
 
 @contextmanager
-def _untold_by_torch() -> Iterator[None]:
+def _silence_torch() -> Iterator[None]:
     """Keep torch from logging the traceback of an operation that has no fake form, as those of mixtures have none."""
     log = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, log.disabled = log.disabled, True

@@ -24,7 +24,7 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 
 CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
-_NO_OP = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
+_NO_OP_WARNING = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
 MODEL = "model"
 
 
@@ -50,7 +50,7 @@ class UserFunction:
             raise UsageError(given, f": {file.absolute()}: {error.strerror}", advice) from None
         sha256 = hashlib.sha256(source).hexdigest()
         opened = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)
-        opened.found()
+        opened.load()
         return opened
 
     def __str__(self) -> str:
@@ -65,27 +65,29 @@ class UserFunction:
 
         Raises UsageError if it raises, asks for more, or returns something else.
         """
-        function = self.found()
-        arguments = [deepcopy(dict(captured))] if self._takes(function, captured) and captured is not None else []
-        with self._guarded(f"{self.function} raised"), warnings.catch_warnings(record=True) as said:
+        function = self.load()
+        arguments = (
+            [deepcopy(dict(captured))] if self._takes_config(function, captured) and captured is not None else []
+        )
+        with self._translate_errors(f"{self.function} raised"), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             module = function(*arguments)
         for warning in said:
-            if _NO_OP in str(warning.message):
+            if _NO_OP_WARNING in str(warning.message):
                 lost = "those would be lost: parameters have no values before they are sharded"
                 why = f": {self.function} loads weights, and {lost}"
                 advice = f"Try: no loading there, and {Setting('weights', 'FILE')}"
                 raise UsageError(self.given, why, advice)
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not isinstance(module, nn.Module):
-            why, advice = f": {self.function} returned {_named(module)}", "It has to return the torch.nn.Module"
+            why, advice = f": {self.function} returned {_describe_type(module)}", "It has to return the torch.nn.Module"
             raise UsageError(self.given, why, advice)
         return module
 
-    def found(self) -> Any:
+    def load(self) -> Any:
         """Run the file, unless it ran before, and return what it has by that name. Raises what `open` does."""
-        with self._guarded("it raised"):
-            module = _run(self.file, self.sha256)
+        with self._translate_errors("it raised"):
+            module = _run_file(self.file, self.sha256)
         found = getattr(module, self.function, None)
         if not callable(found):
             own = [name for name, value in vars(module).items() if _is_own(value, module)]
@@ -93,9 +95,9 @@ class UserFunction:
             raise UsageError(self.given, f": {self.file} has no function {self.function}", known)
         return found
 
-    def _takes(self, function: Any, captured: Mapping[str, object] | None) -> bool:
+    def _takes_config(self, function: Any, captured: Mapping[str, object] | None) -> bool:
         """Does the function take the captured config? Raises UsageError for arguments that nobody can give."""
-        parameters = [one for one in inspect.signature(function).parameters.values() if one.kind not in _VARIABLE]
+        parameters = [one for one in inspect.signature(function).parameters.values() if one.kind not in _VARIADIC_KINDS]
         needed = [one for one in parameters if one.default is one.empty]
         if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
             names = ", ".join(one.name for one in needed)
@@ -109,10 +111,10 @@ class UserFunction:
         return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
 
     @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Turn what the user's code raises into one line, with the place in their file."""
         try:
-            with _importing_from(self.file.parent):
+            with _allow_imports_from(self.file.parent):
                 yield
         except UsageError:
             raise
@@ -126,11 +128,11 @@ class UserFunction:
             raise UsageError(self.given, why, "With --traceback: all of it") from error
 
 
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @cache
-def _run(file: Path, sha256: str) -> ModuleType:
+def _run_file(file: Path, sha256: str) -> ModuleType:
     """Run a file, once in this process while it does not change."""
     name = f"micro_replay_user_{sha256[:12]}_{file.stem}"
     spec = spec_from_file_location(name, file)
@@ -147,7 +149,7 @@ def _run(file: Path, sha256: str) -> ModuleType:
 
 
 @contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
+def _allow_imports_from(folder: Path) -> Iterator[None]:
     """Let the file's neighbours be imported: before other modules here, and after them later, as in a forward."""
     path = str(folder)
     was_there = path in sys.path
@@ -164,5 +166,5 @@ def _is_own(value: Any, module: ModuleType) -> bool:
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
-def _named(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"

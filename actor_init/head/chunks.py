@@ -181,7 +181,7 @@ class _Head:
         self.form, self.wanted = form, wanted
         self.num_tokens = len(wanted.predictor_N)
         token_bytes = wanted.width * hidden_TH.element_size()
-        self._size = chunk_size(self.num_tokens, token_bytes, form.bytes_on(hidden_TH.device))
+        self._size = chunk_size(self.num_tokens, token_bytes, form.choose_chunk_bytes(hidden_TH.device))
 
     def way(self) -> Way:
         if self.num_tokens <= self._size:
@@ -211,7 +211,7 @@ class _Head:
         """
         wanted = self.wanted
         owned_C = None if wanted.owned_N is None else wanted.owned_N[chunk]
-        shown_CV = self.form.applied(logits_CV) if self.form.changes_values else logits_CV
+        shown_CV = self.form.apply_steps(logits_CV) if self.form.changes_values else logits_CV
         parts = _row_sums(shown_CV, wanted.target_N[chunk], wanted.entropies)
         max_C, sum_C, target_C, weighted_C = parts
         if wanted.group is not None:
@@ -239,7 +239,7 @@ class _Head:
             return _softmax_gradient(logits_CV, target_C, softmax, gradient_C, onehot_C, of_entropy_C)
         with torch.enable_grad():
             leaf_CV = logits_CV.detach().requires_grad_()
-            shown_CV = self.form.applied(leaf_CV)
+            shown_CV = self.form.apply_steps(leaf_CV)
         of_shown_CV = _softmax_gradient(
             shown_CV.detach().clone(), target_C, softmax, gradient_C, onehot_C, of_entropy_C
         )

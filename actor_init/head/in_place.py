@@ -50,7 +50,7 @@ class InHead:
             why = ", the head, was not called in forward"
             raise UsageError(type(self.head).__name__, why, TRY_WHOLE_LOGITS)
         if self.head not in _seen:
-            expected = self.form.applied(self.samples)
+            expected = self.form.apply_steps(self.samples)
             if logits.dtype is not expected.dtype or not torch.equal(logits.detach(), expected):
                 why = "does something else with its head's logits than a small copy of it did"
                 why = f"{why} ({self.form.describe()})"

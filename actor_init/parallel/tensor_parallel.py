@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.torch_version import TorchVersion
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.model import blocks_of
+from actor_init.model import find_blocks
 from actor_init.parallel.split_linear import (
     GatheredColumns,
     SharedInput,
@@ -68,7 +68,7 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
     if plan.gathered:
         why = f"needs a plan that splits all of a layer, and {type(model).__name__} has none"
         raise UsageError(SEQUENCE_PARALLEL, why, advice)
-    for prefix, block in blocks_of(model):
+    for prefix, block in find_blocks(model):
         for name, module in block.named_modules():
             if "." in name and f"{prefix}.{name}" not in plan.splits and list(module.parameters(recurse=False)):
                 parameters = f"parameters in {prefix}.{name}, which every rank holds whole"
@@ -128,7 +128,7 @@ def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> N
     """Shard embedding and head on the vocabulary (one weight if they are tied), and the remaining norms."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
-    prefixes = tuple(f"{prefix}." for prefix, _ in blocks_of(model))
+    prefixes = tuple(f"{prefix}." for prefix, _ in find_blocks(model))
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if module is embedding:

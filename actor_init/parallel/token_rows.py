@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from actor_init.sketching import SIGNS, sketch
+from actor_init.sketching import NUM_SIGNS, sketch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class TokenRows:
         own_T = token_T - self.first_token
         is_held_T = (own_T >= 0) & (own_T < length)
         values = self.values_BLF.flatten(0, 1)[(row_T * length + own_T)[is_held_T]]
-        sketch_TK = torch.zeros(len(row_T), SIGNS, device=values.device)
+        sketch_TK = torch.zeros(len(row_T), NUM_SIGNS, device=values.device)
         sketch_TK[is_held_T] = sketch(values, first_feature=self.first_feature)
         return sketch_TK
 

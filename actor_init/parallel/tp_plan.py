@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from actor_init.model import blocks_of
+from actor_init.model import find_blocks
 from actor_init.spec import TpPlan, UsageError
 from capture.facts import Setting
 
@@ -111,7 +111,7 @@ def _mixed_plan(model: PreTrainedModel, own: Mapping[str, str], builtin: Mapping
         for name, child in module.named_children():
             visit(f"{prefix}.{name}", child)
 
-    for prefix, block in blocks_of(model):
+    for prefix, block in find_blocks(model):
         for name, child in block.named_children():
             visit(f"{prefix}.{name}", child)
     kinds = set(splits.values())
@@ -162,7 +162,7 @@ def _is_divisible(model: PreTrainedModel, prefix: str, part: nn.Module, tp: int)
 
 def _own_splits(model: PreTrainedModel) -> dict[str, str]:
     plan: Mapping[str, str] = model.tp_plan or {}
-    names = [name for prefix, block in blocks_of(model) for name in _names_below(prefix, block)]
+    names = [name for prefix, block in find_blocks(model) for name in _names_below(prefix, block)]
     planned = {name: next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None) for name in names}
     return {name: style for name, style in planned.items() if style is not None}
 
@@ -170,7 +170,7 @@ def _own_splits(model: PreTrainedModel) -> dict[str, str]:
 def _builtin_splits(model: PreTrainedModel) -> dict[str, str]:
     return {
         f"{prefix}.{name}": split.value
-        for prefix, block in blocks_of(model)
+        for prefix, block in find_blocks(model)
         for name, _ in block.named_modules()
         if (split := BUILTIN.get(name))
     }
@@ -183,7 +183,7 @@ def _names_below(prefix: str, block: nn.Module) -> list[str]:
 def _gap(model: PreTrainedModel, styles: Mapping[str, str]) -> str | None:
     """Return what `styles` misses or gets wrong in the transformer layers, to end a sentence; None if nothing."""
     width = (model.config.get_text_config().hidden_size,)
-    for prefix, block in blocks_of(model):
+    for prefix, block in find_blocks(model):
         children = block.named_children()
         on_residual = [f"{prefix}.{name}" for name, one in children if {p.shape for p in one.parameters()} == {width}]
         if gap := _gap_in(model, prefix, block, styles, on_residual):

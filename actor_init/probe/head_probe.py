@@ -22,15 +22,20 @@ from actor_init.head.in_place import head_of
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.model_form import FUNCTIONS, HeadForm, LogitStep
-from actor_init.probe.packing_probe import gradients_of, off, one_document, small_model
-from actor_init.probe.small_config import VOCABULARY, small_configs
+from actor_init.probe.packing_probe import (
+    build_small_model,
+    compute_gradients,
+    compute_relative_error,
+    make_one_document,
+)
+from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
 BOUND = 1e-4  # relative to the norm; fp32's rounding gives up to 4e-7, a logit scale left out 0.1 or more
 SEED = 1
 NUM_CHUNKS = 3
-NOTHING = [LogitStep(function=name, numbers=(number,)) for name, number in (("mul", 1), ("div", 1), ("add", 0))]
+IDENTITY_STEPS = [LogitStep(function=name, numbers=(number,)) for name, number in (("mul", 1), ("div", 1), ("add", 0))]
 
 
 class NotInChunksError(Exception):
@@ -44,7 +49,7 @@ def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_log
 
     All ranks must call this, and get the same.
     """
-    why = _why_whole(spec, source) or wants_logits
+    why = _explain_whole_logits(spec, source) or wants_logits
     if why:
         return HeadForm(why_whole=why)
     form: HeadForm = world.from_first(probe_head(source.config, world.device) if world.rank == 0 else None)
@@ -54,22 +59,22 @@ def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_log
 def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:
     """Return the form of a model's head; whole logits, with the reason, where chunks are not proved right."""
     reason = ""
-    for small in small_configs(config):
+    for small in make_small_configs(config):
         try:
-            model = small_model(small, "eager", SEED, device)
+            model = build_small_model(small, "eager", SEED, device)
         except Exception as error:  # a class's own checks of its config, of any type
-            reason = reason or f"no small copy of {config.model_type} can be built: {_line(error)}"
+            reason = reason or f"no small copy of {config.model_type} can be built: {_summarise(error)}"
             continue
         try:
-            return _proved(model, device)
+            return _prove_chunks(model, device)
         except NotInChunksError as why:
             return HeadForm(why_whole=str(why))
         except Exception as error:  # of the model's layers, of any type
-            reason = reason or f"a small copy of {config.model_type} does not run: {_line(error)}"
+            reason = reason or f"a small copy of {config.model_type} does not run: {_summarise(error)}"
     return HeadForm(why_whole=reason)
 
 
-def _why_whole(spec: ActorSpec, source: ModelSource) -> str:
+def _explain_whole_logits(spec: ActorSpec, source: ModelSource) -> str:
     if spec.whole_logits:
         return "--whole-logits"
     if spec.is_custom:
@@ -78,84 +83,84 @@ def _why_whole(spec: ActorSpec, source: ModelSource) -> str:
         return "DeepCompile's graph is the whole model"
     if spec.parallel.tp > 1 and not find_declaration(spec.backend).splits_head:
         return f"{spec.backend} gives every tp rank the whole vocabulary"
-    return _why_adapted(source.config, source.adapter)
+    return _explain_adapted_head(source.config, source.adapter)
 
 
-def _why_adapted(config: PretrainedConfig, adapter: Adapter | None) -> str:
+def _explain_adapted_head(config: PretrainedConfig, adapter: Adapter | None) -> str:
     if adapter is None:
         return ""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
-    return _why_no_linear(head_of(model))
+    return _explain_other_head(head_of(model))
 
 
-def _why_no_linear(head: nn.Module | None) -> str:
+def _explain_other_head(head: nn.Module | None) -> str:
     if head is None:
         return "the model names no head"
     kind = type(head)
     return "" if kind is nn.Linear else f"the head is {kind.__module__.partition('.')[0]}'s {kind.__name__}"
 
 
-def _proved(model: PreTrainedModel, device: torch.device) -> HeadForm:
+def _prove_chunks(model: PreTrainedModel, device: torch.device) -> HeadForm:
     """Return the form, with logits whole and in chunks compared. Raises NotInChunksError, or what the model raises."""
     head = head_of(model)
-    if why := _why_no_linear(head):
+    if why := _explain_other_head(head):
         raise NotInChunksError(why)
     assert head is not None
-    inputs = actor_inputs(one_document(), packing=False).to(device)
-    with _Watch(head) as watch:
-        whole_BA = action_log_probs(_Watched(model, watch), inputs)
-    wanted = {"": whole_BA.detach(), **gradients_of(model, whole_BA.flatten())}
+    inputs = actor_inputs(make_one_document(), packing=False).to(device)
+    with _HeadWatch(head) as watch:
+        whole_BA = action_log_probs(_WatchedModel(model, watch), inputs)
+    wanted = {"": whole_BA.detach(), **compute_gradients(model, whole_BA.flatten())}
     chunk_bytes = VOCABULARY * whole_BA.element_size() * -(-whole_BA.numel() // NUM_CHUNKS)
     form = HeadForm(steps=watch.steps(), chunk_bytes=chunk_bytes)
     found_BA = action_log_probs(model, replace(inputs, head=form))
-    found = {"": found_BA.detach(), **gradients_of(model, found_BA.flatten())}
-    error = off(found, wanted)
+    found = {"": found_BA.detach(), **compute_gradients(model, found_BA.flatten())}
+    error = compute_relative_error(found, wanted)
     if error > BOUND:
         raise NotInChunksError(f"a small copy's numbers are {error:.2g} off in chunks")
     return replace(form, chunk_bytes=None)
 
 
-class _Watch(AbstractContextManager["_Watch"]):
+class _HeadWatch(AbstractContextManager["_HeadWatch"]):
     """Record what is done to the output of a head, between its call and what the model returns as logits."""
 
     def __init__(self, head: nn.Module) -> None:
         self._head = head
-        self._mode = _Recorder()
+        self._mode = _FunctionRecorder()
 
-    def __enter__(self) -> "_Watch":
-        self._handle = self._head.register_forward_hook(self._sees)
+    def __enter__(self) -> "_HeadWatch":
+        self._handle = self._head.register_forward_hook(self._record_output)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._handle.remove()
         self._mode.stop()
 
-    def _sees(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _record_output(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self._mode.start(output)
 
-    def returned(self, logits: Tensor) -> None:
+    def record_logits(self, logits: Tensor) -> None:
         self._mode.stop()
         self.logits = logits
 
     def steps(self) -> tuple[LogitStep, ...]:
         """Return the functions between head and logits. Raises NotInChunksError for one that is not known."""
-        return self._mode.steps_of(self.logits)
+        return self._mode.find_steps(self.logits)
 
 
-class _Watched:
+class _WatchedModel:
     """Call a model, and tell the watch what it returned."""
 
-    def __init__(self, model: PreTrainedModel, watch: _Watch) -> None:
+    def __init__(self, model: PreTrainedModel, watch: _HeadWatch) -> None:
         self._model, self._watch = model, watch
 
     def __call__(self, **arguments: Any) -> Any:
         output = self._model(**arguments)
-        self._watch.returned(output.logits)
+        self._watch.record_logits(output.logits)
         return output
 
 
-class _Recorder(TorchFunctionMode):
+class _FunctionRecorder(TorchFunctionMode):
     """Follow one tensor through torch's functions."""
 
     def __init__(self) -> None:
@@ -163,7 +168,7 @@ class _Recorder(TorchFunctionMode):
         self._is_on = False
         self._num_calls = 0
         self._steps: dict[int, tuple[LogitStep, ...]] = {}  # by tensor
-        self._alive: list[Tensor] = []  # keeps the ids those of these tensors
+        self._live_tensors: list[Tensor] = []  # keeps the ids those of these tensors
         self._unknown: list[str] = []
 
     def start(self, output: Tensor) -> None:
@@ -178,7 +183,7 @@ class _Recorder(TorchFunctionMode):
             self._is_on = False
             self.__exit__(None, None, None)
 
-    def steps_of(self, logits: Tensor) -> tuple[LogitStep, ...]:
+    def find_steps(self, logits: Tensor) -> tuple[LogitStep, ...]:
         if self._num_calls != 1:
             raise NotInChunksError(f"the model calls its head {self._num_calls} times")
         if self._unknown or id(logits) not in self._steps:
@@ -188,7 +193,7 @@ class _Recorder(TorchFunctionMode):
 
     def _remember(self, tensor: Tensor, steps: tuple[LogitStep, ...]) -> None:
         self._steps[id(tensor)] = steps
-        self._alive.append(tensor)
+        self._live_tensors.append(tensor)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -207,11 +212,11 @@ class _Recorder(TorchFunctionMode):
         is_plain = all(type(number) in (int, float) for number in numbers) and not kwargs
         if is_plain and known in FUNCTIONS and id(args[0]) in self._steps:
             before, step = self._steps[id(args[0])], LogitStep(function=known, numbers=tuple(map(float, numbers)))
-            self._remember(output, before if step in NOTHING else (*before, step))
+            self._remember(output, before if step in IDENTITY_STEPS else (*before, step))
         elif isinstance(output, Tensor) or output is None:
             self._unknown.append(name)
 
 
-def _line(error: Exception) -> str:
+def _summarise(error: Exception) -> str:
     first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
     return f"{type(error).__name__}: {first}"

@@ -11,19 +11,19 @@ from actor_init.attention.kernel_choice import kernel_name, plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_form, find_kernel
 from actor_init.model_form import Borders, Layout
-from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, bound_of
+from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, choose_bound
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
 from actor_init.world import World
 from capture.facts import Setting
 
 PADDED = Layout(packs=False)
-A_DOCUMENT_A_ROW = Layout(packs=False, as_captured=False)
+ONE_DOCUMENT_PER_ROW = Layout(packs=False, as_captured=False)
 _CUSTOM = "nothing is known about the attention of a user's model"
 _not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class LayoutChoice:
     """How rows are fed, with which attention kernel; or why not."""
 
     attention: str
@@ -44,14 +44,14 @@ def choose_layout(
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
-        return spec, _proved_in_ring(spec, config, world, trains)
-    choice = world.from_first(_chosen_or_refused(spec, config, world.device, is_given) if world.rank == 0 else None)
+        return spec, _prove_in_ring(spec, config, world, trains)
+    choice = world.from_first(_choose_or_refuse(spec, config, world.device, is_given) if world.rank == 0 else None)
     if choice.refusal is not None:
         raise choice.refusal
     return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
 
 
-def why_not_packed(config: PretrainedConfig) -> str:
+def explain_not_packed(config: PretrainedConfig) -> str:
     """Return why no packed layout is right for the model with the kernel that every device has; empty if one is.
 
     It is found out on the CPU, once for a config.
@@ -60,78 +60,80 @@ def why_not_packed(config: PretrainedConfig) -> str:
         return _CUSTOM
     key = str(config.model_type), config.to_json_string(use_diff=False)
     if key not in _not_packed:
-        search, kernel = _Search(config=config, device=torch.device("cpu")), plain_kernel(config)
-        is_right = any(search.is_right(kernel, layout) for layout in _packed_layouts())
+        search, kernel = _LayoutSearch(config=config, device=torch.device("cpu")), plain_kernel(config)
+        is_right = any(search.is_right(kernel, layout) for layout in _list_packed_layouts())
         _not_packed[key] = "" if is_right else search.why(kernel)
     return _not_packed[key]
 
 
-def _packed_layouts() -> Iterator[Layout]:
+def _list_packed_layouts() -> Iterator[Layout]:
     for borders in Borders:
         why = "" if borders is Borders.OWN else "its own masks do not see where one begins"
         yield Layout(packs=True, borders=borders, why=why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Search:
+class _LayoutSearch:
     config: PretrainedConfig
     device: device
     probes: dict[int, Probe] = field(default_factory=dict)
-    found: dict[tuple[str, Layout], str] = field(default_factory=dict)  # why not; empty: right
+    complaints: dict[tuple[str, Layout], str] = field(default_factory=dict)  # why not; empty: right
 
     def is_right(self, kernel: str, layout: Layout) -> bool:
-        if (kernel, layout) not in self.found:
-            self.found[kernel, layout] = self._complaint(kernel, layout)
-        return not self.found[kernel, layout]
+        if (kernel, layout) not in self.complaints:
+            self.complaints[kernel, layout] = self._find_complaint(kernel, layout)
+        return not self.complaints[kernel, layout]
 
     def why(self, kernel: str) -> str:
         """Return the complaint about packed rows as they usually are."""
-        return self.found[kernel, Layout(packs=True)]
+        return self.complaints[kernel, Layout(packs=True)]
 
-    def _complaint(self, kernel: str, layout: Layout) -> str:
+    def _find_complaint(self, kernel: str, layout: Layout) -> str:
         kind = self.config.model_type
         for seed in SEEDS:
             try:
                 if seed not in self.probes:
-                    self.probes[seed] = Probe.of(self.config, self.device, seed)
+                    self.probes[seed] = Probe.build(self.config, self.device, seed)
                 error = self.probes[seed].error(kernel, layout)
             except NotProvedError as reason:
-                return f"it could not be proved that {kind} keeps packed documents apart: {_line(reason)}"
+                return f"it could not be proved that {kind} keeps packed documents apart: {_summarise(reason)}"
             except Exception as reason:  # of the model, its kernel or its layers, of any type
-                return f"{kind} does not run packed: {_line(reason)}"
-            if error <= bound_of(kernel):
+                return f"{kind} does not run packed: {_summarise(reason)}"
+            if error <= choose_bound(kernel):
                 return ""
         return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
 
 
-def _chosen_or_refused(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
+def _choose_or_refuse(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> LayoutChoice:
     """Choose on the first rank. What is refused there is refused on all of them, which wait for its choice."""
     try:
-        return _chosen(spec, config, where, is_given)
+        return _choose(spec, config, where, is_given)
     except UsageError as error:
-        return Choice(attention=spec.attention, layout=PADDED, refusal=error)
+        return LayoutChoice(attention=spec.attention, layout=PADDED, refusal=error)
 
 
-def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> Choice:
+def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> LayoutChoice:
     kernel = kernel_name(spec, where, config)
-    search = _Search(config=config, device=where)
+    search = _LayoutSearch(config=config, device=where)
     if not spec.packs:
-        is_right = search.is_right(_masked(kernel, config), PADDED)
+        is_right = search.is_right(_choose_padded_kernel(kernel, config), PADDED)
         why = "" if is_right else f"{config.model_type} sees padding on the left"
-        return Choice(attention=spec.attention, layout=replace(PADDED, why=why))
+        return LayoutChoice(attention=spec.attention, layout=replace(PADDED, why=why))
     kernels = {kernel: spec.attention}
     is_chosen = spec.attention == Attention.AUTO
     if is_chosen:
         kernels.setdefault(plain_kernel(config), plain_kernel(config))
     for name, attention in kernels.items():
-        for layout in _packed_layouts():
+        for layout in _list_packed_layouts():
             if search.is_right(name, layout):
-                return Choice(attention=attention, layout=layout)
+                return LayoutChoice(attention=attention, layout=layout)
     why = search.why(kernel)
     more = (
-        "" if search.is_right(_masked(kernel, config), A_DOCUMENT_A_ROW) else ", and padded rows are not right either"
+        ""
+        if search.is_right(_choose_padded_kernel(kernel, config), ONE_DOCUMENT_PER_ROW)
+        else ", and padded rows are not right either"
     )
-    padded = Choice(attention=spec.attention, layout=replace(A_DOCUMENT_A_ROW, why=why + more))
+    padded = LayoutChoice(attention=spec.attention, layout=replace(ONE_DOCUMENT_PER_ROW, why=why + more))
     if not is_chosen and find_kernel(spec.attention).padded is None:
         given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
         return replace(padded, refusal=UsageError(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
@@ -141,12 +143,12 @@ def _chosen(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     return padded
 
 
-def _masked(kernel: str, config: PretrainedConfig) -> str:
+def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
     return kernel if find_form(kernel).reads_mask else plain_kernel(config)
 
 
-def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
+def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
     """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
 
     trains  dropout of the attention is asked for, which most ring kernels have not
@@ -158,13 +160,13 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
     why = ""
     for seed in SEEDS:
         try:
-            probe = Probe.of(config, world.device, seed, ring=True)
+            probe = Probe.build(config, world.device, seed, ring=True)
             error = probe.error(kernel, Layout(packs=True), ring=world.ring_group)
-            why = "" if error <= bound_of(kernel) else _meets_elsewhere(error)
+            why = "" if error <= choose_bound(kernel) else _describe_ring_error(error)
         except NotProvedError as reason:
-            why = f"that could not be proved: {_line(reason)}"
+            why = f"that could not be proved: {_summarise(reason)}"
         except Exception as reason:  # of the model, its kernel or its layers, of any type
-            why = why_no_slice(reason, kernel)
+            why = explain_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
             if trains and "dropout" in find_form(kernel).limits.missing_features and probe.has_dropout(kernel):
@@ -175,23 +177,27 @@ def _proved_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, tra
     raise UsageError(given, why, advice)
 
 
-def _meets_elsewhere(error: float) -> str:
+def _describe_ring_error(error: float) -> str:
     return (
         "its tokens meet elsewhere than in the attention that a ring replaces, as in a recurrent state or a mask of "
         f"its own (log-probs or gradients of a small copy are {error:.2g} off)"
     )
 
 
-def why_no_slice(error: Exception, kernel: str) -> str:
+def explain_no_slice(error: Exception, kernel: str) -> str:
     """Say in words why a small copy could not run on slices."""
     if isinstance(error, KeyError) and error.args == (kernel,):
         return "its layers have no attention that a ring can replace"
     if isinstance(error, TypeError) and "argument: 'ring'" in str(error).replace('"', "'"):
         return "its layers do not tell their attention of the slice"
-    return _line(error) if isinstance(error, UsageError) else f"its layers cannot run on a slice ({_line(error)})"
+    return (
+        _summarise(error)
+        if isinstance(error, UsageError)
+        else f"its layers cannot run on a slice ({_summarise(error)})"
+    )
 
 
-def _line(error: Exception) -> str:
+def _summarise(error: Exception) -> str:
     """Return an error's first sentence, with its type unless it is one of ours."""
     first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
     return first if isinstance(error, (UsageError, NotProvedError)) else f"{type(error).__name__}: {first}"

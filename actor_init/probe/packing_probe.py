@@ -24,7 +24,7 @@ from actor_init.attention.ring_attention import EachAlone
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import actor_inputs, arranged, sliced
 from actor_init.model_form import Layout
-from actor_init.probe.small_config import VOCABULARY, small_configs
+from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from capture.file_format.micro_batch import MicroBatch, Origin
 
 LENGTHS = (5, 20, 11)
@@ -42,7 +42,7 @@ class NotProvedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ReferenceAnswer:
     """Log-probs and gradients of some documents, each fed alone."""
 
     documents: tuple[int, ...]
@@ -57,19 +57,21 @@ class Probe:
     config: PretrainedConfig
     device: torch.device
     seed: int
-    answers: tuple[Answer, ...]
+    answers: tuple[ReferenceAnswer, ...]
 
     @classmethod
-    def of(cls, config: PretrainedConfig, device: torch.device, seed: int, *, ring: bool = False) -> "Probe":
+    def build(cls, config: PretrainedConfig, device: torch.device, seed: int, *, ring: bool = False) -> "Probe":
         """Build the copy and feed it each document alone. Raises NotProvedError.
 
         Under a ring a document that has a row for itself is sliced in another way, so it is asked for too.
         """
         reasons = []
-        for small in small_configs(config):
+        for small in make_small_configs(config):
             try:
-                model = small_model(small, "eager", seed, device)
-                answers = tuple(_answer(model, documents) for documents in ((0, 1, 2), *([(1,)] if ring else [])))
+                model = build_small_model(small, "eager", seed, device)
+                answers = tuple(
+                    _compute_answer(model, documents) for documents in ((0, 1, 2), *([(1,)] if ring else []))
+                )
             except Exception as error:  # a class's own checks of its config, of any type
                 reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 continue
@@ -84,43 +86,49 @@ class Probe:
         `kernel` is transformers' name. Under a ring all its ranks must call this. Raises what the model or its kernel
         raises.
         """
-        model = small_model(self.config, _fp32_name(kernel), self.seed, self.device)
-        return max(self._error(model, answer, layout, ring) for answer in self.answers)
+        model = build_small_model(self.config, _register_fp32_kernel(kernel), self.seed, self.device)
+        return max(self._compute_error(model, answer, layout, ring) for answer in self.answers)
 
     def has_dropout(self, kernel: str) -> bool:
         """Does the model ask this kernel of a ring for dropout while it trains?"""
-        model, alone = small_model(self.config, _fp32_name(kernel), self.seed, self.device).train(), EachAlone()
-        ids = _documents()[0][None].to(self.device)
+        model, alone = (
+            build_small_model(self.config, _register_fp32_kernel(kernel), self.seed, self.device).train(),
+            EachAlone(),
+        )
+        ids = _make_documents()[0][None].to(self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
             model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None].to(ids), use_cache=False, ring=alone)
         return alone.has_dropout
 
-    def _error(
+    def _compute_error(
         self,
         model: PreTrainedModel,
-        answer: Answer,
+        answer: ReferenceAnswer,
         layout: Layout,
         ring: dist.ProcessGroup | None,
     ) -> float:
-        inputs = arranged(actor_inputs(_batch(answer.documents), packing=layout.joins), layout)
+        inputs = arranged(actor_inputs(_make_batch(answer.documents), packing=layout.joins), layout)
         slot_N = inputs.slot_N.to(self.device)
         if ring is not None:
             assert inputs.cu_seq_lens is not None
             zigzag = may_zigzag(self.config)
             inputs = sliced(inputs, ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
         found_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
-        gradients = gradients_of(model, found_N)
+        gradients = compute_gradients(model, found_N)
         if ring is not None:
-            gradients = _averaged(gradients, ring)
-        return max(off({"": found_N.detach()}, {"": answer.log_probs_N}), off(gradients, answer.gradients))
+            gradients = _average_over_ring(gradients, ring)
+        return max(
+            compute_relative_error({"": found_N.detach()}, {"": answer.log_probs_N}),
+            compute_relative_error(gradients, answer.gradients),
+        )
 
 
-def bound_of(kernel: str) -> float:
+def choose_bound(kernel: str) -> float:
     """Return the largest error that rounding explains."""
     return BOUND if find_form(kernel).limits.has_fp32 else COARSE_BOUND
 
 
-def small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
+def build_small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
     """Return an fp32 model with random weights that let every token see far, and no vector constant."""
     with torch.random.fork_rng(devices=[]):
         random = torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
@@ -136,38 +144,38 @@ def small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.
     return model.to(device).eval()
 
 
-def _documents() -> list[Tensor]:
+def _make_documents() -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     return [torch.randint(3, VOCABULARY, (length,), generator=random) for length in LENGTHS]
 
 
-def _batch(numbers: tuple[int, ...]) -> MicroBatch:
+def _make_batch(numbers: tuple[int, ...]) -> MicroBatch:
     """Return documents as rows that are padded on the left."""
     ids_BS = torch.full((len(numbers), NUM_TOKENS), VOCABULARY - 1)  # padding that would be seen, were it not masked
-    for row_S, document in zip(ids_BS, [_documents()[number] for number in numbers], strict=True):
+    for row_S, document in zip(ids_BS, [_make_documents()[number] for number in numbers], strict=True):
         row_S[NUM_TOKENS - len(document) :] = document
     lengths_B = torch.tensor([LENGTHS[number] for number in numbers])
     real_BS = torch.arange(NUM_TOKENS) >= NUM_TOKENS - lengths_B[:, None]
     return MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="the probe"))
 
 
-def one_document() -> MicroBatch:
+def make_one_document() -> MicroBatch:
     """Return the longest document, in a row of its own."""
-    return _batch((LENGTHS.index(max(LENGTHS)),))
+    return _make_batch((LENGTHS.index(max(LENGTHS)),))
 
 
-def _answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Answer:
+def _compute_answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> ReferenceAnswer:
     """Feed the model each document alone, without anything of a replay's."""
     each = []
-    for document in (_documents()[number].to(model.device) for number in numbers):
+    for document in (_make_documents()[number].to(model.device) for number in numbers):
         logits_TV = model(input_ids=document[None], use_cache=False).logits[0]
         each.append(torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, document[1:, None])[:, 0])
     log_probs_N = torch.cat(each)
-    gradients = gradients_of(model, log_probs_N)
-    return Answer(documents=numbers, log_probs_N=log_probs_N.detach(), gradients=gradients)
+    gradients = compute_gradients(model, log_probs_N)
+    return ReferenceAnswer(documents=numbers, log_probs_N=log_probs_N.detach(), gradients=gradients)
 
 
-def gradients_of(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
+def compute_gradients(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a loss that weighs each token differently; zeros where there are none."""
     weight_N = torch.linspace(0.5, 1.5, len(log_probs_N), device=log_probs_N.device)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -178,21 +186,21 @@ def gradients_of(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tenso
     }
 
 
-def _averaged(gradients: Mapping[str, Tensor], ring: dist.ProcessGroup) -> dict[str, Tensor]:
+def _average_over_ring(gradients: Mapping[str, Tensor], ring: dist.ProcessGroup) -> dict[str, Tensor]:
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     dist.all_reduce(flat, group=ring)
     parts = (flat / ring.size()).split([gradient.numel() for gradient in gradients.values()])
     return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
 
 
-def off(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def compute_relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference, relative to that of `wanted`; infinite if it is not a number."""
     difference = torch.stack([(found[name] - wanted[name]).double().norm() for name in wanted]).norm()
     relative = float(difference / torch.stack([one.double().norm() for one in wanted.values()]).norm())
     return relative if math.isfinite(relative) else math.inf
 
 
-def _fp32_name(kernel: str) -> str:
+def _register_fp32_kernel(kernel: str) -> str:
     """Return a name under which a kernel of half precision takes fp32 and returns it."""
     if find_form(kernel).limits.has_fp32:
         return kernel

@@ -32,68 +32,68 @@ PERIOD = re.compile(r"period|pattern|interval|every|freq|offset|first_k_dense|_s
 SMALL = 100_000  # elements of all layers' widest matrix: below that, nothing has to be narrower
 
 
-def small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+def make_small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """Yield copies of `config` to try in turn: narrow with few layers, narrow with all, wide with few.
 
     All have a small vocabulary and short windows, so that a document of 20 tokens is longer than a window. A copy may
     not be possible for its class: then building it raises.
     """
-    for divisor, is_cut in ((_divisor(config), True), (_divisor(config), False), (1, True)):
+    for divisor, is_cut in ((_find_divisor(config), True), (_find_divisor(config), False), (1, True)):
         small = deepcopy(config)
         text = small.get_text_config()
-        for name in _numbers(text, VOCABULARIES):
+        for name in _find_numbers(text, VOCABULARIES):
             setattr(text, name, VOCABULARY)
-        _set(text, WINDOWS, WINDOW)
-        _set(text, CHUNKS, CHUNK)
-        _set(text, TOP_K, SELECTED)
+        _limit_values(text, WINDOWS, WINDOW)
+        _limit_values(text, CHUNKS, CHUNK)
+        _limit_values(text, TOP_K, SELECTED)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if _numbers(text, (name,)).get(name, 0) >= VOCABULARY:
+            if _find_numbers(text, (name,)).get(name, 0) >= VOCABULARY:
                 setattr(text, name, 0)
         if divisor > 1:
-            _narrow(text, divisor)
+            _narrow_widths(text, divisor)
         if is_cut:
-            _cut(text)
+            _cut_layers(text)
         yield small
 
 
-def _set(config: Any, names: tuple[str, ...], largest: int) -> None:
+def _limit_values(config: Any, names: tuple[str, ...], largest: int) -> None:
     for name in names:
-        if name in _numbers(config, names) and getattr(config, name) > largest:
+        if name in _find_numbers(config, names) and getattr(config, name) > largest:
             setattr(config, name, largest)
 
 
-def _numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
+def _find_numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
     """Return the whole numbers above 0 that `config` has under `names`."""
     own = vars(config)  # without aliases, and without what each layer has a value of its own for
     return {name: own[name] for name in names if type(own.get(name)) is int and own[name] > 0}
 
 
-def _divisor(config: PretrainedConfig) -> int:
+def _find_divisor(config: PretrainedConfig) -> int:
     """Return the largest number that divides all widths and heads and leaves two heads; 1 if the model is narrow."""
     text = config.get_text_config()
-    widths = _numbers(text, WIDTHS)
+    widths = _find_numbers(text, WIDTHS)
     if not widths or max(widths.values()) ** 2 < SMALL:
         return 1
-    groups = max(_numbers(text, STATE_GROUPS).values(), default=1)
-    heads = {**_numbers(text, QUERY_HEADS), **_numbers(text, STATE_HEADS)}
+    groups = max(_find_numbers(text, STATE_GROUPS).values(), default=1)
+    heads = {**_find_numbers(text, QUERY_HEADS), **_find_numbers(text, STATE_HEADS)}
     common = reduce(gcd, [*widths.values(), *heads.values()])
     least = min(heads.values(), default=common)
     possible = [n for n in range(1, common + 1) if not common % n and all(not h // n % groups for h in heads.values())]
     return max((n for n in possible if least // n >= 2), default=1)
 
 
-def _narrow(config: Any, divisor: int) -> None:
-    for name, value in {**_numbers(config, WIDTHS), **_numbers(config, QUERY_HEADS + STATE_HEADS)}.items():
+def _narrow_widths(config: Any, divisor: int) -> None:
+    for name, value in {**_find_numbers(config, WIDTHS), **_find_numbers(config, QUERY_HEADS + STATE_HEADS)}.items():
         setattr(config, name, value // divisor)
-    for name, value in _numbers(config, KEY_HEADS).items():
+    for name, value in _find_numbers(config, KEY_HEADS).items():
         setattr(config, name, 1 if value % divisor else value // divisor)
 
 
-def _cut(config: Any) -> None:
+def _cut_layers(config: Any) -> None:
     """Keep the first layers, up to one of each kind, and at least two."""
-    depths = _numbers(config, DEPTHS)
+    depths = _find_numbers(config, DEPTHS)
     depth = max(depths.values(), default=0)
-    names = [name for name, value in vars(config).items() if _is_by_layer(value, depth)]
+    names = [name for name, value in vars(config).items() if _is_list_by_layer(value, depth)]
     kinds = list(zip(*(map(repr, vars(config)[name]) for name in names), strict=True))
     wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
     if not names:
@@ -106,5 +106,5 @@ def _cut(config: Any) -> None:
         setattr(config, name, num_layers)
 
 
-def _is_by_layer(value: object, depth: int) -> bool:
+def _is_list_by_layer(value: object, depth: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == depth > 0

@@ -48,7 +48,7 @@ def check_folder(folder: Path, setting: str) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path, world: World) -> Iterator[Path]:
+def create_whole_folder(folder: Path, world: World) -> Iterator[Path]:
     """Yield an empty folder for all ranks to write into, beside `folder`; it is renamed once the last rank has
     written.
 
@@ -93,12 +93,12 @@ def write_model(
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
             return
         empty = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[dtype])
-        with _no_progress_bar():
+        with _hide_progress_bar():
             empty.save_pretrained(folder, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def _hide_progress_bar() -> Iterator[None]:
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from actor_init.as_json import from_json
 from actor_init.declarations.backends import find_declaration
-from actor_init.model import ModelSource, lasting_config
+from actor_init.model import ModelSource, strip_config
 from actor_init.optimizer import Progress, load_schedule
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
@@ -40,9 +40,9 @@ def save_state(
     folder: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LambdaLR, scaler: GradScaler
 ) -> None:
     """Save the state. All ranks must call this. Raises what torch raises."""
-    parts = _loop_state(schedule, scaler)
-    if Progress.of(schedule).num_steps:
-        parts |= _trained_state(model, optimizer)
+    parts = _collect_loop_state(schedule, scaler)
+    if Progress.from_schedule(schedule).num_steps:
+        parts |= _collect_trained_state(model, optimizer)
     else:  # torch would create moments for an optimizer that never stepped, and count that as its first step
         parts |= {"model": get_model_state_dict(model)}
     save(parts, checkpoint_id=folder)
@@ -52,11 +52,11 @@ def load_state(
     folder: Path, model: PreTrainedModel, optimizer: Optimizer, schedule: LambdaLR, scaler: GradScaler
 ) -> None:
     """Load what `save_state` wrote. All ranks must call this. Unpickles. Raises what torch raises."""
-    parts = _loop_state(schedule, scaler)
+    parts = _collect_loop_state(schedule, scaler)
     load(parts, checkpoint_id=folder)
     load_schedule(schedule, parts["schedule"])
-    if Progress.of(schedule).num_steps:
-        parts = _trained_state(model, optimizer)
+    if Progress.from_schedule(schedule).num_steps:
+        parts = _collect_trained_state(model, optimizer)
         load(parts, checkpoint_id=folder)
         set_state_dict(
             model,
@@ -69,11 +69,11 @@ def load_state(
         load({"model": get_model_state_dict(model)}, checkpoint_id=folder)  # in place
 
 
-def _loop_state(schedule: LambdaLR, scaler: GradScaler) -> dict[str, Any]:
+def _collect_loop_state(schedule: LambdaLR, scaler: GradScaler) -> dict[str, Any]:
     return {"schedule": schedule.state_dict(), "scaler": scaler}
 
 
-def _trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
+def _collect_trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
     values, moments = get_state_dict(model, optimizer, options=BY_PARAMETER)
     return {"model": values, "optimizer": moments}
 
@@ -81,7 +81,13 @@ def _trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, An
 STATE_FILE = "state.json"
 FORMAT = 1
 _OTHER_VERSION = "Load it with the version that wrote it"
-SAME = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")  # what the libraries' files depend on
+FIXED_FIELDS = (
+    "backend",
+    "optimizer",
+    "dtype",
+    "learning_rate",
+    "lr_warmup_steps",
+)  # what the libraries' files depend on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +111,7 @@ class SavedState:
     versions: Mapping[str, str | None]
 
     @classmethod
-    def of(
+    def from_actor(
         cls,
         spec: ActorSpec,
         source: ModelSource,
@@ -129,7 +135,7 @@ class SavedState:
             num_steps=progress.num_steps,
             next_learning_rate=progress.learning_rate,
             num_inputs=num_inputs,
-            model=lasting_config(source.config),
+            model=strip_config(source.config),
             versions=versions,
         )
 
@@ -159,15 +165,15 @@ class SavedState:
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
         given = Setting("load_state", folder)
-        here = self.of(spec, source, world, Progress.of(None), num_inputs=0, versions={})
+        here = self.from_actor(spec, source, world, Progress.from_schedule(None), num_inputs=0, versions={})
         states = find_declaration(here.backend).state_format
         assert states is not None, f"{here.backend} loads no state, and a ReplaySpec that asks for it is refused"
-        for name in (*SAME, *states.fixed_fields):
+        for name in (*FIXED_FIELDS, *states.fixed_fields):
             saved, asked = getattr(self, name), getattr(here, name)
             if saved != asked:
-                why = f"was saved with {_named(name, saved)}, not with {_named(name, asked)}"
+                why = f"was saved with {_describe_setting(name, saved)}, not with {_describe_setting(name, asked)}"
                 weights_alone = f"for its weights alone {Setting('save_model')} there and {Setting('model')} here"
-                raise UsageError(given, why, f"Try: {_named(name, saved)}; or {weights_alone}")
+                raise UsageError(given, why, f"Try: {_describe_setting(name, saved)}; or {weights_alone}")
         for key in sorted(self.model.keys() & here.model.keys()):
             if self.model[key] != here.model[key]:
                 theirs = f"its {key} is {self.model[key]}, and that of {source.name} is {here.model[key]}"
@@ -177,5 +183,5 @@ class SavedState:
             raise UsageError(given, complaint)
 
 
-def _named(name: str, value: Any) -> str:
+def _describe_setting(name: str, value: Any) -> str:
     return f"no {Setting(name)}" if value is None else str(Setting(name, value))

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.model import random_weights
+from actor_init.model import make_random_weights
 from capture import recording
 
 BOS, EOS, PAD = 256, 257, 258  # after the 256 byte values
@@ -185,7 +185,7 @@ def run(out: Path, seed: int, rank: int, world_size: int) -> None:
         pad_token_id=PAD,
     )
     actor: nn.Module = Actor(config)
-    weights = random_weights(config, seed)  # the same as a replay's, which so needs no checkpoint
+    weights = make_random_weights(config, seed)  # the same as a replay's, which so needs no checkpoint
     for name, parameter in actor.get_submodule("model").named_parameters():
         weights.fill(name, parameter)
     if world_size > 1:

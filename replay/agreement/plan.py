@@ -307,14 +307,14 @@ def _field_of(parameter: str) -> str:
 def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
     """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
     from actor_init.parallel.tensor_parallel import check_divisible
-    from actor_init.probe.layout_choice import why_not_packed
+    from actor_init.probe.layout_choice import explain_not_packed
 
     if num_processes > here.num_devices:
         what = "GPUs" if here.device == "cuda" else "processes"
         raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --processes")
     if here.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
-    if spec.actor.packs and (why := why_not_packed(here.config)):
+    if spec.actor.packs and (why := explain_not_packed(here.config)):
         raise UsageError(f"{why}. Try: --no-packing")
     check_divisible(here.config, spec.actor.parallel.tp)
     if complaint := find_declaration(spec.actor.backend).find_obstacle(spec.actor, here.device):

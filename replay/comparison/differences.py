@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from statistics import fmean
 
-from actor_init.dropout_settings import acting_dropouts
+from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.spec import UsageError
 from replay.comparison.comparable import differences_to_tell, reasons_to_refuse
 from replay.output.text import PHASES, counted
@@ -149,7 +149,7 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
 
 
 def _dropout_notes(reference: PastRun) -> list[str]:
-    drops = acting_dropouts(reference.config)
+    drops = find_acting_dropouts(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 

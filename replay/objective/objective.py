@@ -80,7 +80,7 @@ class Objective:
         named = USER_LOSS.fullmatch(loss)
         assert named is not None
         own = UserFunction.open(Path(named["file"]), named["function"], setting="loss")
-        function, sha256 = own.found(), own.sha256
+        function, sha256 = own.load(), own.sha256
         formula = Formula(
             loss=lambda inputs, spec: function(inputs),
             describe=lambda spec: [f"sha256 {sha256[:12]}"],

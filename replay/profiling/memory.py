@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.model import blocks_of
+from actor_init.model import find_blocks
 from actor_init.spec import ActorSpec
-from actor_init.tracing import told_of_modules
+from actor_init.tracing import watch_modules
 from replay.profiling import host_memory
 from replay.profiling.memory_advice import PassSize, savings
 from replay.profiling.memory_peak import Block, Frame, Peak, Snapshot, peak_of
@@ -118,7 +118,7 @@ def held_at_peak(
         if only_if_it_ran_out and not ran_out:
             return None
         peak = host_memory.peak_of(recorded, history, file)
-    holders = _holders(peak, history, weights, {name for name, _ in blocks_of(model)}, head=_head_name(model))
+    holders = _holders(peak, history, weights, {name for name, _ in find_blocks(model)}, head=_head_name(model))
     size = PassSize.of(
         model,
         config,
@@ -191,7 +191,7 @@ def _modules_noted(model: PreTrainedModel, spec: ActorSpec, history: History) ->
         running.pop()
         history.begins.append((history.number(), running[-1]))
 
-    return told_of_modules(model, spec.compile, begins, ends)
+    return watch_modules(model, spec.compile, begins, ends)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.declarations.backends import find_declaration
-from actor_init.model import blocks_of, build_on_meta
+from actor_init.model import build_on_meta, find_blocks
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, OptimizerName
 from replay.profiling.shares import Holder, HolderKind, Saving
@@ -43,7 +43,7 @@ class PassSize:
     ) -> Self:
         """Return the size of a pass of so many tokens through `model`, which has `config`."""
         whole = build_on_meta(config, attention="eager", dtype=torch.float32)  # of `model` a rank may hold a part
-        blocks = blocks_of(whole)
+        blocks = find_blocks(whole)
         in_blocks = sum(one.numel() for _, block in blocks for one in block.parameters())
         compute_bytes = TORCH_DTYPES[spec.dtype].itemsize
         text = config.get_text_config()

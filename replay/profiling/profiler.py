@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
-from actor_init.tracing import tensors_of, told_of_modules
+from actor_init.tracing import find_result_tensors, watch_modules
 from replay.profiling.shares import (
     PHASE,
     Interval,
@@ -70,11 +70,11 @@ def named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextMan
                 pass
 
         open_ranges.pop().__exit__(None, None, None)
-        for tensor in tensors_of(output):
+        for tensor in find_result_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(mark)
 
-    return told_of_modules(model, spec.compile, begins, ends)
+    return watch_modules(model, spec.compile, begins, ends)
 
 
 def summarised(events: Sequence[FunctionEvent], *, is_cuda: bool, timeline: str) -> RankProfile:

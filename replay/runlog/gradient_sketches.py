@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actor_init.name_hash import mix
-from actor_init.sketching import sketch_of_parameter
+from actor_init.sketching import sketch_parameter
 from actor_init.spec import UsageError
 from actor_init.world import World
 
@@ -43,7 +43,7 @@ class ParameterDistance:
 
 def row_of(gradient: Tensor) -> Tensor:
     """Return [1 + R * K], fp32, on the host: the norm and the sketch."""
-    sketch_TK = sketch_of_parameter(gradient if gradient.ndim else gradient.reshape(1))
+    sketch_TK = sketch_parameter(gradient if gradient.ndim else gradient.reshape(1))
     index_T = torch.arange(len(sketch_TK), device=sketch_TK.device)
     bits_T = mix(mix(index_T ^ _KEY) ^ _KEY)
     signs_TK = (2 * ((bits_T[:, None] >> torch.arange(sketch_TK.shape[1], device=bits_T.device)) & 1) - 1).float()

@@ -18,10 +18,10 @@ from torch.torch_version import TorchVersion
 from actor_init.backends.protocol import Backend
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.model import ModelSource
-from actor_init.saving.huggingface import check_folder, whole_folder
+from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
-from actor_init.weights import FolderWeights, OnProgress, Weights, unheard
+from actor_init.weights import FolderWeights, OnProgress, Weights, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
@@ -49,11 +49,11 @@ class StateWeights:
     def describe(self) -> str:
         return f"from the state in {self.folder}, after {counted(self.num_steps, 'step')}"
 
-    def holds(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return False
 
     @torch.no_grad()
-    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = unheard) -> bool:
+    def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         parameter.fill_(torch.nan)
         return True
 
@@ -156,7 +156,7 @@ class Saver:
         if spec.state.save_every is not None and self.num_steps > self.num_steps_kept:
             self.keep(backend, num_settled)
         if (folder := spec.state.save_model) is not None:
-            with _saving(str(folder)), whole_folder(folder, self.world) as unfinished:
+            with _saving(str(folder)), create_whole_folder(folder, self.world) as unfinished:
                 backend.save_model(unfinished)
             lines.append(("saved", f"model in {folder}: {spec.actor.dtype}, {gibibytes(_size(folder))} GiB"))
         if (folder := spec.state.save_state) is None:
@@ -164,7 +164,7 @@ class Saver:
         num_inputs = spec.inputs.skip_inputs + num_settled
         progress = backend.progress()
         if self.states is None:
-            with _saving(str(folder)), whole_folder(folder, self.world) as unfinished:
+            with _saving(str(folder)), create_whole_folder(folder, self.world) as unfinished:
                 self._write_state(backend, unfinished, num_inputs)
             what = "state"
         else:
@@ -181,7 +181,7 @@ class Saver:
     def _write_state(self, backend: Backend, folder: Path, num_inputs: int) -> None:
         backend.save_state(folder)
         if self.world.rank == 0:
-            state = SavedState.of(
+            state = SavedState.from_actor(
                 self.spec.actor,
                 self.source,
                 self.world,

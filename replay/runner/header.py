@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor_init.declarations.attention import find_form
-from actor_init.model import ModelSource, find_model, lasting_config
+from actor_init.model import ModelSource, find_model, strip_config
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_adapter_configs
@@ -207,7 +207,7 @@ def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping
     except UsageError:  # a type that transformers does not have here, or fewer layers than are asked for
         kinds = captured.get("model_type"), source.config.model_type
         return [_config_difference("model_type", *kinds)] if kinds[0] != kinds[1] else []
-    there, here = lasting_config(jobs), lasting_config(source.config)
+    there, here = strip_config(jobs), strip_config(source.config)
     shared = [name for name in here if name in there and name not in NOT_COMPUTED]
     shared.sort(key=lambda name: name != "model_type")  # which explains the others
     return [one for name in shared for one in _different(name, there[name], here[name])]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actor_init.backends.protocol import Backend
-from actor_init.compiling import num_graphs
+from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
@@ -75,14 +75,14 @@ class CompilationCounter(PassObserver):
         self._num_graphs_before = 0
 
     def begin(self, inputs: PassInputs) -> None:
-        self._num_graphs_before = num_graphs()
+        self._num_graphs_before = count_graphs()
         forget_compilations()
 
     def after_clock(self) -> None:
         self.section = read_compilations()
 
     def close(self, error: BaseException | None) -> None:
-        self.section = replace(self.section, new_graphs=num_graphs() - self._num_graphs_before)
+        self.section = replace(self.section, new_graphs=count_graphs() - self._num_graphs_before)
 
 
 def forget_compilations() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actor_init.backends.protocol import Backend, free_closed, open_backend
-from actor_init.dropout_settings import acting_dropouts
+from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
+from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
-from actor_init.model import ModelSource, lasting_config
-from actor_init.own_positions import with_own_positions
+from actor_init.model import ModelSource, strip_config
+from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
@@ -125,7 +125,7 @@ class ReopenedActor:
         source: ModelSource,
         world: World,
         load_state: Path | None = None,
-        on_progress: OnProgress = unheard,
+        on_progress: OnProgress = ignore_progress,
     ) -> None:
         self._arguments = (spec, source, world, on_progress)
         self._load_state = load_state
@@ -140,7 +140,7 @@ class ReopenedActor:
     def reopen(self) -> None:
         self.backend.close()
         del self.backend
-        free_closed(failed=True)
+        free_closed_backends(failed=True)
         try:
             self.backend = self._opened()
         except Exception as error:
@@ -182,7 +182,7 @@ class Replayer:
         self._broke_off = False
         self._objective = Objective.of(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
-        self._is_random = bool(acting_dropouts(lasting_config(self.source.config)))
+        self._is_random = bool(find_acting_dropouts(strip_config(self.source.config)))
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
 
     def mend(self) -> None:
@@ -253,7 +253,7 @@ class Replayer:
             recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             recorded = without_router_loss(recorded, call, self.source.config)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            batch = tokens_for(self.spec.measure.loss, with_own_positions(batch, self.source.config))
+            batch = tokens_for(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._replay(record, call, batch, observers)
             return Pass(record, recorded, replayed), None
         except SystemExit as error:

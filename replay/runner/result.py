@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from actor_init.backends.protocol import free_closed
-from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import lasting_config
+from actor_init.backends.protocol import free_closed_backends
+from actor_init.dropout_settings import find_acting_dropouts
+from actor_init.model import strip_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import UsageError
 from actor_init.world import World
@@ -161,7 +161,7 @@ def setting_of(spec: ResolvedReplay, same_weights: SameWeights, world: World, fa
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.step else None,
         dropout=[
-            *acting_dropouts(lasting_config(source.config)),
+            *find_acting_dropouts(strip_config(source.config)),
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
@@ -203,7 +203,7 @@ def _rounded(again: Again, passes: Sequence[Pass], setting: Setting) -> tuple[Se
     remarks: Pairs = []
     opinion: Verdict | None = None
     spec = again.spec
-    free_closed()
+    free_closed_backends()
     try:
         if spec.measure.noise_floor:
             floors: Mapping[str, Floor] = {}

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actor_init.as_json import from_json, to_json
-from actor_init.backends.protocol import free_closed
+from actor_init.backends.protocol import free_closed_backends
 from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.plain import has_sdpa
-from actor_init.model import lasting_config
+from actor_init.model import strip_config
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -85,7 +85,7 @@ class Again:
         finally:
             actor.backend.close()
             del actor, replayer
-            free_closed()
+            free_closed_backends()
         return replayed
 
 
@@ -232,7 +232,7 @@ def _key(again: Again, passes: Sequence[Pass]) -> str:
     actors = [spec.actor, again.other_order(passes).to_spec().actor]
     measured = [
         digest_of_weights(again.spec.source.weights),
-        lasting_config(again.spec.source.config),
+        strip_config(again.spec.source.config),
         str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
         str(again.has_dropout),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from actor_init.as_json import to_json
-from actor_init.model import ModelSource, lasting_config
+from actor_init.model import ModelSource, strip_config
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call
@@ -265,4 +265,4 @@ def _config_of(source: ModelSource) -> dict[str, object]:
     """Return the model's config, with its adapter, as two runs have to share it."""
     adapter = source.adapter
     adapted = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
-    return lasting_config(source.config) | adapted
+    return strip_config(source.config) | adapted

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from actor_init.saving.huggingface import check_folder, whole_folder
+from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.world import World
@@ -94,7 +94,7 @@ class FolderStates:
         return latest
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
-        with whole_folder(self.folder / name_of(num_steps), world) as unfinished:
+        with create_whole_folder(self.folder / name_of(num_steps), world) as unfinished:
             write(unfinished)
         if world.rank == 0:
             for old in whole_states(self.folder)[:-KEPT_STATES]:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of
-from actor_init.sketching import sketch_of_parameter
+from actor_init.model import ModelSource, find_blocks
+from actor_init.sketching import sketch_parameter
 from actor_init.spec import ActorSpec
-from actor_init.tracing import SEEN, LayerTracer
+from actor_init.tracing import TRACED_PARTS, LayerTracer
 from actor_init.world import World
 from replay.tracing.trace_file import (
     FED,
@@ -88,7 +88,7 @@ class RunTrace:
             tensors = self._backend.weights() if kind is Kind.PARAMETER else self._backend.gradients()
             for name, tensor in tensors:
                 if self._world.rank == 0:
-                    sketches[Key(kind, name, what)] = sketch_of_parameter(tensor).cpu()
+                    sketches[Key(kind, name, what)] = sketch_parameter(tensor).cpu()
         return sketches
 
     def write(self, index: int, source: str, *, num_columns: int) -> None:
@@ -111,8 +111,8 @@ class RunTrace:
     def _write(
         self, name: str, tables: dict[Key, Tensor], fed: dict[str, Tensor] | None = None, **about: str | int | list[str]
     ) -> None:
-        blocks = blocks_of(self._backend.model)[0][0].rpartition(".")[0]
-        about |= {"order": [str(key) for key in tables], "blocks": blocks, "seen": SEEN[self._spec.compile]}
+        blocks = find_blocks(self._backend.model)[0][0].rpartition(".")[0]
+        about |= {"order": [str(key) for key in tables], "blocks": blocks, "seen": TRACED_PARTS[self._spec.compile]}
         write_trace(self._folder / name, {str(key): table for key, table in tables.items()} | (fed or {}), about)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from actor_init.model import ModelSource, parameter_shapes
+from actor_init.model import ModelSource, find_parameter_shapes
 from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.output.text import counted
 from replay.tolerances.job import equal_but_for_dtype
@@ -25,7 +25,7 @@ class SameWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self._source.config, self._source.adapter)
+        return find_parameter_shapes(self._source.config, self._source.adapter)
 
     def check(self, fingerprint: ParameterSamples | None) -> WeightComparison:
         if fingerprint is None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from actor_init.as_json import adapter_of, from_json, to_json
+from actor_init.as_json import find_type_adapter, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.options.option_parsing import in_flags
@@ -119,7 +119,7 @@ class Watch:
         self._closing = False
         self._terminations = Terminations(self._peers.bell)
         for kind in (Position, Sighting, Failure):
-            adapter_of(kind)  # now: the thread may need it when this process can import nothing any more
+            find_type_adapter(kind)  # now: the thread may need it when this process can import nothing any more
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
         self._thread.start()
 

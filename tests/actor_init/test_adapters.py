@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from actor_init.adapters import Adapter, add_adapter, read_adapter, trained_parameters
+from actor_init.adapters import Adapter, add_adapter, list_trained_parameters, read_adapter
 from actor_init.model import ModelSource, build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, Dtype, UsageError
 from tests.helpers.families import tiny_config, tiny_model
@@ -64,7 +64,7 @@ def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours(input_ids=IDS_BS).logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(expected, alone, atol=1e-3)
     assert names(ours) == names(theirs)
-    assert len(trained_parameters(ours)) == len(names(theirs))
+    assert len(list_trained_parameters(ours)) == len(names(theirs))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_other_kinds_are_refused(config: dict[str, Any], said: str, tmp_path: Pa
 def test_several_adapters_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
     one = {"peft_type": "LORA", "r": 4}
     with pytest.raises(UsageError, match=r"has 2 adapters \(first, second\), and one can be built"):
-        Adapter.of({"first": one, "second": one}, "captures")
+        Adapter.from_configs({"first": one, "second": one}, "captures")
     with pytest.raises(UsageError, match=r"adapter_config.json: No such file or directory. Give a folder with"):
         read_adapter(tmp_path, "default")
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from actor_init.dropout_settings import acting_dropouts
-from actor_init.model import lasting_config
+from actor_init.dropout_settings import find_acting_dropouts
+from actor_init.model import strip_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 
@@ -23,10 +23,10 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
     ],
 )
 def test_the_model_is_asked_which_settings_act(family: str, given: dict[str, Any], acting: list[str]) -> None:
-    config = lasting_config(AutoConfig.for_model(family, **SMALL | given))
-    assert acting_dropouts(config) == acting
+    config = strip_config(AutoConfig.for_model(family, **SMALL | given))
+    assert find_acting_dropouts(config) == acting
 
 
 def test_all_settings_count_of_a_model_that_is_not_known() -> None:
-    assert acting_dropouts({"model_type": "nobody_s", "dropout": 0.1, "hidden_size": 3}) == ["dropout"]
-    assert acting_dropouts({"attention_dropout": 0.1, "resid_pdrop": 0.0}) == ["attention_dropout"]
+    assert find_acting_dropouts({"model_type": "nobody_s", "dropout": 0.1, "hidden_size": 3}) == ["dropout"]
+    assert find_acting_dropouts({"attention_dropout": 0.1, "resid_pdrop": 0.0}) == ["attention_dropout"]

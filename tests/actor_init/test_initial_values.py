@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init import model as model_module
-from actor_init.model import build_on_meta, materialise, random_weights
+from actor_init.model import build_on_meta, make_random_weights, materialise
 from actor_init.weights import build_with_values
 
 SIZES: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str, monkeypatch: p
     config = CONFIGS[name]
     expected = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa")
     new = build_on_meta(config, attention="sdpa", dtype=torch.float32)
-    materialise(new, random_weights(config, 0), torch.device("cpu"))
+    materialise(new, make_random_weights(config, 0), torch.device("cpu"))
     monkeypatch.setattr(model_module, "INIT_FILLS_BUFFERS", False)
 
     def init_of_4_57(self: nn.Module, module: nn.Module) -> None:
@@ -46,7 +46,7 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str, monkeypatch: p
 
     old = build_on_meta(config, attention="sdpa", dtype=torch.float32)
     monkeypatch.setattr(type(old), "_init_weights", init_of_4_57)
-    weights = random_weights(config, 0)  # its vectors too come from a model of the old kind
+    weights = make_random_weights(config, 0)  # its vectors too come from a model of the old kind
     for prefix in ("model.layers.0", "model.layers.1", ""):  # as the backends do
         materialise(old, weights, torch.device("cpu"), prefix=prefix)
     buffers, found = dict(expected.named_buffers()), dict(old.named_buffers())

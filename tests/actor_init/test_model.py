@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import BartConfig, BertConfig, LlavaConfig, Mamba2Config, PretrainedConfig, T5Config
 
-from actor_init.model import config_of, find_model
+from actor_init.model import find_model, parse_config
 from actor_init.spec import ActorSpec, UsageError
 
 
@@ -27,4 +27,4 @@ def test_an_unknown_type_is_refused_with_the_release() -> None:
 
 def test_infinities_are_read_as_transformers_writes_them() -> None:
     values = json.loads(Mamba2Config().to_json_string(use_diff=False))
-    assert math.isinf(config_of(values).time_step_limit[1])
+    assert math.isinf(parse_config(values).time_step_limit[1])

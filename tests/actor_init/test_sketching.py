@@ -2,7 +2,7 @@
 
 import torch
 
-from actor_init.sketching import SIGNS, sketch, sketch_of_parameter
+from actor_init.sketching import NUM_SIGNS, sketch, sketch_parameter
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def test_norms_are_kept_as_the_formula_says() -> None:
     """The mean squared norm of 4000 vectors is exact to 4 standard errors; its spread is sqrt(2 / SIGNS)."""
     values_TF = random(4000, 256)
     ratio_T = (sketch(values_TF).norm(dim=1) / values_TF.norm(dim=1)).square()
-    spread = (2 / SIGNS) ** 0.5
+    spread = (2 / NUM_SIGNS) ** 0.5
     assert abs(float(ratio_T.mean()) - 1) < 4 * spread / 4000**0.5
     assert abs(float(ratio_T.std()) - spread) < 0.1 * spread
 
@@ -43,7 +43,7 @@ def test_two_swapped_features_differ() -> None:
 
 
 def test_a_parameter_has_a_row_for_each_index_of_its_shorter_dims() -> None:
-    assert sketch_of_parameter(random(4, 10)).shape == (4, SIGNS)
-    assert sketch_of_parameter(random(10, 4)).shape == (4, SIGNS)
-    assert sketch_of_parameter(random(10)).shape == (1, SIGNS)
-    assert sketch_of_parameter(random(3, 10, 4)).shape == (12, SIGNS)
+    assert sketch_parameter(random(4, 10)).shape == (4, NUM_SIGNS)
+    assert sketch_parameter(random(10, 4)).shape == (4, NUM_SIGNS)
+    assert sketch_parameter(random(10)).shape == (1, NUM_SIGNS)
+    assert sketch_parameter(random(3, 10, 4)).shape == (12, NUM_SIGNS)

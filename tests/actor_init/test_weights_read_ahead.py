@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from actor_init import weights
-from actor_init.weights import FolderWeights, ReadAhead, places_of
+from actor_init.weights import FolderWeights, ReadAhead, find_tensor_offsets
 
 TENSORS = {f"layers.{number}.weight": torch.arange(256.0) + number for number in range(8)}
 
@@ -35,7 +35,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_places_are_those_of_the_values(path: Path) -> None:
-    places, content = places_of(path), path.read_bytes()
+    places, content = find_tensor_offsets(path), path.read_bytes()
     assert places.keys() == TENSORS.keys()
     for name, (begin, end) in places.items():
         assert content[begin:end] == TENSORS[name].numpy().tobytes()
@@ -44,9 +44,9 @@ def test_places_are_those_of_the_values(path: Path) -> None:
 def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
     path: Path, told: list[tuple[int, int]]
 ) -> None:
-    ahead, places = ReadAhead(), places_of(path)
+    ahead, places = ReadAhead(), find_tensor_offsets(path)
     for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
-        ahead.of(path, name)
+        ahead.request(path, name)
         assert told[0][0] <= begin
         assert told[-1][1] >= end + 1024
     assert all(one[1] == two[0] for one, two in pairwise(told))
@@ -54,9 +54,9 @@ def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
 
 
 def test_a_tensor_elsewhere_is_asked_for_too(path: Path, told: list[tuple[int, int]]) -> None:
-    ahead, places = ReadAhead(), places_of(path)
+    ahead, places = ReadAhead(), find_tensor_offsets(path)
     for name in ("layers.6.weight", "layers.1.weight"):
-        ahead.of(path, name)
+        ahead.request(path, name)
         assert told[-1] == (places[name][0], places[name][1] + 2048)
 
 

@@ -33,11 +33,13 @@ def graphs_alone() -> AbstractContextManager[Any]:
 @contextmanager
 def proved_once() -> Iterator[None]:
     """Prove once in this process, and not in each replay, what a model's rows and its head allow."""
-    chosen, form_of = layout_choice._chosen, head_probe.probe_head
-    choices: dict[object, layout_choice.Choice] = {}
+    chosen, form_of = layout_choice._choose, head_probe.probe_head
+    choices: dict[object, layout_choice.LayoutChoice] = {}
     forms: dict[object, HeadForm] = {}
 
-    def choose(spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_given: bool) -> layout_choice.Choice:
+    def choose(
+        spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_given: bool
+    ) -> layout_choice.LayoutChoice:
         key = spec.packs, spec.attention, spec.dtype, spec.backend, spec.parallel, repr(config), where, is_given
         if key not in choices:
             choices[key] = chosen(spec, config, where, is_given)
@@ -49,7 +51,7 @@ def proved_once() -> Iterator[None]:
             forms[key] = form_of(config, device)
         return forms[key]
 
-    with patch.object(layout_choice, "_chosen", choose), patch.object(head_probe, "probe_head", form):
+    with patch.object(layout_choice, "_choose", choose), patch.object(head_probe, "probe_head", form):
         yield
 
 

@@ -24,11 +24,11 @@ from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends import BACKENDS
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model import ModelSource, blocks_of, build_on_meta, materialise
+from actor_init.model import ModelSource, build_on_meta, find_blocks, materialise
 from actor_init.optimizer import Progress, make_optimizer, make_schedule
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 
 
@@ -55,14 +55,16 @@ class ToyBackend:
     attention: str
 
     @classmethod
-    def open(cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard) -> Self:
+    def open(
+        cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
+    ) -> Self:
         attention = kernel_name(spec, world.device, source.config)
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32)
         materialise(model, source.weights, world.device, on_progress=on_progress)
         if spec.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
-            compile_blocks((block for _, block in blocks_of(model)), lengths=spec.compile_lengths)
+            compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
         optimizer = make_optimizer(spec, model.parameters())
         schedule = make_schedule(spec, optimizer) if optimizer else None
         return cls(spec=spec, model=model, source=source, optimizer=optimizer, schedule=schedule, attention=attention)
@@ -122,7 +124,7 @@ class ToyBackend:
         raise AssertionError("the declaration has no states, and --load-state is refused")
 
     def progress(self) -> Progress:
-        return Progress.of(self.schedule)
+        return Progress.from_schedule(self.schedule)
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from actor_init.adapters import add_adapter
-from actor_init.model import ModelSource, build_on_meta, materialise, set_up
+from actor_init.model import ModelSource, build_on_meta, configure_model, materialise
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Attention, Dtype
-from actor_init.weights import OnProgress, unheard
+from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.commands.diagnose.untimed_actor import documents_alone
@@ -37,7 +37,7 @@ class PlainAnswer:
 
 
 def plain_answer(
-    batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = unheard
+    batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
 ) -> PlainAnswer:
     """Compute the losses and gradients of a plain model with these weights on this rank's `batch`.
 
@@ -91,7 +91,7 @@ def _plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_
     add_adapter(model, source.adapter)
     materialise(model, source.weights, device, on_progress=on_progress)
     if spec.is_custom:
-        set_up(model, replace(spec, gradient_checkpointing=False))
+        configure_model(model, replace(spec, gradient_checkpointing=False))
     return model.eval()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from actor_init.as_json import json_bytes
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource
-from actor_init.own_positions import with_own_positions
+from actor_init.model_positions import add_model_positions
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, OptimizerName, UsageError
 from actor_init.world import World
@@ -194,7 +194,7 @@ def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
         read = with_shift_labels_as_labels(read_micro_batch(path))
-        batch = tokens_for(run.measure.loss, with_own_positions(read, source.config))
+        batch = tokens_for(run.measure.loss, add_model_positions(read, source.config))
         check_vocabulary(batch, source)
         actor_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:

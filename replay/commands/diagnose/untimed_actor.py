@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor_init.backends.protocol import Backend, free_closed, open_backend
+from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.inputs.documents import documents_of
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
@@ -152,7 +152,7 @@ class Trial:
 @contextmanager
 def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[Trial]:
     """Open a new actor with the weights of `source`."""
-    free_closed()
+    free_closed_backends()
     backend = open_backend(spec, source, world, lambda _: tracker.goes_on())
     try:
         yield Trial(backend=backend, spec=spec, source=source, world=world, tracker=tracker)

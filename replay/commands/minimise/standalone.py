@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.packing import actor_inputs
-from actor_init.model import ModelSource, build_on_meta, find_model, lasting_config, materialise, num_parameters
+from actor_init.model import ModelSource, build_on_meta, count_elements, find_model, materialise, strip_config
+from actor_init.model_positions import add_model_positions
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.own_positions import with_own_positions
 from actor_init.spec import Attention, UsageError
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import read_call
@@ -119,7 +119,7 @@ def write_standalone(
         source = find_model(spec.actor, read_actor_config(inputs), "captured", read_adapter_configs(inputs))
         if source.adapter is not None:
             return Standalone(shows=False, why="the model has an adapter")
-        data = {"config": lasting_config(source.config), "passes": _passes(inputs, spec, source)}
+        data = {"config": strip_config(source.config), "passes": _passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
         return Standalone(shows=False, why=in_flags(error))
     whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
@@ -130,7 +130,7 @@ def write_standalone(
         has_own = weights == "those of the replay, in repro.pt"
         if has_own:
             model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
-            if num_parameters(model) * 4 > MAX_WEIGHT_BYTES:
+            if count_elements(model) * 4 > MAX_WEIGHT_BYTES:
                 said += f". The weights may matter: they are more than {MAX_WEIGHT_BYTES >> 20} MiB and were left out"
                 break
             materialise(model, source.weights, torch.device("cpu"))
@@ -164,7 +164,7 @@ def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[st
     passes: list[dict[str, Any]] = []
     for path in capture_files(inputs):
         call = read_call(path)
-        batch = with_own_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
+        batch = add_model_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
         fed = actor_inputs(batch, packing=False)
         sums = call.output_numbers("log_probs_row_sums") or call.output_numbers("output_row_sums")
         own: dict[str, Tensor | None] = {

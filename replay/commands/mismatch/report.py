@@ -16,9 +16,9 @@ from typing import Any, Self
 import torch
 
 from actor_init.as_json import json_bytes, to_json
-from actor_init.backends.protocol import Backend, free_closed, open_backend
+from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.model import ModelSource
-from actor_init.own_positions import with_own_positions
+from actor_init.model_positions import add_model_positions
 from actor_init.spec import Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
@@ -134,7 +134,7 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
-        batch = with_own_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
+        batch = add_model_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(*error.args) from error
     recorded = Recorded.of(call, batch)
@@ -164,7 +164,7 @@ def _replayed(
     finally:
         backend.close()
         del backend
-        free_closed()
+        free_closed_backends()
     everything = _of_all_data_ranks(own, world)
     if not sum(len(one.id_N) for one in everything):
         raise UsageError("no row of these inputs has an action token. Try: other inputs")

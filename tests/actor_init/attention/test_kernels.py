@@ -18,7 +18,7 @@ from actor_init.attention.kernel_choice import default_kernel, kernel_name
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
-from actor_init.compiling import num_graphs
+from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import KERNELS, find_form
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
@@ -235,7 +235,7 @@ def test_a_compiled_row_of_other_documents_needs_no_new_graph() -> None:
         borders = torch.tensor([0, *lengths]).cumsum(0).int()
         own = (heads * 2)[0].transpose(0, 1), heads[0, :2].transpose(0, 1), heads[0, 2:].transpose(0, 1)
         torch.testing.assert_close(compiled(heads, borders), each_document(*own, borders)[None] * 2)
-        graphs.append(num_graphs())
+        graphs.append(count_graphs())
     assert len(set(graphs[1:])) == 1  # what was a constant in the first became a symbol in the second
 
 

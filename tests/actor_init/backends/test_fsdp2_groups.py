@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from actor_init.backends.fsdp2 import FSDP2Backend, embedding_and_head
+from actor_init.backends.fsdp2 import FSDP2Backend, find_embedding_and_head
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
@@ -74,13 +74,13 @@ def test_a_weight_of_both_stays_in_the_root_s_group(world: World) -> None:
 )
 def test_embedding_and_head_are_apart_unless_tied(config: PretrainedConfig, is_apart: bool) -> None:
     model = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[Dtype.FP32])
-    found = embedding_and_head(model)
+    found = find_embedding_and_head(model)
     expected = (model.get_input_embeddings(), model.get_output_embeddings()) if is_apart else (None, None)
     assert all(one is other for one, other in zip(found, expected, strict=True))
 
 
 def test_a_user_s_model_names_neither() -> None:
-    assert embedding_and_head(nn.Linear(2, 2)) == (None, None)
+    assert find_embedding_and_head(nn.Linear(2, 2)) == (None, None)
 
 
 def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:

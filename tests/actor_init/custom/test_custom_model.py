@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.model import ModelSource, blocks_of, build_on_meta, find_model, materialise
+from actor_init.model import ModelSource, build_on_meta, find_blocks, find_model, materialise
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from tests.custom_models import odd
 
@@ -116,7 +116,7 @@ def test_the_function_is_given_the_captured_config() -> None:
 
 def test_layers_are_cut_and_named() -> None:
     model = build_on_meta(source_of("Tiny", num_layers=2).config, attention="", dtype=torch.float32)
-    assert [name for name, _ in blocks_of(model)] == ["layers.0", "layers.1"]
+    assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1"]
     named = source_of("Sequence", blocks="layers").config
     assert (named.num_hidden_layers, named.vocab_size, named.hidden_size) == (3, 64, 8)
     with pytest.raises(UsageError, match=r"num_layers=4, but layers has 3. Allowed: 1 to 3"):

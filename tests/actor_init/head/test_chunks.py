@@ -17,10 +17,10 @@ from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter
 from actor_init.head.chunks import Wanted, chunk_size, log_probs_in_chunks
 from actor_init.inputs.packing import actor_inputs
-from actor_init.model import ModelSource, random_weights
+from actor_init.model import ModelSource, make_random_weights
 from actor_init.model_form import HeadForm, LogitStep
 from actor_init.probe.head_probe import choose_head, probe_head
-from actor_init.probe.packing_probe import one_document, small_model
+from actor_init.probe.packing_probe import build_small_model, make_one_document
 from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError
 from actor_init.world import World
 from replay.command_line.cli import main as replay_main
@@ -179,9 +179,9 @@ def test_a_chunk_takes_a_32nd_of_a_gpu_s_memory_at_most(
 ) -> None:
     properties = SimpleNamespace(total_memory=memory_gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert HeadForm().bytes_on(torch.device("cuda")) == chunk_mib << 20
-    assert HeadForm(chunk_bytes=5).bytes_on(torch.device("cuda")) == 5
-    assert HeadForm().bytes_on(torch.device("cpu")) == 64 << 20
+    assert HeadForm().choose_chunk_bytes(torch.device("cuda")) == chunk_mib << 20
+    assert HeadForm(chunk_bytes=5).choose_chunk_bytes(torch.device("cuda")) == 5
+    assert HeadForm().choose_chunk_bytes(torch.device("cpu")) == 64 << 20
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129, 1000, 4096, 4097, 16384, 100_003])
@@ -254,8 +254,8 @@ def test_chunks_with_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_differs_from_its_small_copy_is_refused() -> None:
-    model: PreTrainedModel = small_model(config_of("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU)
-    inputs = replace(actor_inputs(one_document(), packing=False), head=HeadForm())
+    model: PreTrainedModel = build_small_model(config_of("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU)
+    inputs = replace(actor_inputs(make_one_document(), packing=False), head=HeadForm())
     with pytest.raises(UsageError, match=r"does something else .* Try: whole_logits=True"):
         action_log_probs(model, inputs)
     assert "forward" not in vars(model.get_output_embeddings())
@@ -278,7 +278,7 @@ def adapter_of(module: str) -> Adapter:
 )
 def test_what_needs_whole_logits_gets_them(spec: ActorSpec, adapter: Adapter | None, why: str, world: World) -> None:
     config = config_of("llama")
-    source = ModelSource(config=config, weights=random_weights(config, 0), name="", adapter=adapter)
+    source = ModelSource(config=config, weights=make_random_weights(config, 0), name="", adapter=adapter)
     form = choose_head(spec, source, world)
     assert form.why_whole == why
     assert choose_head(spec, source, world, wants_logits="the trace").why_whole == (why or "the trace")

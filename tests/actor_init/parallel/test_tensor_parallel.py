@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actor_init.model import blocks_of
+from actor_init.model import find_blocks
 from actor_init.parallel.split_linear import sum_over
 from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
@@ -303,7 +303,7 @@ def test_a_layer_sums_twice_in_each_direction(
     config = LlamaConfig(**SIZES)
     model = LlamaForCausalLM(config)
     plan = find_plan(model, TpPlan.AUTO, 1)
-    for name, block in blocks_of(model):
+    for name, block in find_blocks(model):
         shard_block(block, name, plan, world.weights_mesh["tp"], sequence=False, checkpoints=checkpoints)
     num_sums: list[int] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: num_sums.append(1))

@@ -13,10 +13,10 @@ from actor_init.attention.kernel_choice import kernel_name
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import count_parameters
 from actor_init.model_form import Borders, Layout
-from actor_init.own_positions import with_own_positions
+from actor_init.model_positions import add_model_positions
 from actor_init.probe import packing_probe
-from actor_init.probe.layout_choice import A_DOCUMENT_A_ROW, choose_layout, why_no_slice, why_not_packed
-from actor_init.probe.small_config import small_configs
+from actor_init.probe.layout_choice import ONE_DOCUMENT_PER_ROW, choose_layout, explain_no_slice, explain_not_packed
+from actor_init.probe.small_config import make_small_configs
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch, Origin
@@ -36,9 +36,9 @@ DECIDED: dict[str, Layout] = {
     "falcon": MASKED,
     "bloom": MASKED,
     "deepseek_v32": PACKED,  # selects the keys that a query sees
-    "mamba2": A_DOCUMENT_A_ROW,
-    "recurrent_gemma": A_DOCUMENT_A_ROW,  # and sees padding on the left
-    "qwen3_next": A_DOCUMENT_A_ROW,  # refuses packed rows without kernels for CUDA
+    "mamba2": ONE_DOCUMENT_PER_ROW,
+    "recurrent_gemma": ONE_DOCUMENT_PER_ROW,  # and sees padding on the left
+    "qwen3_next": ONE_DOCUMENT_PER_ROW,  # refuses packed rows without kernels for CUDA
 }
 
 
@@ -80,7 +80,7 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no such width\nand more")
 
-    monkeypatch.setattr(packing_probe, "small_model", fail)
+    monkeypatch.setattr(packing_probe, "build_small_model", fail)
     _, layout = choose_layout(spec_of(), tiny_config("llama"), world, is_given=False)
     assert not layout.packs
     assert "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why
@@ -100,22 +100,22 @@ def large_llama() -> PretrainedConfig:
 
 
 def test_a_large_model_is_tried_as_a_narrow_one() -> None:
-    small = next(small_configs(large_llama()))
+    small = next(make_small_configs(large_llama()))
     assert count_parameters(small) < 3e6
     assert (small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads) == (2, 2, 1)
     assert small.head_dim == 128  # as the kernel sees it
-    assert not why_not_packed(large_llama())
+    assert not explain_not_packed(large_llama())
 
 
 def test_the_copy_has_each_kind_of_layer() -> None:
-    small = next(small_configs(Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)))
+    small = next(make_small_configs(Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)))
     assert small.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
     assert small.sliding_window < max(packing_probe.LENGTHS)
 
 
 def test_a_leak_that_only_a_deep_layer_has_is_found() -> None:
     config = tiny_config("granitemoehybrid", num_hidden_layers=4, layer_types=["full_attention"] * 3 + ["mamba"])
-    assert "see each other" in why_not_packed(config)
+    assert "see each other" in explain_not_packed(config)
 
 
 def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) -> None:
@@ -124,7 +124,7 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
     ids_BS = torch.arange(3, 15).view(2, 6)
     real_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
     batch = MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="tiny"))
-    inputs = actor_inputs(with_own_positions(batch, config), packing=True)
+    inputs = actor_inputs(add_model_positions(batch, config), packing=True)
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
     with torch.no_grad():
         logits_BSV = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False).logits
@@ -170,4 +170,4 @@ def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
     ids=str,
 )
 def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, said: str) -> None:
-    assert why_no_slice(error, "ring_gathered").startswith(said)
+    assert explain_no_slice(error, "ring_gathered").startswith(said)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.optimizer import total_norm
+from actor_init.optimizer import compute_total_norm
 from replay.command_line.cli import main
 from replay.objective.objective import negated_mean
 from replay.runlog.records import PassRecord
@@ -84,7 +84,7 @@ def test_the_norm_of_a_large_gradient_is_that_of_fp64() -> None:
     drawn = torch.randn(4_000_000, generator=torch.Generator().manual_seed(0)) * 1e-4
     small = torch.full((3,), 0.5)
     wanted = torch.cat([drawn, small]).double().norm()
-    torch.testing.assert_close(total_norm([drawn, small]).double(), wanted, rtol=1e-9, atol=0)
+    torch.testing.assert_close(compute_total_norm([drawn, small]).double(), wanted, rtol=1e-9, atol=0)
     assert abs(drawn.norm() / drawn.double().norm() - 1) > 1e-5  # why it is not torch's own: that would be enough
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actor_init.saving.huggingface import whole_folder
+from actor_init.saving.huggingface import create_whole_folder
 from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.options.spec import StateSpec
@@ -90,9 +90,9 @@ def test_a_state_that_cannot_be_written_ends_the_run_and_leaves_those_before(
     def full(folder: Path, world: object) -> object:
         if folder.name == "step-000003":
             raise OSError(28, "No space left on device")
-        return whole_folder(folder, world)  # type: ignore[arg-type]
+        return create_whole_folder(folder, world)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("replay.runner.states.whole_folder", full)
+    monkeypatch.setattr("replay.runner.states.create_whole_folder", full)
     assert train(tmp_path, "--max-inputs 4 --save-every 1") == 1
     said = capsys.readouterr().err
     assert said.startswith(f"replay: SavingError: {tmp_path / 'states'}, the state after 3 steps, could not be saved")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from actor_init.actor import action_log_probs
 from actor_init.inputs.packing import actor_inputs
 from actor_init.model import build_on_meta, find_model, materialise
-from actor_init.own_positions import counts_columns, with_own_positions
+from actor_init.model_positions import add_model_positions, has_column_positions
 from actor_init.spec import ActorSpec, Dtype
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.objective.objective import negated_mean
@@ -62,7 +62,7 @@ def left_padded() -> MicroBatch:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
-    assert counts_columns(config_of(family)) is FAMILIES[family][1]
+    assert has_column_positions(config_of(family)) is FAMILIES[family][1]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) 
                 )
                 losses.append(answer.loss.item())
             else:
-                inputs = actor_inputs(with_own_positions(batch, source.config), packing=packing)
+                inputs = actor_inputs(add_model_positions(batch, source.config), packing=packing)
                 losses.append(negated_mean(action_log_probs(model, inputs), inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # fp32, other orders of summation
 
@@ -96,9 +96,9 @@ def test_positions_that_were_given_and_a_trainer_s_own_actor_are_left_as_they_ar
     given = replace(batch, extra_tensors=positions)
     actor_s = replace(batch, labels_BS=None, action_mask_BA=batch.attention_mask_BS[:, 1:])
     for one in (given, actor_s):
-        assert with_own_positions(one, config_of("gpt2")) is one
+        assert add_model_positions(one, config_of("gpt2")) is one
     noted = replace(actor_s, has_noted_mask=True)  # the model itself was called, and the mask is the loop's
     for one in (batch, noted):
         assert (
-            with_own_positions(one, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
+            add_model_positions(one, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
         )

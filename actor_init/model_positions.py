@@ -13,17 +13,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.custom.config import CustomConfig
 from actor_init.inputs.documents import BORDER_NAMES
-from actor_init.probe.packing_probe import SEEDS, small_model
-from actor_init.probe.small_config import small_configs
+from actor_init.probe.packing_probe import SEEDS, build_small_model
+from actor_init.probe.small_config import make_small_configs
 from capture.file_format.micro_batch import MicroBatch
 
 _NUM_COLUMNS, _NUM_PADDED = 12, 5
 # Relative, of logits. Rounding gives 1e-6; another position at least 1e-3, except where it does not matter.
-_APART = 1e-4
-_counted: dict[tuple[str, str], bool] = {}  # by config
+_MAX_DIFFERENCE = 1e-4
+_has_column_positions: dict[tuple[str, str], bool] = {}  # by config
 
 
-def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
+def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
     """Return `batch` with column numbers as position ids, if it has none and a model of `config` counts columns.
 
     A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
@@ -32,13 +32,13 @@ def with_own_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatc
     is_of_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
     if is_of_actor or "position_ids" in given or any(name in given for name in BORDER_NAMES):
         return batch
-    if not counts_columns(config):
+    if not has_column_positions(config):
         return batch
     columns_BS = torch.arange(batch.sequences_BS.shape[1]).expand(batch.sequences_BS.shape)
     return replace(batch, extra_tensors={**given, "position_ids": columns_BS})
 
 
-def counts_columns(config: PretrainedConfig) -> bool:
+def has_column_positions(config: PretrainedConfig) -> bool:
     """Does a model of `config` that is given no position ids take a row's columns, padding included?
 
     A user's model is given columns, if it takes position ids: it would have made them itself when the job gave none.
@@ -46,28 +46,28 @@ def counts_columns(config: PretrainedConfig) -> bool:
     if isinstance(config, CustomConfig):
         return True
     key = str(config.model_type), config.to_json_string(use_diff=False)
-    if key not in _counted:
-        _counted[key] = _counts_columns(config)
-    return _counted[key]
+    if key not in _has_column_positions:
+        _has_column_positions[key] = _probe_column_positions(config)
+    return _has_column_positions[key]
 
 
 @torch.no_grad()
-def _counts_columns(config: PretrainedConfig) -> bool:
+def _probe_column_positions(config: PretrainedConfig) -> bool:
     """Ask a small copy of the class: are its logits those of columns, and not those of real tokens counted?"""
     real_BS = (torch.arange(_NUM_COLUMNS) >= _NUM_PADDED)[None]
     columns_BS = torch.arange(_NUM_COLUMNS)[None]
     counted_BS = (real_BS.cumsum(dim=1) - 1).clamp(min=0)
-    for small in small_configs(config):
+    for small in make_small_configs(config):
         try:
-            model = small_model(small, "eager", SEEDS[0], torch.device("cpu"))
-            own, columns, counted = (_logits(model, real_BS, given) for given in (None, columns_BS, counted_BS))
+            model = build_small_model(small, "eager", SEEDS[0], torch.device("cpu"))
+            own, columns, counted = (_compute_logits(model, real_BS, given) for given in (None, columns_BS, counted_BS))
         except Exception:  # a class's own checks of its config, of any type: the next copy may pass
             continue
         return _is_near(own, columns) and not _is_near(own, counted)
     return False
 
 
-def _logits(model: PreTrainedModel, real_BS: Tensor, position_BS: Tensor | None) -> Tensor:
+def _compute_logits(model: PreTrainedModel, real_BS: Tensor, position_BS: Tensor | None) -> Tensor:
     ids_BS = torch.arange(3, 3 + _NUM_COLUMNS)[None]
     given = {} if position_BS is None else {"position_ids": position_BS}
     logits: Tensor = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False, **given).logits
@@ -75,4 +75,4 @@ def _logits(model: PreTrainedModel, real_BS: Tensor, position_BS: Tensor | None)
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).norm()) <= _APART * float(one.norm())
+    return float((one - other).norm()) <= _MAX_DIFFERENCE * float(one.norm())

@@ -24,7 +24,7 @@ class LogitsError(ValueError):
     """Raised for a forward that returns no logits [B, S, V]."""
 
 
-class Calling:
+class ForwardAdapter:
     """Stands for a module's forward: it is called with transformers' keywords, and returns an object with `logits`.
 
     wants_targets   given the ids as targets, whose loss is thrown away: some forwards return all logits only then
@@ -40,13 +40,13 @@ class Calling:
         self.autocast_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, function: str) -> "Calling":
+    def from_module(cls, module: nn.Module, function: str) -> "ForwardAdapter":
         """Read the signature of the module's forward. Raises UsageError if token ids are not all that it needs."""
         named = f": the forward of {type(module).__name__}"
         parameters = inspect.signature(module.forward).parameters
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         ids = next((name for name in ID_NAMES if name in parameters), ID_NAMES[0] if takes_any else None)
-        by_place = [one for one in parameters.values() if one.kind in _BY_PLACE]
+        by_place = [one for one in parameters.values() if one.kind in _POSITIONAL_KINDS]
         if ids is None and not by_place:
             why = f"{named} takes no token ids: allowed are {', '.join(ID_NAMES)}, or a first argument"
             raise UsageError(Setting("model", function), why)
@@ -56,8 +56,12 @@ class Calling:
             known = {ids}
         targets = next((name for name in TARGET_NAMES if name in parameters), None)
         known |= {MASK, POSITIONS, *TARGET_NAMES}
-        needed = [n for n, one in parameters.items() if one.default is one.empty and one.kind in (*_NAMED, *_BY_PLACE)]
-        if unknown := [name for name in needed if name not in known and parameters[name].kind not in _MANY]:
+        needed = [
+            n
+            for n, one in parameters.items()
+            if one.default is one.empty and one.kind in (*_KEYWORD_KINDS, *_POSITIONAL_KINDS)
+        ]
+        if unknown := [name for name in needed if name not in known and parameters[name].kind not in _VARIADIC_KINDS]:
             ids_given = f"token ids ({', '.join(ID_NAMES)}, or the first argument)"
             all_given = f"{ids_given}, {MASK}, {POSITIONS} and {' or '.join(TARGET_NAMES)}"
             why = f"{named} needs {unknown[0]}, which a replay does not have: it gives {all_given}"
@@ -96,15 +100,15 @@ class Calling:
             casting = torch.autocast(input_ids.device.type, self.autocast_dtype)
         with casting:
             output = self._forward(*place, **keywords)
-        return CausalLMOutput(logits=logits_in(output, input_ids))
+        return CausalLMOutput(logits=find_logits(output, input_ids))
 
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_NAMED = (inspect.Parameter.KEYWORD_ONLY,)
-_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KEYWORD_KINDS = (inspect.Parameter.KEYWORD_ONLY,)
+_VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def logits_in(output: Any, input_ids: Tensor) -> Tensor:
+def find_logits(output: Any, input_ids: Tensor) -> Tensor:
     """Find logits [B, S, V] in a forward's result: itself, its `logits`, or the first such tensor of a tuple.
 
     Raises LogitsError if there are none.
@@ -124,12 +128,14 @@ def logits_in(output: Any, input_ids: Tensor) -> Tensor:
         why = ""
         if found.ndim == 3 and found.shape[1] == 1:
             why = ", those of the last token alone"
-        raise LogitsError(f"the forward returned {_said(found)} for token ids {list(input_ids.shape)}{why}. {_ALLOWED}")
+        raise LogitsError(
+            f"the forward returned {_describe_tensor(found)} for token ids {list(input_ids.shape)}{why}. {_ALLOWED}"
+        )
     return found
 
 
 _ALLOWED = "Allowed are logits [rows, tokens, vocabulary], or an object, dict or tuple that has them"
 
 
-def _said(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
