@@ -14,10 +14,10 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 
 from actor_init.attention.ring import sum_over_ring
 from actor_init.declarations.attention import list_forms
-from actor_init.head.in_place import head_in_place
+from actor_init.head.head_patch import patch_head
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import Borders
-from actor_init.parallel.vocab_parallel import log_probs_of_shards
+from actor_init.parallel.vocab_parallel import compute_sharded_log_probs
 
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
@@ -66,16 +66,16 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
 def _compute_in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
     assert inputs.head is not None
     kept = inputs.kept_logits
-    with head_in_place(
+    with patch_head(
         model,
         inputs.head,
         predictor_N=inputs.predictor_N,
         target_ids_N=inputs.target_ids_N,
-        is_even=inputs.is_even and kept is None,
-        entropies=kept is not None,
-    ) as found:
+        has_uniform_gradient=inputs.has_uniform_gradient and kept is None,
+        with_entropies=kept is not None,
+    ) as patched:
         logits = model(**arguments).logits
-    log_probs_N, entropy_N = found.after(logits)
+    log_probs_N, entropy_N = patched.take_results(logits)
     if kept is not None and entropy_N is not None:
         kept.keep_entropies(entropy_N, *_find_slots(inputs))
     return log_probs_N
@@ -85,7 +85,7 @@ def _compute_from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
     if inputs.kept_logits is not None:
         inputs.kept_logits.keep(logits, inputs.predictor_N, *_find_slots(inputs))
     if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
-        return log_probs_of_shards(logits, inputs.predictor_N, inputs.target_ids_N)
+        return compute_sharded_log_probs(logits, inputs.predictor_N, inputs.target_ids_N)
     logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
     return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import build_on_meta, find_blocks
-from actor_init.parallel.token_rows import token_rows
+from actor_init.parallel.token_rows import locate_token_rows
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
@@ -142,11 +142,11 @@ class LayerTracer:
         assert self._inputs is not None
         rows, num_tokens = self._inputs.captured_index.shape
         all_heads = name in self._with_all_heads
-        held = token_rows(tensor, rows, num_tokens, width=width, has_all_heads=all_heads, **self._ranks)
+        held = locate_token_rows(tensor, rows, num_tokens, width=width, has_all_heads=all_heads, **self._ranks)
         if held is None:
             return None
         row_T, token_T = (self._inputs.captured_index >= 0).nonzero(as_tuple=True)
-        sketch_TK = held.sketch_of(row_T, token_T).cpu()
+        sketch_TK = held.sketch_tokens(row_T, token_T).cpu()
         return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor_init.head.chunks import Wanted, log_probs_in_chunks
+from actor_init.head.chunks import LogProbRequest, compute_log_probs
 from actor_init.model_form import HeadForm
 
 WARMUP = 2
@@ -80,17 +80,17 @@ def liger(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Tensor:
     return loss / len(target_T)
 
 
-def ours(form: HeadForm, is_even: bool, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Tensor:
-    wanted = Wanted(
+def ours(form: HeadForm, has_uniform_gradient: bool, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Tensor:
+    wanted = LogProbRequest(
         predictor_N=torch.arange(len(hidden_TH), device=hidden_TH.device),
         target_N=target_T,
         owned_N=None,
-        width=len(weight_VH),
+        max_share=len(weight_VH),
         group=None,
-        is_even=is_even,
-        entropies=False,
+        has_uniform_gradient=has_uniform_gradient,
+        with_entropies=False,
     )
-    log_probs_N, _ = log_probs_in_chunks(hidden_TH, weight_VH, None, form, wanted)
+    log_probs_N, _ = compute_log_probs(hidden_TH, weight_VH, None, form, wanted)
     return -log_probs_N.mean()
 
 

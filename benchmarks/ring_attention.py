@@ -24,8 +24,8 @@ from torch import Tensor
 
 from actor_init.attention.cudnn import cudnn_dense
 from actor_init.attention.kernels import flash_attn_varlen
-from actor_init.attention.ring import RingSlice, ring_slice
-from actor_init.attention.ring_attention import ring_cudnn, ring_flash_attn, ring_flash_attn_package, ring_sdpa
+from actor_init.attention.ring import RingSlice, make_ring_slice
+from actor_init.attention.ring_attention import import_ring_flash_attn, ring_cudnn, ring_flash_attn, ring_sdpa
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 
@@ -77,8 +77,8 @@ def compare(world: World, borders: Tensor, title: str, head_strides: list[int], 
         if len(borders) == 2:
             contestants["cuDNN, one GPU"] = pass_of(cudnn_dense, layer_inputs(length, world))
     for stride in head_strides:
-        ring = ring_slice(borders, world.ring_group, head_stride=stride, may_zigzag=True).to(world.device)
-        inputs = layer_inputs(len(ring.own_index_L), world)
+        ring = make_ring_slice(borders, world.ring_group, head_stride=stride, may_zigzag=True).to(world.device)
+        inputs = layer_inputs(len(ring.local_index_L), world)
         contestants[f"ours, {stride} heads"] = pass_of(ring_flash_attn if on_cuda else ring_sdpa, inputs, ring=ring)
         if on_cuda:
             contestants[f"bare, {stride} heads"] = bare(ring, inputs)
@@ -132,7 +132,7 @@ def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> C
 
 def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
     """Call ring-flash-attn as its own tests do: tokens before heads, no adapter."""
-    functions = ring_flash_attn_package()
+    functions = import_ring_flash_attn()
     query, key, value = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs[:3])
     gradient = inputs[3]
 

@@ -1,4 +1,9 @@
-"""Choose the attention kernel for a model on a device: the one asked for, or the fastest that is right here."""
+"""Choose the attention kernel for a model on a device: the one that was typed, or the fastest that is right there.
+
+A kernel is right if its output and gradients on small packed rows are, up to rounding, those of plain fp32 attention.
+
+Shape letters: H query heads, K key-value heads, T tokens, N documents, S tokens of a padded row, D head_dim.
+"""
 
 from functools import cache
 from types import SimpleNamespace
@@ -9,6 +14,7 @@ from torch import Tensor, device
 from transformers import AttentionInterface, PretrainedConfig
 
 from actor_init.attention.kernels import register
+from actor_init.attention.ring import has_sliding_window
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_kernel
 from actor_init.declarations.attention.auto import (
@@ -23,18 +29,15 @@ from actor_init.declarations.attention.declaration import AttentionKernel, Kerne
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 
-# Check that an attention kernel works here: forward and backward of small packed rows, compared with plain fp32.
-#
-# Shape letters: H query heads, K key-value heads, T tokens, N documents, S tokens of a padded row, D head_dim.
-
-# Relative to the reference's norm. bf16 has 8 bits; rounding probabilities and results gives about 0.004 here; a
-# mask that is off by one token, or a missed document boundary, gives more than 0.2.
+# Relative to the reference's norm. bf16 has 8 bits: rounding of probabilities and results gives about 0.004.
+# A mask that is off by one token, or a missed document boundary, gives more than 0.2.
 BOUND = 0.02
-PADDED = (5, 17, 42)  # lengths of the documents that are also tried as padded rows
-ROW = max(PADDED) + len(PADDED)  # tokens of a padded row
-# Lengths of a row's documents, and head_dim. There are kernels that are right for a few short documents, and whose
+# The lengths of the documents that are also tried as padded rows, and the tokens of such a row.
+PADDED_LENGTHS = (5, 17, 42)
+PADDED_ROW = max(PADDED_LENGTHS) + len(PADDED_LENGTHS)
+# The lengths of a packed row's documents, and head_dim. Some kernels are right for a few short documents, but their
 # gradients are wrong for longer ones, or for one of a single token among long ones.
-ROWS = ((PADDED, 64), ((700, 5, 36, 1, 358), 128), ((640, 200), 64))
+PACKED_ROWS = ((PADDED_LENGTHS, 64), ((700, 5, 36, 1, 358), 128), ((640, 200), 64))
 H, K = 4, 2
 
 
@@ -42,24 +45,26 @@ H, K = 4, 2
 def is_right(attention: str, where: device) -> bool:
     """Does the kernel run on `where`, and give the right numbers?"""
     try:
-        return error_of(attention, where) <= BOUND
-    except Exception:  # of a package or a driver, of any type
+        return measure_error(attention, where) <= BOUND
+    # A package or a driver may raise an error of any type.
+    except Exception:
         return False
 
 
-def error_of(attention: str, where: device) -> float:
-    """Return the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
+def measure_error(attention: str, where: device) -> float:
+    """Measure the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
-    Computed in bf16, on the packed ROWS, with grouped queries, and on padded rows where the form for them is not
+    Computed in bf16, on the packed PACKED_ROWS, with grouped queries, and on padded rows where the form for them is not
     transformers' own. Raises what the kernel raises.
     """
     register()
     kernel = find_kernel(attention)
-    errors = [_error_of_row(kernel, where, lengths, head_dim) for lengths, head_dim in ROWS]
-    return float(torch.stack(errors).max())  # unlike Python's max, torch's keeps a nan
+    errors = [_measure_row_error(kernel, where, lengths, head_dim) for lengths, head_dim in PACKED_ROWS]
+    # Python's max would drop a NaN that is not the first of them; torch's keeps it.
+    return float(torch.stack(errors).max())
 
 
-def _error_of_row(kernel: AttentionKernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
+def _measure_row_error(kernel: AttentionKernel, where: device, lengths: tuple[int, ...], head_dim: int) -> Tensor:
     random = torch.Generator().manual_seed(0)
     num_tokens = sum(lengths)
     shapes = [(1, heads, num_tokens, head_dim) for heads in (H, K, K)] + [(1, num_tokens, H, head_dim)]
@@ -67,78 +72,85 @@ def _error_of_row(kernel: AttentionKernel, where: device, lengths: tuple[int, ..
     document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(where)
     visible_TT = (document_T[:, None] == document_T) & torch.ones_like(document_T).expand(num_tokens, -1).tril().bool()
     borders = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(where)
-    packed: dict[str, Any] = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
+    packed_options: dict[str, Any] = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
     call = AttentionInterface()[kernel.packed.name]
     module = SimpleNamespace(num_key_value_groups=H // K, is_causal=True, training=True)
 
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask, more = (visible_TT[None, None], {}) if kernel.packed.reads_mask else (None, packed)
-        out: Tensor = call(module, query, key, value, mask, scaling=head_dim**-0.5, **more)[0]
+    def run_packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask, options = (visible_TT[None, None], {}) if kernel.packed.reads_mask else (None, packed_options)
+        out: Tensor = call(module, query, key, value, mask, scaling=head_dim**-0.5, **options)[0]
         return out
 
-    def in_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         assert kernel.padded is not None
-        rows = (_in_rows(tensor, document_T) for tensor in (query, key, value))
+        rows = (_pad_rows(tensor, document_T) for tensor in (query, key, value))
         padded = AttentionInterface()[kernel.padded.name]
-        out_NSHD: Tensor = padded(module, *rows, _is_real(where), scaling=head_dim**-0.5)[0]
-        return out_NSHD.flatten(0, 1)[_places(document_T)][None]
+        out_NSHD: Tensor = padded(module, *rows, _mark_real_tokens(where), scaling=head_dim**-0.5)[0]
+        return out_NSHD.flatten(0, 1)[_locate_in_padded_rows(document_T)][None]
 
     has_padded = kernel.padded is not None and kernel.padded.function and not kernel.padded.reads_mask
-    forms = [ours, in_rows] if has_padded and lengths == PADDED else [ours]
-    wanted = _with_gradients(
-        lambda query, key, value: _plain_attention(query, key, value, visible_TT),
+    forms = [run_packed, run_padded] if has_padded and lengths == PADDED_LENGTHS else [run_packed]
+    reference = _compute_with_gradients(
+        lambda query, key, value: _attend_plainly(query, key, value, visible_TT),
         [tensor.float() for tensor in inputs],
         upstream.float(),
     )
     errors = [
-        (f.float() - w).norm() / w.norm()
+        (actual.float() - expected).norm() / expected.norm()
         for form in forms
-        for f, w in zip(_with_gradients(form, inputs, upstream), wanted, strict=True)
+        for actual, expected in zip(_compute_with_gradients(form, inputs, upstream), reference, strict=True)
     ]
     return torch.stack(errors).max()
 
 
-def _places(document_T: Tensor) -> Tensor:
-    """Return the place of each token in rows of one document each, padded on the left by its number, flattened."""
-    starts = torch.tensor([0, *PADDED[:-1]], device=document_T.device).cumsum(0)
-    return document_T * ROW + document_T + torch.arange(len(document_T), device=document_T.device) - starts[document_T]
+def _locate_in_padded_rows(document_T: Tensor) -> Tensor:
+    """Locate each token in the flattened padded rows. Row n holds document n, with n tokens of padding on its left."""
+    starts = torch.tensor([0, *PADDED_LENGTHS[:-1]], device=document_T.device).cumsum(0)
+    return (
+        document_T * PADDED_ROW
+        + document_T
+        + torch.arange(len(document_T), device=document_T.device)
+        - starts[document_T]
+    )
 
 
-def _is_real(where: device) -> Tensor:
-    place = torch.arange(ROW, device=where) - torch.arange(len(PADDED), device=where)[:, None]
-    return (place >= 0) & (place < torch.tensor(PADDED, device=where)[:, None])
+def _mark_real_tokens(where: device) -> Tensor:
+    index_NS = torch.arange(PADDED_ROW, device=where) - torch.arange(len(PADDED_LENGTHS), device=where)[:, None]
+    return (index_NS >= 0) & (index_NS < torch.tensor(PADDED_LENGTHS, device=where)[:, None])
 
 
-def _in_rows(packed_1HTD: Tensor, document_T: Tensor) -> Tensor:
+def _pad_rows(packed_1HTD: Tensor, document_T: Tensor) -> Tensor:
     _, heads, _, head_dim = packed_1HTD.shape
-    flat = packed_1HTD.new_zeros(heads, len(PADDED) * ROW, head_dim).index_copy(1, _places(document_T), packed_1HTD[0])
-    return flat.view(heads, len(PADDED), ROW, head_dim).transpose(0, 1)
+    flat = packed_1HTD.new_zeros(heads, len(PADDED_LENGTHS) * PADDED_ROW, head_dim).index_copy(
+        1, _locate_in_padded_rows(document_T), packed_1HTD[0]
+    )
+    return flat.view(heads, len(PADDED_LENGTHS), PADDED_ROW, head_dim).transpose(0, 1)
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, visible_TT: Tensor) -> Tensor:
     key, value = (tensor.repeat_interleave(H // K, dim=1) for tensor in (key, value))
     scores = (query @ key.transpose(2, 3) * query.shape[-1] ** -0.5).masked_fill(~visible_TT, float("-inf"))
     out: Tensor = (scores.softmax(-1) @ value).transpose(1, 2)
     return out
 
 
-def _with_gradients(attention: Any, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+def _compute_with_gradients(attention: Any, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def plain_kernel(config: PretrainedConfig) -> str:
-    """Return the kernel that every device has: sdpa, or eager for a model without sdpa; auto for a user's model."""
-    return Attention.AUTO if isinstance(config, CustomConfig) else _plain(config).word
+def choose_plain_kernel(config: PretrainedConfig) -> str:
+    """Choose the kernel that every device has: sdpa, or eager for a model without sdpa; auto for a user's model."""
+    return Attention.AUTO if isinstance(config, CustomConfig) else _choose_plain(config).word
 
 
-def _plain(config: PretrainedConfig | None) -> AttentionKernel:
+def _choose_plain(config: PretrainedConfig | None) -> AttentionKernel:
     return next(kernel for kernel in PLAIN if config is None or not kernel.find_obstacle(config))
 
 
-def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
-    """Return the transformers name of the kernel for `spec.attention` on device `where`; transformers has it then.
+def choose_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None = None) -> str:
+    """Choose the transformers name of the kernel for `spec.attention` on device `where`; transformers has it then.
 
     `config` is the model's, if there is one. Raises UsageError if the kernel cannot run there, or not with that model.
     """
@@ -146,28 +158,29 @@ def kernel_name(spec: ActorSpec, where: device, config: PretrainedConfig | None 
         return OWN.name
     register()
     if spec.parallel.ring > 1:
-        return _ring_kernel(spec, where, config)
+        return _choose_ring_kernel(spec, where, config)
     is_chosen = spec.attention == Attention.AUTO
-    kernel = _fastest(spec, where, config) if is_chosen else find_kernel(spec.attention)
-    if lack := lacks(kernel.word, where, spec.dtype):
+    kernel = _choose_fastest(spec, where, config) if is_chosen else find_kernel(spec.attention)
+    if lack := find_lack(kernel.word, where, spec.dtype):
         raise UsageError(f"{lack.text}. Try: {lack.advice}")
-    if config is not None and (complaint := kernel.find_obstacle(config)):
-        raise UsageError(complaint)
+    if config is not None and (find_obstacle := kernel.find_obstacle(config)):
+        raise UsageError(find_obstacle)
     form = kernel.choose_form(packs=spec.packs)
-    assert form is not None  # the spec refuses varlen for padded rows
-    if is_chosen and form.name in WITH_CUDNN and _can_take(CUDNN, spec, where, config):
+    # The spec has refused varlen, which has no form for padded rows, together with them.
+    assert form is not None
+    if is_chosen and form.name in WITH_CUDNN and _is_usable(CUDNN, spec, where, config):
         return WITH_CUDNN[form.name].name
     return form.name
 
 
-def default_kernel(where: device) -> str:
-    """Return the word for the kernel that `--attention auto` selects for documents on device `where`."""
+def choose_default_kernel(where: device) -> str:
+    """Choose the word for the kernel that `--attention auto` selects for documents on device `where`."""
     register()
-    return _fastest(ActorSpec(), where, None).word
+    return _choose_fastest(ActorSpec(), where, None).word
 
 
-def lacks(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
-    """Return what a kernel lacks on a device in a dtype; None if nothing is known."""
+def find_lack(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
+    """Find what a kernel lacks on a device in a dtype; None if nothing is known."""
     return find_kernel(attention).packed.limits.find_obstacle(where.type, dtype, is_installed=is_installed(attention))
 
 
@@ -176,57 +189,61 @@ def is_installed(attention: str) -> bool:
     return find_kernel(attention).packed.limits.is_installed()
 
 
-def _ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> str:
+def _choose_ring_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> str:
     is_chosen = spec.attention == Attention.AUTO
-    may_choose = is_chosen and _plain(config) is SDPA
-    # the last of them computes softcap and sinks, too
+    may_choose = is_chosen and _choose_plain(config) is SDPA
+    # The last kernel of the list is the one that also computes softcap and sinks.
     fastest_first = RING_FASTEST_FIRST if may_choose else RING_FASTEST_FIRST[-1:]
     lack = None
     for kernel in fastest_first if is_chosen else (find_kernel(spec.attention),):
         form = kernel.slices
-        assert form is not None  # the spec refuses a ring for kernels without
+        # The spec has refused kernels that have no form for slices together with a ring.
+        assert form is not None
         lack = form.limits.find_obstacle(where.type, spec.dtype, is_installed=form.limits.is_installed())
         if lack is None:
-            takes_cudnn = may_choose and _can_take(CUDNN, spec, where, config)
-            return RING_WITH_CUDNN[form.name].name if takes_cudnn else form.name
+            uses_cudnn = may_choose and _is_usable(CUDNN, spec, where, config)
+            return RING_WITH_CUDNN[form.name].name if uses_cudnn else form.name
     assert lack is not None
     raise UsageError(f"{lack.text}. Try: {lack.advice}")
 
 
-def _fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> AttentionKernel:
-    """Return the first kernel of FASTEST_FIRST that can run here, knows all that the model needs, and is right."""
-    plain = _plain(config)
-    # what has no sdpa has softcapped scores, sinks, or an attention of its own that no other kernel replaces
+def _choose_fastest(spec: ActorSpec, where: device, config: PretrainedConfig | None) -> AttentionKernel:
+    """Choose the first kernel of FASTEST_FIRST that can run there, knows all that the model needs, and is right."""
+    plain = _choose_plain(config)
+    # A model that has no sdpa has softcapped scores, sinks, or its own attention, which no other kernel can replace.
     if plain is not SDPA:
         return plain
-    return next((kernel for kernel in FASTEST_FIRST if _can_take(kernel, spec, where, config)), plain)
+    return next((kernel for kernel in FASTEST_FIRST if _is_usable(kernel, spec, where, config)), plain)
 
 
-def _can_take(kernel: AttentionKernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
+def _is_usable(kernel: AttentionKernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
     form = kernel.choose_form(packs=spec.packs)
-    can_run = form is not None and lacks(kernel.word, where, spec.dtype) is None and _suits(form.limits, config)
+    can_run = (
+        form is not None and find_lack(kernel.word, where, spec.dtype) is None and _is_suitable(form.limits, config)
+    )
     return can_run and is_right(kernel.word, where)
 
 
-def _suits(limits: KernelLimits, config: PretrainedConfig | None) -> bool:
+def _is_suitable(limits: KernelLimits, config: PretrainedConfig | None) -> bool:
     """Does the kernel know all that the model's attention needs?"""
     if config is None:
         return True
     text = config.get_text_config()
     has_dropout = getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0)
     if ("dropout" in limits.missing_features and has_dropout) or (
-        "sliding_window" in limits.missing_features and _has_window(text)
+        "sliding_window" in limits.missing_features and _may_have_window(text)
     ):
         return False
-    return limits.max_head_dim is None or _head_dim(text) <= limits.max_head_dim
+    return limits.max_head_dim is None or _read_head_dim(text) <= limits.max_head_dim
 
 
-def _has_window(text: PretrainedConfig) -> bool:
-    if kinds := getattr(text, "layer_types", None):
-        return any(kind != "full_attention" for kind in kinds)
-    return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True) is not False
+def _may_have_window(text: PretrainedConfig) -> bool:
+    """Does the model have a sliding window, or layers of another type that may have one?"""
+    if layer_types := getattr(text, "layer_types", None):
+        return any(layer_type != "full_attention" for layer_type in layer_types)
+    return has_sliding_window(text)
 
 
-def _head_dim(text: PretrainedConfig) -> int:
-    given = getattr(text, "head_dim", None)
-    return int(given or text.hidden_size // text.num_attention_heads)
+def _read_head_dim(text: PretrainedConfig) -> int:
+    head_dim = getattr(text, "head_dim", None)
+    return int(head_dim or text.hidden_size // text.num_attention_heads)

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import list_trained_parameters
-from actor_init.attention.kernel_choice import kernel_name
+from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.compiling import compile_blocks
-from actor_init.fused.rotary import fuse_as_asked
+from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
@@ -77,11 +77,11 @@ class DDPBackend:
     def open(
         cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
     ) -> Self:
-        attention = kernel_name(spec, world.device, source.config)
+        attention = choose_kernel(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
-        kernels = fuse_as_asked(model, spec.kernels, world.device)
+        kernels = fuse_if_requested(model, spec.kernels, world.device)
         make_trainable(model, source)
         configure_model(model, spec)
         materialise(model, source.weights, world.device, on_progress=on_progress)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import list_trained_parameters
-from actor_init.attention.kernel_choice import kernel_name
+from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
 from actor_init.backends.deepspeed_autotp import (
@@ -35,7 +35,7 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
 from actor_init.declarations.backends.deepspeed_config import build_config, has_block_hooks
-from actor_init.fused.rotary import fuse_as_asked
+from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
@@ -102,10 +102,10 @@ class DeepSpeedBackend:
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
-        attention = kernel_name(spec, world.device, source.config)
+        attention = choose_kernel(spec, world.device, source.config)
         config = build_config(spec)
         model = build_on_meta(source.config, attention=attention, dtype=TORCH_DTYPES[spec.dtype])
-        kernels = fuse_as_asked(model, spec.kernels, world.device)
+        kernels = fuse_if_requested(model, spec.kernels, world.device)
         make_trainable(model, source)
         check_autotp(model, spec.parallel.tp)
         num_elements = count_elements(model)

@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.kernel_choice import kernel_name
+from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
 from actor_init.compiling import compile_blocks
-from actor_init.fused.rotary import fuse_as_asked
+from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
     ModelSource,
@@ -41,7 +41,7 @@ from actor_init.optimizer import (
     update_scale_and_rate,
 )
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
-from actor_init.parallel.tp_plan import Plan, find_plan
+from actor_init.parallel.tp_plan import SplitPlan, find_plan
 from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
@@ -61,7 +61,7 @@ class FSDP2Backend:
     attention: str
     kernels: str | None  # what was fused; None: nothing was asked for
     num_parameters: int
-    tp_plan: Plan | None
+    tp_plan: SplitPlan | None
 
     @classmethod
     def open(
@@ -72,11 +72,11 @@ class FSDP2Backend:
         """
         check_streams(world.device)
         check_head_stride(source.config, spec.parallel)
-        attention = kernel_name(spec, world.device, source.config)
+        attention = choose_kernel(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
         has_masters = spec.optimizer is not OptimizerName.NONE
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
-        kernels = fuse_as_asked(model, spec.kernels, world.device)
+        kernels = fuse_if_requested(model, spec.kernels, world.device)
         make_trainable(model, source)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32 if has_masters else compute_dtype

@@ -1,6 +1,7 @@
 """Call Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel), and show that a module computes their form.
 
-What is replaced is shown to be of the form, on a few random numbers in fp32 and in bf16, never assumed from a name.
+A module is replaced only after a trial on a few random numbers in fp32 and in bf16 has shown that it computes the same
+as the kernel; that is never assumed from a name.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +21,20 @@ from capture.facts import Setting
 FP32_BOUND = 1e-5
 BF16_BOUND = 2**-7
 DTYPES = (torch.float32, torch.bfloat16)
-TRIED = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, AssertionError, NotImplementedError)
+TRIAL_ERRORS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    AssertionError,
+    NotImplementedError,
+)
 
 
-def lack_of_liger(where: torch.device) -> str | None:
-    """Return why Liger's kernels cannot run on `where`, as a predicate; None if they can."""
+def find_liger_lack(where: torch.device) -> str | None:
+    """Find why Liger's kernels cannot run on `where`, as a predicate; None if they can."""
     if where.type != "cuda":
         return "has no CPU kernels"
     if find_spec("liger_kernel") is None or find_spec("triton") is None:
@@ -34,17 +44,17 @@ def lack_of_liger(where: torch.device) -> str | None:
 
 def check_liger(kernels: Kernels, where: torch.device) -> None:
     """Raise UsageError for --kernels fused where Liger's kernels cannot run."""
-    if kernels is Kernels.FUSED and (lack := lack_of_liger(where)):
+    if kernels is Kernels.FUSED and (lack := find_liger_lack(where)):
         fused = Setting("kernels", Kernels.FUSED)
         raise UsageError(fused, f"is Liger's, which {lack}", f"Try: {fused.with_value(Kernels.MODEL)}")
 
 
-def liger_version() -> str:
+def read_liger_version() -> str:
     return version("liger-kernel")
 
 
 @cache
-def _operators() -> tuple[Any, Any, Any]:
+def _import_operators() -> tuple[Any, Any, Any]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -53,64 +63,68 @@ def _operators() -> tuple[Any, Any, Any]:
 
 
 def liger_product(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. Its backward writes over gate and up."""
-    product: Tensor = _operators()[0].apply(gate, up)
+    """Compute silu(gate) * up. Its backward writes over gate and up."""
+    product: Tensor = _import_operators()[0].apply(gate, up)
     return product
 
 
-def liger_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of `x` times 1 + weight, in fp32 until its end."""
-    normed: Tensor = _operators()[2].apply(x, weight, eps, 1.0, "gemma", False)
-    return normed
+def liger_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute the RMSNorm of `values` times 1 + weight, in fp32 until its end."""
+    product: Tensor = _import_operators()[2].apply(values, weight, eps, 1.0, "gemma", False)
+    return product
 
 
 def liger_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn q and k [B, heads, S, D] by cos and sin [B or 1, S, D]. It may write over q and k."""
-    turned: tuple[Tensor, Tensor] = _operators()[1].apply(q, k, cos, sin)
+    turned: tuple[Tensor, Tensor] = _import_operators()[1].apply(q, k, cos, sin)
     return turned
 
 
-def bound_in(dtype: torch.dtype) -> float:
-    """Return the bound in one of DTYPES."""
+def choose_bound(dtype: torch.dtype) -> float:
+    """Choose the bound for one of DTYPES."""
     return FP32_BOUND if dtype is torch.float32 else BF16_BOUND
 
 
-def is_equal(
-    own: Callable[..., Tensor | Sequence[Tensor]],
-    fused: Callable[..., Tensor | Sequence[Tensor]],
+def computes_same(
+    module_form: Callable[..., Tensor | Sequence[Tensor]],
+    fused_form: Callable[..., Tensor | Sequence[Tensor]],
     inputs: Sequence[Tensor],
     bound: float,
 ) -> bool:
-    """Say whether both give the same results and the same gradients of `inputs`. False where one of them raises.
+    """Do both give the same results and the same gradients of `inputs`? No where one of them raises.
 
     The numbers are small enough for a norm's epsilon to matter, and no two weights are alike, so that (1 + weight) is
     not weight.
     """
     try:
-        wanted, found = (_with_gradients(form, inputs) for form in (own, fused))
-    except TRIED:
+        expected, actual = (_compute_with_gradients(form, inputs) for form in (module_form, fused_form))
+    except TRIAL_ERRORS:
         return False
-    if [one.shape for one in wanted] != [one.shape for one in found]:
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in actual]:
         return False
-    apart = [(f.float() - w.float()).norm() / w.float().norm() for w, f in zip(wanted, found, strict=True)]
-    return bool(torch.stack(apart).max() <= bound)  # false for nan
+    errors = [
+        (fused_tensor.float() - module_tensor.float()).norm() / module_tensor.float().norm()
+        for module_tensor, fused_tensor in zip(expected, actual, strict=True)
+    ]
+    # A NaN among the errors makes this False.
+    return bool(torch.stack(errors).max() <= bound)
 
 
-def _with_gradients(form: Callable[..., Tensor | Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _compute_with_gradients(form: Callable[..., Tensor | Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
-        made = form(*leaves)
-        results = [made] if isinstance(made, Tensor) else list(made)
-        upstream = [_ramp(result) for result in results]
+        outputs = form(*leaves)
+        results = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        upstream = [_make_ramp(result) for result in results]
         gradients = torch.autograd.grad(results, leaves, upstream)
     return [*(result.detach() for result in results), *gradients]
 
 
-def _ramp(like: Tensor) -> Tensor:
-    """Return different numbers of either sign in the shape of `like`."""
+def _make_ramp(like: Tensor) -> Tensor:
+    """Make different numbers of either sign in the shape of `like`."""
     return torch.linspace(-1, 1.5, like.numel(), device=like.device).view(like.shape).to(like.dtype)
 
 
-def random_numbers(*shape: int, where: torch.device, seed: int = 0) -> Tensor:
-    """Return fp32 numbers of the normal distribution on `where`, the same on every rank."""
+def make_random_numbers(*shape: int, where: torch.device, seed: int = 0) -> Tensor:
+    """Make fp32 numbers of the normal distribution on `where`, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(where)

@@ -1,6 +1,6 @@
-"""Triton kernels: one reads a chunk's logits once, one writes their gradient over them, one scales gradients.
+"""Run Triton kernels: one reads a chunk's logits once, one writes their gradient over them, one scales gradients.
 
-The size of a chunk is no constant of any, so each is compiled once for a dtype.
+The size of a chunk is an argument of the kernels, not a constant, so each is compiled once for a dtype.
 
 Shape letters: C tokens of a chunk, V vocabulary, or a rank's share of it.
 """
@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-BLOCK = 4096  # logits that a program handles at a time
+# The logits that a program of a kernel handles at a time.
+BLOCK = 4096
 NUM_WARPS = 8
 
 
@@ -27,33 +28,34 @@ def _row_sums_kernel(  # type: ignore[no-untyped-def]
     out_weighted,
     row_stride,
     vocabulary,
-    ENTROPIES: tl.constexpr,
+    WITH_ENTROPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)  # of x times exp(x - largest)
+    # The sum of x * exp(x - largest).
+    weighted = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocabulary, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        x = tl.load(start + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(largest, x)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrunk = tl.exp(largest - base)
-        raised = tl.exp(x - base)
-        total = total * shrunk + raised
-        if ENTROPIES:
-            weighted = weighted * shrunk + tl.where(x == float("-inf"), 0.0, x) * raised
-        largest = higher
-    top = tl.max(largest, axis=0)
-    shrunk = tl.exp(largest - top)
-    whole = tl.sum(total * shrunk, axis=0)
-    tl.store(out_max + row, top)
-    tl.store(out_sum + row, whole)
+        logit = tl.load(start + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        new_largest = tl.maximum(largest, logit)
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        rescale = tl.exp(largest - base)
+        exponential = tl.exp(logit - base)
+        total = total * rescale + exponential
+        if WITH_ENTROPIES:
+            weighted = weighted * rescale + tl.where(logit == float("-inf"), 0.0, logit) * exponential
+        largest = new_largest
+    row_max = tl.max(largest, axis=0)
+    rescale = tl.exp(largest - row_max)
+    row_sum = tl.sum(total * rescale, axis=0)
+    tl.store(out_max + row, row_max)
+    tl.store(out_sum + row, row_sum)
     tl.store(out_target + row, tl.load(start + tl.load(target + row)).to(tl.float32))
-    if ENTROPIES:
-        tl.store(out_weighted + row, tl.sum(weighted * shrunk, axis=0) - top * whole)
+    if WITH_ENTROPIES:
+        tl.store(out_weighted + row, tl.sum(weighted * rescale, axis=0) - row_max * row_sum)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,36 +65,38 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     in_max,
     log_sum,
     gradient,
-    onehot,
+    target_gradient,
     entropy,
-    of_entropy,
+    entropy_gradient,
     row_stride,
     vocabulary,
-    ENTROPIES: tl.constexpr,
+    WITH_ENTROPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * row_stride + column
-    x = tl.load(place, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-    log = x - tl.load(in_max + row) - tl.load(log_sum + row)
+    address = logits + row * row_stride + column
+    logit = tl.load(address, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    log_prob = logit - tl.load(in_max + row) - tl.load(log_sum + row)
     factor = tl.zeros([BLOCK], tl.float32) + tl.load(gradient + row)
-    if ENTROPIES:
-        factor += (tl.where(x == float("-inf"), 0.0, log) + tl.load(entropy + row)) * tl.load(of_entropy + row)
-    found = -tl.exp(log) * factor
-    found += tl.where(column == tl.load(target + row), tl.load(onehot + row), 0.0)
-    tl.store(place, found.to(logits.dtype.element_ty), mask=column < vocabulary)
+    if WITH_ENTROPIES:
+        factor += (tl.where(logit == float("-inf"), 0.0, log_prob) + tl.load(entropy + row)) * tl.load(
+            entropy_gradient + row
+        )
+    logit_gradient = -tl.exp(log_prob) * factor
+    logit_gradient += tl.where(column == tl.load(target + row), tl.load(target_gradient + row), 0.0)
+    tl.store(address, logit_gradient.to(logits.dtype.element_ty), mask=column < vocabulary)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale_kernel(source, scale, out, number, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source + place, mask=place < number).to(tl.float32) * tl.load(scale)
-    tl.store(out + place, x.to(out.dtype.element_ty), mask=place < number)
+    address = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + address, mask=address < number).to(tl.float32) * tl.load(scale)
+    tl.store(out + address, value.to(out.dtype.element_ty), mask=address < number)
 
 
-def scaled(source: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `source`, which is contiguous, times the one number in `scale`, rounded once to `dtype`; written over
+def scale_gradient(source: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply `source`, which is contiguous, by the one number in `scale`, and round once to `dtype`; write it over
     `source` if that is its dtype.
 
     torch's own product of a bf16 tensor and an fp32 number takes four times as long.
@@ -102,52 +106,56 @@ def scaled(source: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.cuda.device(source.device):
             kernel: Any = _scale_kernel[(triton.cdiv(source.numel(), BLOCK),)]
             kernel(source, scale, out, source.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
-        increment_version(out)  # as torch's own would, so that a second backward is refused
+        # As an operation of torch would do, so that autograd refuses a second backward over the changed values.
+        increment_version(out)
     return out
 
 
-def row_sums(shown_CV: Tensor, target_C: Tensor, entropies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return each row's maximum, sum of exp(x - maximum), x at the target, and, for entropies, the sum of
+def compute_row_sums(
+    logits_CV: Tensor, target_C: Tensor, with_entropies: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute each row's maximum, sum of exp(x - maximum), x at the target, and, for entropies, the sum of
     exp(x - maximum) * (x - maximum); fp32.
     """
-    rows, vocabulary = shown_CV.shape
-    max_C, sum_C, out_C, weighted_C = torch.empty(4, rows, dtype=torch.float32, device=shown_CV.device)
+    rows, vocabulary = logits_CV.shape
+    max_C, sum_C, target_logit_C, weighted_C = torch.empty(4, rows, dtype=torch.float32, device=logits_CV.device)
     if rows:
-        with torch.cuda.device(shown_CV.device):
+        with torch.cuda.device(logits_CV.device):
             kernel: Any = _row_sums_kernel[(rows,)]
             kernel(
-                *(shown_CV, target_C, max_C, sum_C, out_C, weighted_C, shown_CV.stride(0), vocabulary),
-                ENTROPIES=entropies,
+                *(logits_CV, target_C, max_C, sum_C, target_logit_C, weighted_C, logits_CV.stride(0), vocabulary),
+                WITH_ENTROPIES=with_entropies,
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )
-    return max_C, sum_C, out_C, weighted_C if entropies else None
+    return max_C, sum_C, target_logit_C, weighted_C if with_entropies else None
 
 
-def softmax_gradient(
-    shown_CV: Tensor,
+def write_softmax_gradient(
+    logits_CV: Tensor,
     target_C: Tensor,
     max_C: Tensor,
     log_sum_C: Tensor,
     gradient_C: Tensor,
-    onehot_C: Tensor,
+    target_gradient_C: Tensor,
     entropy_C: Tensor | None,
-    of_entropy_C: Tensor | None,
+    entropy_gradient_C: Tensor | None,
 ) -> Tensor:
     """Write the gradient of the logits over them, and return them; see chunks.py for the arguments."""
-    rows, vocabulary = shown_CV.shape
+    rows, vocabulary = logits_CV.shape
     if rows:
         vectors = [
-            max_C if one is None else one.contiguous()
-            for one in (max_C, log_sum_C, gradient_C, onehot_C, entropy_C, of_entropy_C)
+            max_C if vector is None else vector.contiguous()
+            for vector in (max_C, log_sum_C, gradient_C, target_gradient_C, entropy_C, entropy_gradient_C)
         ]
-        with torch.cuda.device(shown_CV.device):
+        with torch.cuda.device(logits_CV.device):
             kernel: Any = _gradient_kernel[(rows, triton.cdiv(vocabulary, BLOCK))]
             kernel(
-                *(shown_CV, target_C, *vectors, shown_CV.stride(0), vocabulary),
-                ENTROPIES=of_entropy_C is not None,
+                *(logits_CV, target_C, *vectors, logits_CV.stride(0), vocabulary),
+                WITH_ENTROPIES=entropy_gradient_C is not None,
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )
-        increment_version(shown_CV)  # as torch's own would, so that a second backward is refused
-    return shown_CV
+        # As an operation of torch would do, so that autograd refuses a second backward over the changed values.
+        increment_version(logits_CV)
+    return logits_CV

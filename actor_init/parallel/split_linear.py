@@ -24,14 +24,15 @@ from transformers.pytorch_utils import Conv1D
 
 
 class SharedInput:
-    """Sums the gradient of an input once for all layers of a module that are given it, such as query, key and value.
+    """Sum the gradient of an input once for all layers of a module that are given it, such as query, key and value.
 
     What else the module does with its input is not touched, as only these layers compute from the returned tensor.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._last: tuple[Tensor, Tensor] | None = None
-        module.register_forward_pre_hook(self._forget)  # a forward that failed has not come to its end
+        # The hook before a forward is there because a forward that failed has not run the hook at its end.
+        module.register_forward_pre_hook(self._forget)
         module.register_forward_hook(self._forget)
 
     def sum_gradient(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -44,24 +45,25 @@ class SharedInput:
 
 
 class SplitColumns(ParallelStyle):
-    """Each rank computes its share of the output features from the whole input.
+    """Compute, on each rank, its share of the output features from the whole input.
 
-    shared       the input of other layers, too
-    whole_shape  return the share as a DTensor, which knows the whole shape
+    shared_input  the input of other layers, too
+    whole_shape   return the share as a DTensor, which knows the whole shape
     """
 
-    def __init__(self, *, shared: SharedInput | None = None, whole_shape: bool = False) -> None:
-        self.sum_gradient = sum_gradient if shared is None else shared.sum_gradient
+    def __init__(self, *, shared_input: SharedInput | None = None, whole_shape: bool = False) -> None:
+        self.sum_gradient = sum_gradient if shared_input is None else shared_input.sum_gradient
         self.whole_shape = whole_shape
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
         distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         group = device_mesh.get_group()
-        linear: Any = module  # mypy does not allow replacing methods
+        # Any, since mypy does not allow replacing methods.
+        linear: Any = module
 
-        def columns(inputs: Tensor) -> Tensor:
-            share = F.linear(self.sum_gradient(inputs, group), *_own(linear))
+        def compute_columns(inputs: Tensor) -> Tensor:
+            share = F.linear(self.sum_gradient(inputs, group), *_read_local_parameters(linear))
             if not self.whole_shape:
                 return share
             shape = torch.Size((*share.shape[:-1], linear.weight.shape[0]))
@@ -75,12 +77,12 @@ class SplitColumns(ParallelStyle):
                 stride=stride,
             )
 
-        linear.forward = columns
+        linear.forward = compute_columns
         return module
 
 
 class SplitRows(ParallelStyle):
-    """Each rank computes from its share of the input features; the outputs are summed, and the bias is added once.
+    """Compute, on each rank, from its share of the input features; sum the outputs, and add the bias once.
 
     writable  return a tensor that the model may change in place, as mixtures add to their shared expert's output
     """
@@ -94,19 +96,19 @@ class SplitRows(ParallelStyle):
         group = device_mesh.get_group()
         linear: Any = module
 
-        def rows(share: Tensor) -> Tensor:
-            weight, bias = _own(linear)
+        def compute_rows(share: Tensor) -> Tensor:
+            weight, bias = _read_local_parameters(linear)
             summed = sum_over(F.linear(share, weight), group)
             if bias is None:
                 return summed.clone() if self.writable else summed
             return summed + bias
 
-        linear.forward = rows
+        linear.forward = compute_rows
         return module
 
 
 class GatheredColumns(ParallelStyle):
-    """Each rank computes its share of the output features from the whole input, and gets the others' shares.
+    """Compute, on each rank, its share of the output features from the whole input, and gather the others' shares.
 
     Outside of the module everything is whole, and equal on all ranks, so it fits a Linear or Conv1D of any model. One
     whose output features do not divide among the ranks stays whole.
@@ -122,15 +124,15 @@ class GatheredColumns(ParallelStyle):
             module.nf //= device_mesh.size()
         group = device_mesh.get_group()
 
-        def columns(call: Callable[..., Tensor], inputs: Tensor) -> Tensor:
+        def gather_columns(call: Callable[..., Tensor], inputs: Tensor) -> Tensor:
             return gather_last(call(sum_gradient(inputs, group)), group)
 
-        call_with_own_shares(module, columns)
+        wrap_local_forward(module, gather_columns)
         return module
 
 
 class SplitExperts(ParallelStyle):
-    """Each rank holds and computes its share of a mixture's experts, for all tokens; the outputs are summed.
+    """Hold and compute, on each rank, its share of a mixture's experts, for all tokens; sum the outputs.
 
     by_rows  the experts are given and return a row for each expert and token, and know no routes
     """
@@ -145,58 +147,71 @@ class SplitExperts(ParallelStyle):
         if num_experts % device_mesh.size():
             return module
         distribute(module, device_mesh, **dict.fromkeys(names, Shard(0)))
-        own = num_experts // device_mesh.size()
-        experts.num_experts = own
+        num_local_experts = num_experts // device_mesh.size()
+        experts.num_experts = num_local_experts
         rank, group = device_mesh.get_local_rank(), device_mesh.get_group()
-        # since 5.21 transformers' experts skip routes to the expert behind the last
-        skips = find_spec("transformers.distributed.expert_parallel") is not None and not self.by_rows
-        if skips:
+        # Since 5.21 transformers' experts skip a route whose index is one behind the last expert.
+        skips_last_index = find_spec("transformers.distributed.expert_parallel") is not None and not self.by_rows
+        if skips_last_index:
             experts._is_expert_parallel = True
 
-        def rows(call: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        def run_by_rows(call: Callable[..., Tensor], hidden: Tensor) -> Tensor:
             return gather_first(call(split_first(hidden, group)), group)
 
-        def routed(call: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        def run_by_routes(call: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             hidden, weights = sum_gradient(hidden, group), sum_gradient(weights, group)
-            is_own = index // own == rank
-            local_index = torch.where(is_own, index % own, own if skips else index % own)
-            out = call(hidden, local_index, weights.masked_fill(~is_own, 0.0))
-            if not out.requires_grad and torch.is_grad_enabled():  # no token came; other ranks wait for gradients
+            is_local = index // num_local_experts == rank
+            local_index = torch.where(
+                is_local,
+                index % num_local_experts,
+                num_local_experts if skips_last_index else index % num_local_experts,
+            )
+            out = call(hidden, local_index, weights.masked_fill(~is_local, 0.0))
+            # Where no token came to this rank's experts, the parameters still get a gradient, of zeros: other ranks
+            # wait for it when gradients are reduced.
+            if not out.requires_grad and torch.is_grad_enabled():
                 out = out + sum(p.to_local().flatten()[:1].sum() for p in experts.parameters()) * 0.0
             return sum_over(out, group)
 
-        call_with_own_shares(module, rows if self.by_rows else routed)
+        wrap_local_forward(module, run_by_rows if self.by_rows else run_by_routes)
         return module
 
 
-def call_with_own_shares(module: nn.Module, around: Callable[..., Tensor]) -> None:
-    """Replace the forward of `module` by `around`, which gets the forward with the own shares, and its arguments."""
-    forward, own = module.forward, cast("Any", module)  # mypy does not allow replacing methods
+def wrap_local_forward(module: nn.Module, wrapper: Callable[..., Tensor]) -> None:
+    """Replace the forward of `module` by `wrapper`.
+
+    It is called with a function that runs the old forward with this rank's shares of the parameters, and then with the
+    arguments of the forward.
+    """
+    # The cast is there since mypy does not allow replacing methods.
+    forward, patched = module.forward, cast("Any", module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        own.forward = forward
+        patched.forward = forward
         try:
-            shares = {name: _local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+            shares = {name: _to_local(parameter) for name, parameter in module.named_parameters(recurse=False)}
             return functional_call(module, shares, args, kwargs)
         finally:
-            own.forward = partial(around, call)
+            patched.forward = partial(wrapper, call)
 
-    own.forward = partial(around, call)
+    patched.forward = partial(wrapper, call)
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _to_local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_last(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' shares of the last dim side by side; all ranks then compute the same, so backward takes the own
-    share of the gradient.
+    """Return the ranks' shares of the last dim side by side; all ranks then compute the same, so backward takes this
+    rank's share of the gradient.
     """
     return gather_first(share.transpose(0, -1), group).transpose(0, -1).contiguous()
 
 
 def gather_first(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' shares of the first dim one after the other; backward takes the own share of the gradient."""
+    """Return the ranks' shares of the first dim one after the other; backward takes this rank's share of
+    the gradient.
+    """
     whole: Tensor = _GatherFirst.apply(share, group)
     return whole
 
@@ -221,10 +236,11 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return summed
 
 
-def summed_copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over `group`, for an autograd.Function to return from its forward.
 
-    A view: compiled by torch 2.11, the written tensor itself would get no gradient (pytorch issue #180642).
+    What is returned is a view: if torch 2.11 compiles the function, a tensor that it wrote to and returns would get no
+    gradient (pytorch issue #180642).
     """
     summed = tensor.clone()
     dist.all_reduce(summed, group=group)
@@ -236,11 +252,12 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
     for name, placement in placements.items():
         parameter = getattr(module, name)
         if parameter is not None:
-            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)  # equal on all ranks
+            # Without a source rank DTensor does not broadcast: the values are equal on all ranks.
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             setattr(module, name, nn.Parameter(shard, parameter.requires_grad))
 
 
-def _own(linear: Any) -> tuple[Tensor, Tensor | None]:
+def _read_local_parameters(linear: Any) -> tuple[Tensor, Tensor | None]:
     return linear.weight.to_local(), None if linear.bias is None else linear.bias.to_local()
 
 
@@ -260,24 +277,25 @@ class _SumGradient(torch.autograd.Function):
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed_copy(tensor, group)
+        return all_reduce_copy(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def _gathered(share: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = share.new_empty(share.shape[0] * group.size(), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
-    return whole.view_as(whole)  # as in `summed_copy`
+    # A view for the same reason as in `all_reduce_copy`.
+    return whole.view_as(whole)
 
 
 class _GatherFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gathered(share, group)
+        return _all_gather(share, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -292,4 +310,4 @@ class _SplitFirst(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+        return _all_gather(gradient, ctx.group), None

@@ -1,4 +1,4 @@
-"""Apply tensor parallelism for FSDP2: a plan with DTensor over the tp axis, optionally sharding the sequence."""
+"""Apply tensor parallelism for FSDP2: a split plan with DTensor over the tp axis, optionally sharding the sequence."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,34 +28,40 @@ from actor_init.parallel.split_linear import (
     SplitRows,
     sum_gradient,
 )
-from actor_init.parallel.tp_plan import Plan, Split
+from actor_init.parallel.tp_plan import Split, SplitPlan
 from actor_init.parallel.vocab_parallel import VocabularyParallelEmbedding
 from actor_init.spec import PACKED, PADDED, SEQUENCE_PARALLEL, UsageError
 from capture.facts import Setting
 
-HEAD_COUNTS = ("num_heads", "num_key_value_heads")  # attributes that set the head shapes of some attention modules
+# Attributes from which some attention modules take the shapes of their heads.
+HEAD_COUNTS = ("num_heads", "num_key_value_heads")
+# The first torch whose DTensor leaves no gaps between rows when it gathers shares of unequal length.
 GATHERS_IN_ONE_PIECE = "2.13"
-ALONG_SEQUENCE = Shard(1)  # of hidden states [B, S, H]; DTensor shards lengths that tp does not divide unevenly
+# The sequence dimension of hidden states [B, S, H]. DTensor shards a length that tp does not divide unevenly.
+ALONG_SEQUENCE = Shard(1)
 
 
 def check_divisible(config: PretrainedConfig, tp: int) -> None:
     """Raise UsageError unless tp divides the heads, the key-value heads and the MLP's width."""
+    # Returning early serves models without attention, which have no heads to count.
     if tp == 1:
-        return  # models without attention have no heads
+        return
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "intermediate_size", None) or 0
     if heads % tp or key_value_heads % tp or width % tp:
         possible = [
-            str(n) for n in range(1, key_value_heads + 1) if not (heads % n or key_value_heads % n or width % n)
+            str(size)
+            for size in range(1, key_value_heads + 1)
+            if not (heads % size or key_value_heads % size or width % size)
         ]
         parts = f"{heads} heads, {key_value_heads} key-value heads and MLP width of {width}"
         advice = f"Try: {Setting('tp')} with one of {', '.join(possible)}"
         raise UsageError(Setting("tp", tp), f"does not divide the model's {parts}", advice)
 
 
-def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None:
+def check_sequence(model: PreTrainedModel, plan: SplitPlan, *, packing: bool) -> None:
     """Raise UsageError if a module that the plan leaves whole is not on the residual stream itself.
 
     Also for several rows under a torch whose DTensor leaves gaps between them when it gathers shares of unequal length
@@ -77,7 +83,7 @@ def check_sequence(model: PreTrainedModel, plan: Plan, *, packing: bool) -> None
 
 
 def shard_block(
-    block: nn.Module, name: str, plan: Plan, mesh: DeviceMesh, *, sequence: bool, checkpoints: bool = False
+    block: nn.Module, name: str, plan: SplitPlan, mesh: DeviceMesh, *, sequence: bool, checkpoints: bool = False
 ) -> None:
     """Replace the parameters of the transformer layer `name` by the shards that the plan gives them.
 
@@ -85,7 +91,7 @@ def shard_block(
     sequence, gathered where attention and MLP begin, and reduce-scattered where they end.
     """
     styles: dict[str, ParallelStyle] = {}
-    shared: dict[str, SharedInput] = {}  # by the name of the layers' parent
+    shared_inputs: dict[str, SharedInput] = {}
     for inner, module in block.named_modules():
         split = plan.splits.get(f"{name}.{inner}")
         if f"{name}.{inner}" in plan.gathered:
@@ -96,24 +102,25 @@ def shard_block(
             styles[inner] = SplitRows(writable=True)
         elif split is Split.COLUMNS and not sequence:
             parent = inner.rpartition(".")[0]
-            # a checkpoint ends its second forward by an exception, and what is shared would stay in memory
-            if parent not in shared and not checkpoints:
-                shared[parent] = SharedInput(block.get_submodule(parent))
-            styles[inner] = SplitColumns(shared=shared.get(parent))
+            # A checkpoint ends its second forward by an exception, so no hook would drop the tensor that SharedInput
+            # holds, and it would stay in memory.
+            if parent not in shared_inputs and not checkpoints:
+                shared_inputs[parent] = SharedInput(block.get_submodule(parent))
+            styles[inner] = SplitColumns(shared_input=shared_inputs.get(parent))
         elif split is not None:
             styles[inner] = (SEQUENCE_STYLES if sequence else STYLES)[split]()
         elif sequence and list(module.parameters(recurse=False)):
             styles[inner] = SequenceParallel()
     for child in {inner.partition(".")[0] for inner in styles if "." in inner} if sequence else ():
         styles[child] = GatheredInput()
-    for module in _parts(block, name, plan):
+    for module in _find_split_parts(block, name, plan):
         for count in vars(module).keys() & HEAD_COUNTS:
             setattr(module, count, getattr(module, count) // mesh.size())
     _parallelize(block, mesh, styles)
 
 
-def _parts(block: nn.Module, name: str, plan: Plan) -> list[nn.Module]:
-    """Return the modules of a layer that are split as a whole, such as its attention."""
+def _find_split_parts(block: nn.Module, name: str, plan: SplitPlan) -> list[nn.Module]:
+    """Find the modules of a layer that are split as a whole, such as its attention."""
     return [
         module
         for inner, module in block.named_modules()
@@ -149,7 +156,8 @@ def shard_root(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool) -> N
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
-    parallelize_module(module, mesh, styles, src_data_rank=None)  # no broadcast: all ranks hold the same values
+    # Without a source rank there is no broadcast: all ranks hold the same values.
+    parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
 class GatheredInput(ParallelStyle):
@@ -157,38 +165,40 @@ class GatheredInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return tuple(_gathered(value) for value in args), {key: _gathered(value) for key, value in kwargs.items()}
+            return tuple(_gather_whole(value) for value in args), {
+                key: _gather_whole(value) for key, value in kwargs.items()
+            }
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
-def _gathered(value: Any) -> Any:
+def _gather_whole(value: Any) -> Any:
     return value.redistribute(placements=[Replicate()]) if isinstance(value, DTensor) else value
 
 
 class ReplicatedOverHeads(ParallelStyle):
-    """Whole parameters that act on a rank's own heads only: their gradient is summed over the ranks."""
+    """Keep parameters whole that act on a rank's own heads only, and sum their gradient over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         forward = module.forward
 
-        def summed(*args: Any, **kwargs: Any) -> Any:
+        def run_and_sum_gradients(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward
             try:
-                own = {name: sum_gradient(p, group) for name, p in module.named_parameters()}
-                return functional_call(module, own, args, kwargs)
+                parameters = {name: sum_gradient(p, group) for name, p in module.named_parameters()}
+                return functional_call(module, parameters, args, kwargs)
             finally:
-                module.forward = summed
+                module.forward = run_and_sum_gradients
 
-        module.forward = summed
+        module.forward = run_and_sum_gradients
         return module
 
 
 class LatentOfHeads(ParallelStyle):
-    """A whole Linear whose last outputs, the rotated part of the keys, go to a rank's own heads without a split Linear
-    between: their gradient is summed over the ranks.
+    """Keep a Linear whole whose last outputs, the rotated part of the keys, go to a rank's own heads without a split
+    Linear between, and sum the gradient of these outputs over the ranks.
     """
 
     def __init__(self, num_rotated: int) -> None:
@@ -197,11 +207,11 @@ class LatentOfHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def summed(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        def sum_rotated_gradient(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             latent, rotated = output.split([output.shape[-1] - self.num_rotated, self.num_rotated], dim=-1)
             return torch.cat([latent, sum_gradient(rotated, group)], dim=-1)
 
-        module.register_forward_hook(summed)
+        module.register_forward_hook(sum_rotated_gradient)
         return module
 
 

@@ -1,6 +1,6 @@
 """Shard embedding and head on the vocabulary; compute log-probs from shards, so that no rank holds whole logits.
 
-Shape letters: B rows, S tokens a row, N tokens whose log-prob is wanted, V this rank's share of the vocabulary.
+Shape letters: B rows, S tokens a row, N tokens whose log-prob is requested, V this rank's share of the vocabulary.
 """
 
 from typing import Any
@@ -28,67 +28,69 @@ class VocabularyParallelEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        first, size = share_of(module.num_embeddings, device_mesh)
+        first, size = find_vocabulary_share(module.num_embeddings, device_mesh)
         shard = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
         module.weight = nn.Parameter(shard, module.weight.requires_grad)
-        if module.padding_idx is not None:  # the embedding gives its row no gradient, on the rank that holds it
+        # An embedding gives the row of its padding no gradient. Only the rank that holds that row must know its index.
+        if module.padding_idx is not None:
             module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
-        own: Any = module  # mypy does not allow replacing methods
+        # Any, since mypy does not allow replacing methods.
+        patched: Any = module
         forward, group = module.forward, device_mesh.get_group()
 
-        def looked_up(ids_BS: Tensor) -> Tensor:
-            local_ids_BS, owned_BS = localise(ids_BS, first, size)
-            own.forward = forward
+        def look_up(ids_BS: Tensor) -> Tensor:
+            local_ids_BS, owned_BS = to_local_ids(ids_BS, first, size)
+            patched.forward = forward
             try:
                 others = {name: sum_gradient(p, group) for name, p in module.named_parameters() if name != "weight"}
-                hidden = functional_call(module, {"weight": own.weight.to_local(), **others}, (local_ids_BS,))
+                hidden = functional_call(module, {"weight": patched.weight.to_local(), **others}, (local_ids_BS,))
             finally:
-                own.forward = looked_up
+                patched.forward = look_up
             shares = hidden.masked_fill(~owned_BS.unsqueeze(-1), 0)
             summed = DTensor.from_local(shares, device_mesh, [Partial()], run_check=False).redistribute(
                 placements=[self.output]
             )
-            # a copy: CTRL scales it in place, which a view does not allow
+            # It is a copy because CTRL scales it in place, which autograd does not allow for a view.
             return summed.to_local().clone() if self.use_local_output else summed
 
-        own.forward = looked_up
+        patched.forward = look_up
         return module
 
 
-def log_probs_of_shards(logits: DTensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
-    """Return fp32 log-probs [N] of the targets, from `logits` [B, S, vocabulary] sharded on the last dim over one mesh
+def compute_sharded_log_probs(logits: DTensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
+    """Compute fp32 log-probs [N] of the targets, from `logits` [B, S, vocabulary] sharded on the last dim over one mesh
     axis.
 
     `predictor_N` indexes the flattened [B, S]; only those rows are converted to fp32.
     """
     assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
     mesh = logits.device_mesh
-    first, size = share_of(logits.shape[-1], mesh)
+    first, size = find_vocabulary_share(logits.shape[-1], mesh)
     logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
-    local_ids_N, owned_N = localise(target_ids_N, first, size)
+    local_ids_N, owned_N = to_local_ids(target_ids_N, first, size)
     log_probs_N: Tensor = _ShardedLogProbs.apply(logits_NV, local_ids_N, owned_N, mesh.get_group())
     return log_probs_N
 
 
-def entropies_of_shards(logits: DTensor, predictor_N: Tensor) -> Tensor:
-    """Return fp32 entropies [N] of the predicted distributions, from logits as `log_probs_of_shards` takes them."""
+def compute_sharded_entropies(logits: DTensor, predictor_N: Tensor) -> Tensor:
+    """Compute fp32 entropies [N] of the predicted distributions, from logits as for `compute_sharded_log_probs`."""
     assert logits.placements in ((Shard(-1),), (Shard(logits.ndim - 1),))
     logits_NV = logits.to_local().flatten(0, 1)[predictor_N]
     entropy_N: Tensor = _ShardedEntropy.apply(logits_NV, logits.device_mesh.get_group())
     return entropy_N
 
 
-def share_of(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the start and size of this rank's share, as DTensor shards: like torch.chunk, the last ones smaller."""
+def find_vocabulary_share(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Find the start and size of this rank's share, as DTensor shards: like torch.chunk, the last ones smaller."""
     chunk = -(-vocabulary // mesh.size())
     first = min(mesh.get_local_rank() * chunk, vocabulary)
     return first, min(chunk, vocabulary - first)
 
 
-def localise(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return ids as indices into this rank's share, 0 for those of others; and which ones are its own."""
-    owned = (ids >= first) & (ids < first + size)
-    return (ids - first).masked_fill(~owned, 0), owned
+def to_local_ids(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Turn ids into indices into this rank's share, 0 for those of others. Also return which ids are in this rank's."""
+    is_owned = (ids >= first) & (ids < first + size)
+    return (ids - first).masked_fill(~is_owned, 0), is_owned
 
 
 class _ShardedLogProbs(torch.autograd.Function):
@@ -103,9 +105,9 @@ class _ShardedLogProbs(torch.autograd.Function):
         dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=group)
         target_N = logits_NV.gather(1, ids_N[:, None])[:, 0].float() - max_N
         softmax_NV = (logits_NV - max_N[:, None]).exp_()
-        sums = torch.stack([softmax_NV.sum(dim=-1), target_N.masked_fill(~owned_N, 0)])
-        dist.all_reduce(sums, group=group)
-        sum_N, target_N = sums
+        sums_2N = torch.stack([softmax_NV.sum(dim=-1), target_N.masked_fill(~owned_N, 0)])
+        dist.all_reduce(sums_2N, group=group)
+        sum_N, target_N = sums_2N
         ctx.save_for_backward(softmax_NV.div_(sum_N[:, None]), ids_N, owned_N)
         ctx.dtype = logits_NV.dtype
         log_probs_N: Tensor = target_N - sum_N.log()
@@ -128,9 +130,9 @@ class _ShardedEntropy(torch.autograd.Function):
         dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=group)
         shifted_NV = logits_NV.float() - max_N[:, None]
         softmax_NV = shifted_NV.exp()
-        sums = torch.stack([softmax_NV.sum(dim=-1), (softmax_NV * shifted_NV).sum(dim=-1)])
-        dist.all_reduce(sums, group=group)
-        sum_N, mean_N = sums[0], sums[1] / sums[0]
+        sums_2N = torch.stack([softmax_NV.sum(dim=-1), (softmax_NV * shifted_NV).sum(dim=-1)])
+        dist.all_reduce(sums_2N, group=group)
+        sum_N, mean_N = sums_2N[0], sums_2N[1] / sums_2N[0]
         ctx.save_for_backward(softmax_NV.div_(sum_N[:, None]), shifted_NV, mean_N)
         ctx.dtype = logits_NV.dtype
         entropy_N: Tensor = sum_N.log() - mean_N

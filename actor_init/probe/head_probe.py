@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
 from actor_init.declarations.backends import find_declaration
-from actor_init.head.in_place import head_of
-from actor_init.inputs.packing import actor_inputs
+from actor_init.head.head_patch import find_head
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.model_form import FUNCTIONS, HeadForm, LogitStep
 from actor_init.probe.packing_probe import (
@@ -91,7 +91,7 @@ def _explain_adapted_head(config: PretrainedConfig, adapter: Adapter | None) -> 
         return ""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
-    return _explain_other_head(head_of(model))
+    return _explain_other_head(find_head(model))
 
 
 def _explain_other_head(head: nn.Module | None) -> str:
@@ -103,11 +103,11 @@ def _explain_other_head(head: nn.Module | None) -> str:
 
 def _prove_chunks(model: PreTrainedModel, device: torch.device) -> HeadForm:
     """Return the form, with logits whole and in chunks compared. Raises NotInChunksError, or what the model raises."""
-    head = head_of(model)
+    head = find_head(model)
     if why := _explain_other_head(head):
         raise NotInChunksError(why)
     assert head is not None
-    inputs = actor_inputs(make_one_document(), packing=False).to(device)
+    inputs = prepare_inputs(make_one_document(), packing=False).to(device)
     with _HeadWatch(head) as watch:
         whole_BA = action_log_probs(_WatchedModel(model, watch), inputs)
     wanted = {"": whole_BA.detach(), **compute_gradients(model, whole_BA.flatten())}

@@ -7,7 +7,7 @@ import torch
 from torch import device
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import kernel_name, plain_kernel
+from actor_init.attention.kernel_choice import choose_kernel, choose_plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_form, find_kernel
 from actor_init.model_form import Borders, Layout
@@ -60,7 +60,7 @@ def explain_not_packed(config: PretrainedConfig) -> str:
         return _CUSTOM
     key = str(config.model_type), config.to_json_string(use_diff=False)
     if key not in _not_packed:
-        search, kernel = _LayoutSearch(config=config, device=torch.device("cpu")), plain_kernel(config)
+        search, kernel = _LayoutSearch(config=config, device=torch.device("cpu")), choose_plain_kernel(config)
         is_right = any(search.is_right(kernel, layout) for layout in _list_packed_layouts())
         _not_packed[key] = "" if is_right else search.why(kernel)
     return _not_packed[key]
@@ -113,7 +113,7 @@ def _choose_or_refuse(spec: ActorSpec, config: PretrainedConfig, where: device, 
 
 
 def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> LayoutChoice:
-    kernel = kernel_name(spec, where, config)
+    kernel = choose_kernel(spec, where, config)
     search = _LayoutSearch(config=config, device=where)
     if not spec.packs:
         is_right = search.is_right(_choose_padded_kernel(kernel, config), PADDED)
@@ -122,7 +122,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     kernels = {kernel: spec.attention}
     is_chosen = spec.attention == Attention.AUTO
     if is_chosen:
-        kernels.setdefault(plain_kernel(config), plain_kernel(config))
+        kernels.setdefault(choose_plain_kernel(config), choose_plain_kernel(config))
     for name, attention in kernels.items():
         for layout in _list_packed_layouts():
             if search.is_right(name, layout):
@@ -145,7 +145,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
 
 def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
-    return kernel if find_form(kernel).reads_mask else plain_kernel(config)
+    return kernel if find_form(kernel).reads_mask else choose_plain_kernel(config)
 
 
 def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
@@ -155,7 +155,7 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
-    kernel = kernel_name(spec, world.device, config)
+    kernel = choose_kernel(spec, world.device, config)
     given, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
     why = ""
     for seed in SEEDS:

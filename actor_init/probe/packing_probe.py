@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.ring import may_zigzag, ring_slice
-from actor_init.attention.ring_attention import EachAlone
+from actor_init.attention.ring import make_ring_slice, may_zigzag
+from actor_init.attention.ring_attention import IsolatingSlice
 from actor_init.declarations.attention import find_form
-from actor_init.inputs.packing import actor_inputs, arranged, sliced
+from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from capture.file_format.micro_batch import MicroBatch, Origin
@@ -93,7 +93,7 @@ class Probe:
         """Does the model ask this kernel of a ring for dropout while it trains?"""
         model, alone = (
             build_small_model(self.config, _register_fp32_kernel(kernel), self.seed, self.device).train(),
-            EachAlone(),
+            IsolatingSlice(),
         )
         ids = _make_documents()[0][None].to(self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
@@ -107,12 +107,12 @@ class Probe:
         layout: Layout,
         ring: dist.ProcessGroup | None,
     ) -> float:
-        inputs = arranged(actor_inputs(_make_batch(answer.documents), packing=layout.joins), layout)
+        inputs = arrange(prepare_inputs(_make_batch(answer.documents), packing=layout.joins), layout)
         slot_N = inputs.slot_N.to(self.device)
         if ring is not None:
             assert inputs.cu_seq_lens is not None
             zigzag = may_zigzag(self.config)
-            inputs = sliced(inputs, ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
+            inputs = slice_for_ring(inputs, make_ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
         found_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
         gradients = compute_gradients(model, found_N)
         if ring is not None:

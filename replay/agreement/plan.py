@@ -75,9 +75,9 @@ class Here:
     @property
     def kernel(self) -> str:
         """The attention kernel that every device supports for this model."""
-        from actor_init.attention.kernel_choice import plain_kernel
+        from actor_init.attention.kernel_choice import choose_plain_kernel
 
-        return plain_kernel(self.config)
+        return choose_plain_kernel(self.config)
 
     @property
     def is_custom(self) -> bool:
@@ -325,10 +325,10 @@ def _key(spec: ReplaySpec, num_processes: int, here: Here) -> tuple[Any, ...]:
     """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
     import torch
 
-    from actor_init.attention.kernel_choice import kernel_name
+    from actor_init.attention.kernel_choice import choose_kernel
     from actor_init.fused.liger import check_liger
 
     check_liger(spec.actor.kernels, torch.device(here.device))
     rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
-    kernel = kernel_name(spec.actor, torch.device(here.device), here.config)
+    kernel = choose_kernel(spec.actor, torch.device(here.device), here.config)
     return kernel, spec.actor.resolved_zero_stage, rest, num_processes

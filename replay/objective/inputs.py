@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actor_init.inputs.documents import KeptLogits, documents_of
+from actor_init.inputs.documents import KeptLogits, find_documents
 from capture.facts import FactError
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
@@ -80,7 +80,9 @@ class Recorded:
         numbers = {
             name: float(fact) for name, fact in facts if isinstance(fact, int | float) and type(fact) is not bool
         }
-        sequence_BS = (documents_of(batch).is_first_BS.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.sequences_BS)
+        sequence_BS = (
+            (find_documents(batch).is_first_BS.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.sequences_BS)
+        )
         num_tokens = batch.sequences_BS.shape[1]
         num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
         return cls(
@@ -130,7 +132,7 @@ class ObjectiveInputs:
         Raises ValueError under --tp and --ring, where no rank holds them whole.
         """
         assert self.kept_logits is not None
-        logits_NV, slot_N = self.kept_logits.of_actions()
+        logits_NV, slot_N = self.kept_logits.select_actions()
         if self.is_fed_in_reverse:
             rows, num_actions = self.log_probs_BA.shape
             slot_N = (rows - 1 - slot_N // num_actions) * num_actions + slot_N % num_actions
@@ -139,7 +141,7 @@ class ObjectiveInputs:
     def entropies(self) -> Tensor:
         """Return the entropy [B, A] of the distribution that each action token was predicted with, with its graph."""
         assert self.kept_logits is not None
-        entropies_BA = self.kept_logits.entropies()
+        entropies_BA = self.kept_logits.compute_entropies()
         return entropies_BA.flip(0) if self.is_fed_in_reverse else entropies_BA
 
     def find(self, *names: str) -> Tensor | None:

@@ -172,9 +172,9 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
 
     `auto` stays where no other word names that kernel. Raises UsageError if there is none here.
     """
-    from actor_init.attention.kernel_choice import kernel_name
+    from actor_init.attention.kernel_choice import choose_kernel
 
-    kernel = kernel_name(actor, where, config)
+    kernel = choose_kernel(actor, where, config)
     if actor.attention == Attention.AUTO and not actor.is_custom:
         for declared in ATTENTION_KERNELS.values():
             if kernel in {form.name for form in declared.list_forms()}:

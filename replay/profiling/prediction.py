@@ -22,8 +22,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from actor_init.inputs.documents import documents_of
-from actor_init.inputs.packing import num_action_tokens
+from actor_init.inputs.documents import find_documents
+from actor_init.inputs.packing import count_action_tokens
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import tokens_for
@@ -105,8 +105,8 @@ def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[Shape], list[tup
                     trains=batch.trains,
                     rows=batch.num_rows,
                     row_length=batch.sequences_BS.shape[1],
-                    documents=documents_of(batch).lengths(batch.attention_mask_BS).tolist() or [0],
-                    action_tokens=num_action_tokens(tokens_for(loss, batch)),
+                    documents=find_documents(batch).measure_lengths(batch.attention_mask_BS).tolist() or [0],
+                    action_tokens=count_action_tokens(tokens_for(loss, batch)),
                 )
             )
         except CaptureError as error:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import lacks
+from actor_init.attention.kernel_choice import find_lack
 from actor_init.declarations.attention import find_job_kernel
-from actor_init.fused.liger import lack_of_liger
+from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
@@ -70,7 +70,7 @@ def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config:
     kernel = find_job_kernel(asked)
     if kernel is None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {asked} is not known here")
-    lack = lacks(kernel.word, where, spec.dtype)
+    lack = find_lack(kernel.word, where, spec.dtype)
     if lack is not None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {asked}: {lack.text}")
     if kernel.find_obstacle(config):
@@ -122,7 +122,7 @@ def _kernels(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
     if actor.kernels is not Kernels.AUTO:
         return Choice(setting=KERNELS, value=actor.kernels, by=By.TYPED)
     if first is not None and first.environment.get("kernels") == "liger":
-        if lack := lack_of_liger(torch.device(device_type)):
+        if lack := find_liger_lack(torch.device(device_type)):
             return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.MACHINE, why=f"the job used Liger, which {lack}")
         return Choice(setting=KERNELS, value=Kernels.FUSED, by=By.JOB, why="it used Liger")
     return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.DEFAULT)

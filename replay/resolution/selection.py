@@ -9,7 +9,7 @@ from heapq import merge
 from itertools import chain, groupby, islice
 from pathlib import Path
 
-from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
+from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
 from actor_init.spec import UsageError
 from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
@@ -100,7 +100,7 @@ class Reader:
         """
         try:
             batch = replace(tokens_for(self.loss, batch), padding_predicts=self.padding_predicts)
-            return num_action_tokens(batch), num_predicted_by_padding(batch) if self.padding_predicts else 0
+            return count_action_tokens(batch), count_predicted_by_padding(batch) if self.padding_predicts else 0
         except CaptureError:
             return 0, 0
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from actor_init.backends.protocol import Backend
-from actor_init.parallel.token_rows import token_rows
+from actor_init.parallel.token_rows import locate_token_rows
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
 from replay.runlog.records import PassRecord
@@ -188,7 +188,7 @@ class _Eye(PassObserver):
             return None
         index = self.inputs.fed.captured_index
         tp, tp_rank = self.parallel["tp"], self.parallel["tp_rank"]
-        held = token_rows(tensor, *index.shape, width=None, tp=tp, tp_rank=tp_rank)
+        held = locate_token_rows(tensor, *index.shape, width=None, tp=tp, tp_rank=tp_rank)
         if held is None:
             return ""
         own = index[:, held.first_token : held.first_token + held.values_BLF.shape[1]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import ActorInputs, predicts_own_tokens
+from actor_init.inputs.packing import ActorInputs, find_own_targets
 from actor_init.model import ModelSource, strip_config
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
@@ -328,7 +328,7 @@ class Replayer:
         ends_window = self.window.is_last(backward=backward)
         recorded = self._recorded_for_objective(call, batch)
         fed = inputs_for(with_rows_reversed(batch) if reverses else batch, self.spec.actor, self.source, self.world)
-        fed = replace(fed, is_even=backward and recorded is None)
+        fed = replace(fed, has_uniform_gradient=backward and recorded is None)
         if recorded is not None:
             fed = replace(fed, kept_logits=self._kept_logits)
         return PassInputs(
@@ -394,7 +394,7 @@ class Replayer:
 
     def _replayed(self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch) -> Replayed:
         """Collect the log-probs that the job recorded, or all where they are written down."""
-        own_BA, first = predicts_own_tokens(with_rows_reversed(batch) if inputs.reverses else batch)
+        own_BA, first = find_own_targets(with_rows_reversed(batch) if inputs.reverses else batch)
         action_mask_BA, is_reversed = inputs.fed.action_mask_BA, inputs.reverses
         has_all_tokens = any(name.endswith("_values") for name in call.outputs)
         return Replayed(

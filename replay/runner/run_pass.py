@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from actor_init.attention.cudnn import refuse_holes
-from actor_init.attention.kernel_choice import kernel_name
-from actor_init.attention.ring import may_zigzag, ring_slice
+from actor_init.attention.kernel_choice import choose_kernel
+from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_form
-from actor_init.inputs.packing import ActorInputs, actor_inputs, arranged, padded_to, sliced
+from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
@@ -282,30 +282,30 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
     """
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
-    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
+    inputs = arrange(prepare_inputs(batch, packing=layout.joins), layout)
     if (
         inputs.attention_mask_BS is not None
-        and not find_form(kernel_name(spec, world.device, source.config)).allows_inner_padding
+        and not find_form(choose_kernel(spec, world.device, source.config)).allows_inner_padding
     ):
         refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
     if spec.pad_to is PadTo.LONGEST:
-        inputs = padded_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
+        inputs = pad_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     num_tokens = inputs.input_ids.shape[1]
     if (length := spec.find_padded_length(num_tokens)) is None:
         why = f": a row of {num_tokens} tokens is longer than each of {Setting('pad_tokens', spec.pad_tokens)}"
         raise CaptureError(batch.origin.source, why, f"Add a length of at least {num_tokens}")
-    inputs = padded_to(inputs, length)
+    inputs = pad_to(inputs, length)
     if spec.parallel.sequence_parallel:  # a rank would count its own part of a row
         inputs = replace(inputs, makes_positions=False)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None
-        ring = ring_slice(
+        ring = make_ring_slice(
             inputs.cu_seq_lens,
             world.ring_group,
             head_stride=spec.parallel.ring_head_stride,
             may_zigzag=may_zigzag(source.config),
         )
-        inputs = sliced(inputs, ring)
+        inputs = slice_for_ring(inputs, ring)
     return replace(inputs, head=source.head).to(world.device)
 
 

@@ -143,5 +143,5 @@ def _places_in_document(inputs: ActorInputs, attended: Tensor) -> Tensor:
     if inputs.cu_seq_lens is None:
         return attended.long().cumsum(dim=1) - 1
     borders = inputs.cu_seq_lens.long()
-    index = inputs.ring.own_index_L if inputs.ring else torch.arange(inputs.input_ids.shape[1], device=borders.device)
+    index = inputs.ring.local_index_L if inputs.ring else torch.arange(inputs.input_ids.shape[1], device=borders.device)
     return (index - borders[torch.bucketize(index, borders, right=True) - 1]).unsqueeze(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from actor_init.as_json import AnyFloat
-from actor_init.inputs.packing import num_action_tokens, num_predicted_by_padding
+from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
@@ -132,7 +132,7 @@ def recorded_in(call: Call, batch: MicroBatch, loss: str, weights: WeightCompari
         settings={**call.origin.versions, **call.environment},
         optimizer_step=call.optimizer_step,
         optimizer=call.step,
-        num_tokens=num_action_tokens(tokens_for(loss, batch)),
+        num_tokens=count_action_tokens(tokens_for(loss, batch)),
         divisor=None if is_objective(loss) else _given_divisor(call),
         recording=call.recording,
     )
@@ -179,7 +179,7 @@ def _losses_of_objective(call: Call, batch: MicroBatch, loss: str) -> list[Claim
 def _doubt_of_action_mask(batch: MicroBatch) -> str | None:
     if batch.action_mask_BA is None:
         return None
-    count, predicted = int(batch.action_mask_BA.sum()), num_action_tokens(batch)
+    count, predicted = int(batch.action_mask_BA.sum()), count_action_tokens(batch)
     if count == predicted:
         return None
     return f"{count - predicted} of the job's {count} action tokens are padding or follow no token: no log-prob here"
@@ -195,7 +195,7 @@ def _num_labels(batch: MicroBatch) -> int:
 
 def _labels_left_out(batch: MicroBatch, tokens: int) -> str | None:
     """Say so where padding predicts some of the job's labels, and nothing predicts them in this replay."""
-    number = 0 if batch.padding_predicts else num_predicted_by_padding(batch)
+    number = 0 if batch.padding_predicts else count_predicted_by_padding(batch)
     if not number:
         return None
     are = "is" if number == 1 else "are"

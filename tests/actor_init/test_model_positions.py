@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from actor_init.actor import action_log_probs
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.model_positions import add_model_positions, has_column_positions
 from actor_init.spec import ActorSpec, Dtype
@@ -85,7 +85,7 @@ def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) 
                 )
                 losses.append(answer.loss.item())
             else:
-                inputs = actor_inputs(add_model_positions(batch, source.config), packing=packing)
+                inputs = prepare_inputs(add_model_positions(batch, source.config), packing=packing)
                 losses.append(negated_mean(action_log_probs(model, inputs), inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # fp32, other orders of summation
 

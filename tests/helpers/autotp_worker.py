@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.backends.deepspeed import DeepSpeedBackend
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
@@ -53,7 +53,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     num_tokens = {path: reference.answer(path).num_tokens for path in window}
     losses = []
     for path in paths:
-        inputs = actor_inputs(read_micro_batch(path), packing=spec.actor.packs)
+        inputs = prepare_inputs(read_micro_batch(path), packing=spec.actor.packs)
         loss = negated_mean(backend.forward(inputs, trains=True), inputs)
         backend.backward(loss * (num_tokens[path] * len(window) / sum(num_tokens.values())))
         losses.append(abs(loss.item() / reference.answer(path).loss - 1))

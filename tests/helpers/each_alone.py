@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.ring import may_zigzag, ring_slice
-from actor_init.inputs.packing import actor_inputs, arranged, sliced
+from actor_init.attention.ring import make_ring_slice, may_zigzag
+from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.families import VOCABULARY, tiny_model
@@ -50,11 +50,13 @@ class EachAlone:
     def off(self, kernel: str, layout: Layout, ring: dist.ProcessGroup | None = None) -> float:
         """Return how far the loss or a gradient is off under `layout`, relative to the whole gradient's norm."""
         model = tiny_model(self.config, kernel)
-        inputs = arranged(actor_inputs(batch(), packing=layout.joins), layout)
+        inputs = arrange(prepare_inputs(batch(), packing=layout.joins), layout)
         slot_N = inputs.slot_N
         if ring is not None:
             assert inputs.cu_seq_lens is not None
-            inputs = sliced(inputs, ring_slice(inputs.cu_seq_lens, ring, may_zigzag=may_zigzag(self.config)))
+            inputs = slice_for_ring(
+                inputs, make_ring_slice(inputs.cu_seq_lens, ring, may_zigzag=may_zigzag(self.config))
+            )
         loss, gradients = _loss_and_gradients(model, action_log_probs(model, inputs).flatten()[slot_N])
         if ring is not None:
             for gradient in gradients.values():

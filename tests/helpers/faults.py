@@ -78,9 +78,9 @@ def _replaced_output(name: str, change: Callable[[Tensor], Tensor]) -> AbstractC
 
 def _other_inputs(change: Callable[[ActorInputs], ActorInputs]) -> AbstractContextManager[Any]:
     def changed(*args: Any, **kwargs: Any) -> ActorInputs:
-        return change(packing.actor_inputs(*args, **kwargs))
+        return change(packing.prepare_inputs(*args, **kwargs))
 
-    return patch("replay.runner.run_pass.actor_inputs", changed)
+    return patch("replay.runner.run_pass.prepare_inputs", changed)
 
 
 def _other_weights(change: Callable[[str, Tensor], None]) -> AbstractContextManager[Any]:
@@ -216,12 +216,12 @@ def padding_attended(world: World) -> Iterator[None]:
 
 @contextmanager
 def action_mask_off_by_one(world: World) -> Iterator[None]:
-    real = packing.actor_inputs
+    real = packing.prepare_inputs
 
     def shifted(batch: Any, **kwargs: Any) -> ActorInputs:
         return real(replace(batch, action_mask_BA=torch.roll(batch.action_mask_BA, 1, dims=-1)), **kwargs)
 
-    with patch("replay.runner.run_pass.actor_inputs", shifted):
+    with patch("replay.runner.run_pass.prepare_inputs", shifted):
         yield
 
 
@@ -247,7 +247,7 @@ def another_rank_s_input(world: World) -> Iterator[None]:
         is_own_BA = torch.ones_like(firsts[0].action_mask_BA, device="cpu")
         return is_own_BA, batch.sequences_BS.shape[1] - is_own_BA.shape[1]
 
-    with _other_inputs(repeated), patch("replay.runner.replayer.predicts_own_tokens", all_own):
+    with _other_inputs(repeated), patch("replay.runner.replayer.find_own_targets", all_own):
         yield
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, Se
 from torch.func import functional_call
 
 from actor_init.attention.ring import RingSlice
-from actor_init.inputs.packing import ActorInputs, actor_inputs, sliced
+from actor_init.inputs.packing import ActorInputs, prepare_inputs, slice_for_ring
 from actor_init.parallel.split_linear import SplitRows
 from actor_init.world import World
 
@@ -42,12 +42,12 @@ def different_inputs(world: World) -> Iterator[None]:
     """The second of the tp ranks is fed other tokens, as many of them."""
 
     def shifted(*args: Any, **kwargs: Any) -> ActorInputs:
-        inputs = actor_inputs(*args, **kwargs)
+        inputs = prepare_inputs(*args, **kwargs)
         if not world.mesh.get_local_rank("tp"):
             return inputs
         return replace(inputs, input_ids=torch.roll(inputs.input_ids, 1, dims=-1))
 
-    with patch("replay.runner.run_pass.actor_inputs", shifted):
+    with patch("replay.runner.run_pass.prepare_inputs", shifted):
         yield
 
 
@@ -98,21 +98,21 @@ def whole_logits(world: World) -> Iterator[None]:
     gathered: Callable[..., Any] = lambda logits, rows, ids: torch.log_softmax(  # noqa: E731
         logits.full_tensor().flatten(0, 1)[rows], dim=-1
     ).gather(1, ids[:, None])[:, 0]
-    with patch.object(actor, "log_probs_of_shards", gathered):
+    with patch.object(actor, "compute_sharded_log_probs", gathered):
         yield
 
 
 @contextmanager
 def small_chunks(world: World) -> Iterator[None]:
     """Log-probs are computed three tokens at a time. Right, and no rank's part of an input fits into one chunk."""
-    with patch("actor_init.head.chunks.chunk_size", lambda *sizes: 3):
+    with patch("actor_init.head.chunks.choose_chunk_size", lambda *sizes: 3):
         yield
 
 
 @contextmanager
 def last_chunk_alone(world: World) -> Iterator[None]:
     """The gradient of the head's weight is that of its last chunk."""
-    with small_chunks(world), patch("actor_init.head.chunks._plus_product", lambda total, a, b, is_all: a @ b):
+    with small_chunks(world), patch("actor_init.head.chunks._add_product", lambda total, a, b, is_whole_sum: a @ b):
         yield
 
 
@@ -132,11 +132,11 @@ def own_keys_alone(world: World) -> Iterator[None]:
     """A ring rank's queries see the keys of its own slice, and none of the others'."""
     from actor_init.attention import ring_attention
 
-    visible = ring_attention._visible_llama3
+    visible = ring_attention._compute_llama3_mask
 
     def own_visible(ring: RingSlice, sliding_window: int | None) -> Tensor:
         keys = torch.arange(ring.first_key, ring.end_key)
-        return visible(ring, sliding_window) & (keys >= ring.own_index_L[0])
+        return visible(ring, sliding_window) & (keys >= ring.local_index_L[0])
 
     with patch.object(ring_attention, "_visible_llama3", own_visible):
         yield
@@ -147,10 +147,10 @@ def positions_from_zero(world: World) -> Iterator[None]:
     """Each ring rank counts the positions of its slice from its own first token."""
 
     def sliced_wrongly(inputs: ActorInputs, ring: RingSlice) -> ActorInputs:
-        own = sliced(inputs, ring)
+        own = slice_for_ring(inputs, ring)
         return replace(own, position_ids=torch.arange(own.input_ids.shape[1]).unsqueeze(0))
 
-    with patch("replay.runner.run_pass.sliced", sliced_wrongly):
+    with patch("replay.runner.run_pass.slice_for_ring", sliced_wrongly):
         yield
 
 

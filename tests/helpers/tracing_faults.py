@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from actor_init import actor
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.backends.protocol import Backend, open_backend
-from actor_init.inputs.packing import ActorInputs, actor_inputs
+from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from replay.objective.objective import negated_mean
 from replay.tracing.trace_file import Kind
 
@@ -36,10 +36,10 @@ def in_module(name: str, breaks: Callable[[nn.Module], object]) -> AbstractConte
 
 def fed(changes: Callable[[ActorInputs], dict[str, Any]]) -> AbstractContextManager[Any]:
     def wrong(*args: Any, **kwargs: Any) -> ActorInputs:
-        inputs = actor_inputs(*args, **kwargs)
+        inputs = prepare_inputs(*args, **kwargs)
         return replace(inputs, **changes(inputs))
 
-    return patch("replay.runner.run_pass.actor_inputs", wrong)
+    return patch("replay.runner.run_pass.prepare_inputs", wrong)
 
 
 def counted(inputs: ActorInputs) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.attention.ring import ring_slice
+from actor_init.attention.ring import make_ring_slice
 from actor_init.attention.zigzag import zigzag_attention
 
 H, K, D = 6, 2, 5
@@ -65,7 +65,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     for num_tokens in (1, 8, 29):
-        ring = ring_slice(torch.tensor([0, num_tokens], dtype=torch.int32), group, may_zigzag=True)
+        ring = make_ring_slice(torch.tensor([0, num_tokens], dtype=torch.int32), group, may_zigzag=True)
         num_fed = len(ring.index_T)
         torch.manual_seed(0)
         whole = [torch.randn(1, heads, num_fed, D, dtype=torch.float64, requires_grad=True) for heads in (H, K, K)]
@@ -73,7 +73,7 @@ def main() -> None:
         scores = _scores(whole[0], whole[1], True, SCALE)
         expected = (scores.softmax(-1) @ _of_heads(whole[2])).transpose(1, 2)
         wanted = torch.autograd.grad(expected, whole, upstream)
-        place = ring.own_index_L
+        place = ring.local_index_L
         own = [one.detach()[:, :, place].requires_grad_() for one in whole]
         out = zigzag_attention(own[0], own[1], own[2], ring, SCALE, PlainBlocks())
         got = torch.autograd.grad(out, own, upstream[:, place])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actor_init.declarations.attention import find_form
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
@@ -114,7 +114,7 @@ def shares_of(parts: Sequence[MicroBatch], trial: Trial) -> list[float]:
     The backend averages over the window, so each weight is multiplied by the number of parts.
     """
     counts = [
-        int(actor_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
+        int(prepare_inputs(part, packing=trial.source.layout_under(trial.spec).joins).action_mask_BA.sum())
         for part in parts
     ]
     return [count / max(1, sum(counts)) * len(parts) for count in counts]

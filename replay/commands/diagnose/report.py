@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.as_json import json_bytes
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
 from actor_init.probe.layout_choice import choose_layout
@@ -196,7 +196,7 @@ def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
         read = with_shift_labels_as_labels(read_micro_batch(path))
         batch = tokens_for(run.measure.loss, add_model_positions(read, source.config))
         check_vocabulary(batch, source)
-        actor_inputs(batch, packing=source.layout_under(run.actor).joins)
+        prepare_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
         raise UsageError(*error.args) from error
     return batch
@@ -207,7 +207,7 @@ def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
     any.
     """
     rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
-    counts = [int(actor_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
+    counts = [int(prepare_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
     if not any(counts):
         advice = f"Try: {Setting('loss', 'sft')}, or other inputs"
         raise UsageError("no row of these inputs", "has a token to learn", advice)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
-from actor_init.inputs.documents import documents_of
+from actor_init.inputs.documents import find_documents
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
@@ -32,10 +32,10 @@ def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
 
     Documents within a row are kept apart by restarting position ids. Raises CaptureError if they cannot be.
     """
-    documents, real_BS = documents_of(batch), batch.attention_mask_BS
+    documents, real_BS = find_documents(batch), batch.attention_mask_BS
     position_BS = torch.where(real_BS, documents.position_BS, 0)
-    if documents.share_rows:
-        position_BS[real_BS] = documents.restarting_positions(real_BS, batch.origin.source)
+    if documents.has_shared_rows:
+        position_BS[real_BS] = documents.compute_restarting_positions(real_BS, batch.origin.source)
     index = torch.tensor(rows)
     return replace(
         batch,
@@ -54,7 +54,7 @@ def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]
     Labels are not shifted, and -100 where there is no action token. They are derived from the micro-batch rather than
     from the actor's inputs, so that they can be compared with the actor.
     """
-    is_first_BS, position_BS = (documents := documents_of(batch)).is_first_BS, documents.position_BS
+    is_first_BS, position_BS = (documents := find_documents(batch)).is_first_BS, documents.position_BS
     label_BS = _labels(batch)
     for row in range(batch.num_rows):
         token_R = batch.attention_mask_BS[row].nonzero().flatten()

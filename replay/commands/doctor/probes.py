@@ -25,9 +25,9 @@ class ProbeError(Exception):
 
 def import_module(name: str) -> Facts:
     if name == "ring_flash_attn":
-        from actor_init.attention.ring_attention import ring_flash_attn_package
+        from actor_init.attention.ring_attention import import_ring_flash_attn
 
-        ring_flash_attn_package()
+        import_ring_flash_attn()
         return {}
     importlib.import_module(name)
     return {}
@@ -45,9 +45,9 @@ def devices() -> Facts:
         facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
     with contextlib.suppress(Exception):  # a broken transformers is reported by its own check
-        from actor_init.attention.kernel_choice import default_kernel
+        from actor_init.attention.kernel_choice import choose_default_kernel
 
-        facts["default_kernel"] = default_kernel(_device())
+        facts["default_kernel"] = choose_default_kernel(_device())
     return facts
 
 
@@ -60,9 +60,9 @@ def _gpu(properties: Any) -> Facts:
 
 
 def kernel(name: str) -> Facts:
-    from actor_init.attention.kernel_choice import BOUND, error_of
+    from actor_init.attention.kernel_choice import BOUND, measure_error
 
-    return {"error": error_of(name, _device()), "bound": BOUND}
+    return {"error": measure_error(name, _device()), "bound": BOUND}
 
 
 def _device() -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta, count_elements, find_model, materialise, strip_config
 from actor_init.model_positions import add_model_positions
 from actor_init.optimizer import TORCH_DTYPES
@@ -165,7 +165,7 @@ def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[st
     for path in capture_files(inputs):
         call = read_call(path)
         batch = add_model_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
-        fed = actor_inputs(batch, packing=False)
+        fed = prepare_inputs(batch, packing=False)
         sums = call.output_numbers("log_probs_row_sums") or call.output_numbers("output_row_sums")
         own: dict[str, Tensor | None] = {
             "input_ids": fed.input_ids,

@@ -104,7 +104,7 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: 
 
 def _of_edges(here: Here, folder: Path) -> Here:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
-    from actor_init.inputs.documents import documents_of
+    from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
     from capture.file_format.listing import capture_files
 
@@ -114,7 +114,7 @@ def _of_edges(here: Here, folder: Path) -> Here:
     largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
     if largest >= size:
         raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
-    return replace(here, num_inputs=len(batches), must_pack=any(documents_of(one).share_rows for one in batches))
+    return replace(here, num_inputs=len(batches), must_pack=any(find_documents(one).has_shared_rows for one in batches))
 
 
 def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
@@ -137,7 +137,7 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
 
 def _here(spec: ReplaySpec, machine: Machine) -> Here:
     """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
-    from actor_init.inputs.documents import documents_of
+    from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
     from replay.resolution.job_defaults import find_source
     from replay.resolution.selection import select
@@ -152,7 +152,7 @@ def _here(spec: ReplaySpec, machine: Machine) -> Here:
         num_devices=machine.num_devices,
         num_inputs=len(inputs),
         config=find_source(spec).config,
-        must_pack=any(documents_of(batch).share_rows for batch in batches),
+        must_pack=any(find_documents(batch).has_shared_rows for batch in batches),
     )
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralCon
 
 from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
-from actor_init.attention.kernel_choice import default_kernel, kernel_name
+from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
@@ -72,7 +72,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_a_kernel_is_called_so_that_documents_stay_apart(kernel: str) -> None:
-    assert kernel_choice.error_of(kernel, CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_error(kernel, CPU) < kernel_choice.BOUND / 3
     assert kernel_choice.is_right(Attention(kernel), CPU)
 
 
@@ -89,9 +89,11 @@ def _one_late(borders: Tensor) -> Tensor:
 def test_a_kernel_with_wrong_borders_is_not_right(
     wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = cudnn._each
-    monkeypatch.setattr(cudnn, "_each", lambda q, k, v, borders, scale: right(q, k, v, wrong(borders), scale))
-    assert kernel_choice.error_of("cudnn", CPU) > 2 * kernel_choice.BOUND
+    right = cudnn._attend_each_document
+    monkeypatch.setattr(
+        cudnn, "_attend_each_document", lambda q, k, v, borders, scale: right(q, k, v, wrong(borders), scale)
+    )
+    assert kernel_choice.measure_error("cudnn", CPU) > 2 * kernel_choice.BOUND
     assert not kernel_choice.is_right(Attention.CUDNN, CPU)
 
 
@@ -129,9 +131,9 @@ def test_a_kernel_whose_gradients_are_wrong_in_a_long_row_alone_is_not_right(
 
 @pytest.mark.usefixtures("stand_ins")
 def test_padded_rows_with_a_wrong_mask_are_seen_though_packed_ones_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cudnn._turned
-    monkeypatch.setattr(cudnn, "_turned", lambda tensor, dim, place: right(tensor, dim, place + (dim == 2)))
-    assert kernel_choice.error_of("cudnn", CPU) > 2 * kernel_choice.BOUND
+    right = cudnn._rotate_tokens
+    monkeypatch.setattr(cudnn, "_rotate_tokens", lambda tensor, dim, place: right(tensor, dim, place + (dim == 2)))
+    assert kernel_choice.measure_error("cudnn", CPU) > 2 * kernel_choice.BOUND
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -201,7 +203,7 @@ def test_what_ring_flash_attn_lacks_is_refused(given: dict[str, Any], says: str)
 @pytest.mark.usefixtures("stand_ins")
 def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LONG", 10)
-    kernel = kernels._or_cudnn(flash_attn_varlen)
+    kernel = kernels._wrap_with_cudnn(flash_attn_varlen)
 
     def attended(heads: Tensor, borders: Tensor) -> Tensor:
         out: Tensor = kernel(torch.nn.Identity(), heads * 2, heads[:, :2], heads[:, 2:], None, **of(borders))[0]
@@ -253,7 +255,7 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
         return query, None
 
     monkeypatch.setattr(kernels, "cudnn_dense", dense)
-    both = kernels._or_cudnn(flash)
+    both = kernels._wrap_with_cudnn(flash)
     for lengths, width, of_values in (
         ([10], 16, 16),
         ([9], 16, 16),
@@ -277,7 +279,7 @@ def test_cudnn_is_for_a_row_of_one_long_document(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_kernel_of_gpus_is_refused_on_a_cpu(typed: Attention, says: str) -> None:
     with pytest.raises(UsageError, match=f"^{says}"):
-        kernel_name(ActorSpec(attention=typed), CPU, LLAMA)
+        choose_kernel(ActorSpec(attention=typed), CPU, LLAMA)
 
 
 @pytest.fixture
@@ -291,23 +293,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
 
 
 def test_auto_takes_the_first_that_is_installed_and_right(hopper: dict[str, set[Attention]]) -> None:
-    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
+    assert (choose_default_kernel(CUDA), choose_kernel(ActorSpec(), CUDA)) == ("flash", "packed_fa2_or_cudnn")
     hopper["right"].discard(Attention.CUDNN)
-    assert kernel_name(ActorSpec(), CUDA) == "packed_fa2"
+    assert choose_kernel(ActorSpec(), CUDA) == "packed_fa2"
     hopper["installed"].discard(Attention.FLASH)
-    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("varlen", "torch_varlen_attn")
+    assert (choose_default_kernel(CUDA), choose_kernel(ActorSpec(), CUDA)) == ("varlen", "torch_varlen_attn")
     hopper["right"] = {Attention.CUDNN, Attention.VARLEN}
-    assert kernel_name(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
+    assert choose_kernel(ActorSpec(), CUDA) == "torch_varlen_attn_or_cudnn"
     hopper["right"] = {Attention.CUDNN}
-    assert (default_kernel(CUDA), kernel_name(ActorSpec(), CUDA)) == ("cudnn", "packed_cudnn")
+    assert (choose_default_kernel(CUDA), choose_kernel(ActorSpec(), CUDA)) == ("cudnn", "packed_cudnn")
     hopper["right"].clear()
-    assert default_kernel(CUDA) == "sdpa"
+    assert choose_default_kernel(CUDA) == "sdpa"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
-    assert kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
-    assert kernel_name(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
+    assert choose_kernel(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
+    assert choose_kernel(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
 
 
 def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
@@ -338,9 +340,9 @@ def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
 ) -> None:
     monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: has_flash or None)
     spec = ActorSpec(attention=attention, parallel=ParallelSpec(ring=2))
-    assert kernel_name(spec, CUDA, config) == kernel
+    assert choose_kernel(spec, CUDA, config) == kernel
     in_fp32 = ActorSpec(dtype=Dtype.FP32, parallel=ParallelSpec(ring=2))
-    assert kernel_name(in_fp32, CUDA, config) == "ring_gathered"
+    assert choose_kernel(in_fp32, CUDA, config) == "ring_gathered"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -355,18 +357,18 @@ def test_a_ring_takes_cudnn_for_long_documents_where_it_may_choose(
     ],
 )
 def test_auto_takes_what_knows_all_that_the_model_needs(config: PretrainedConfig, kernel: str) -> None:
-    assert kernel_name(ActorSpec(), CUDA, config) == kernel
+    assert choose_kernel(ActorSpec(), CUDA, config) == kernel
 
 
 @pytest.mark.usefixtures("hopper")
 def test_auto_in_fp32_is_sdpa_and_padded_rows_have_a_kernel_of_their_own() -> None:
-    assert kernel_name(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
-    assert kernel_name(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
-    assert kernel_name(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == "padded_cudnn"
+    assert choose_kernel(ActorSpec(dtype=Dtype.FP32), CUDA, LLAMA) == "sdpa"
+    assert choose_kernel(ActorSpec(packing=False), CUDA, LLAMA) == "flash_attention_2"
+    assert choose_kernel(ActorSpec(attention=Attention.CUDNN, packing=False), CUDA, LLAMA) == "padded_cudnn"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_is_not_installed_is_refused_in_a_line(hopper: dict[str, set[Attention]]) -> None:
     hopper["installed"].discard(Attention.FLASH)
     with pytest.raises(UsageError, match=r"^flash-attn is not installed. Try: "):
-        kernel_name(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA)
+        choose_kernel(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA)

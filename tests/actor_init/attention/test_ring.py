@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from actor_init.attention import kernels
-from actor_init.attention.ring import RingSlice, check_head_stride, may_zigzag, ring_slice
-from actor_init.attention.ring_attention import _visible_llama3, _visible_zigzag
-from actor_init.inputs.packing import actor_inputs, padded_to, sliced
+from actor_init.attention.ring import RingSlice, check_head_stride, make_ring_slice, may_zigzag
+from actor_init.attention.ring_attention import _compute_llama3_mask, _compute_zigzag_mask
+from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
@@ -37,7 +37,7 @@ class OneOf:
 
 def slices_of(borders: list[int], num_ranks: int, *, zigzag: bool = False) -> list[RingSlice]:
     return [
-        ring_slice(
+        make_ring_slice(
             torch.tensor(borders, dtype=torch.int32),
             OneOf(rank, num_ranks),  # type: ignore[arg-type]
             head_stride=1,
@@ -59,13 +59,13 @@ ROWS = [[0, 7], [0, 8], [0, 3, 4, 12], [0, 1, 2, 3, 4, 5], [0, 5, 13, 14, 30], [
 @pytest.mark.parametrize("borders", ROWS, ids=str)
 def test_llama3_slices(borders: list[int], num_ranks: int) -> None:
     slices = slices_of(borders, num_ranks)
-    assert sorted(torch.cat([s.own_index_L for s in slices]).tolist()) == list(range(len(slices[0].index_T)))
+    assert sorted(torch.cat([s.local_index_L for s in slices]).tolist()) == list(range(len(slices[0].index_T)))
     assert 0 <= len(slices[0].index_T) - borders[-1] < num_ranks
     for ring in slices:
         assert not ring.is_zigzag
         seen = keys_that_flash_sees(ring)
-        visible_LT = _visible_llama3(ring, None)
-        for place, token in enumerate(ring.own_index_L.tolist()):
+        visible_LT = _compute_llama3_mask(ring, None)
+        for place, token in enumerate(ring.local_index_L.tolist()):
             document = document_of(token, borders)
             expected = [key for key in range(token + 1) if document_of(key, borders) == document]
             assert seen[place] == expected
@@ -91,12 +91,12 @@ def keys_that_flash_sees(ring: RingSlice) -> list[list[int]]:
 def test_zigzag_slices(length: int, num_ranks: int) -> None:
     slices = slices_of([0, length], num_ranks, zigzag=True)
     assert all(ring.is_zigzag for ring in slices)
-    assert sorted(torch.cat([s.own_index_L for s in slices]).tolist()) == list(range(len(slices[0].index_T)))
+    assert sorted(torch.cat([s.local_index_L for s in slices]).tolist()) == list(range(len(slices[0].index_T)))
     assert 0 <= len(slices[0].index_T) - length < 2 * num_ranks
     work = []
     for ring in slices:
-        visible_LT = _visible_zigzag(ring)
-        for place, token in enumerate(ring.own_index_L.tolist()):
+        visible_LT = _compute_zigzag_mask(ring)
+        for place, token in enumerate(ring.local_index_L.tolist()):
             assert sorted(ring.index_T[visible_LT[place]].tolist()) == list(range(token + 1))
         work.append(int(visible_LT.sum()))
     assert len(set(work)) == 1  # that is what the zigzag is for
@@ -111,8 +111,8 @@ def test_a_sliding_window_forbids_zigzag_and_narrows_llama3() -> None:
     assert not may_zigzag(gemma)
     assert may_zigzag(AutoConfig.for_model("llama"))
     for ring in slices_of([0, 12], 2):
-        for place, token in enumerate(ring.own_index_L.tolist()):
-            keys = (_visible_llama3(ring, 3)[place].nonzero().flatten() + ring.first_key).tolist()
+        for place, token in enumerate(ring.local_index_L.tolist()):
+            keys = (_compute_llama3_mask(ring, 3)[place].nonzero().flatten() + ring.first_key).tolist()
             assert keys == list(range(max(0, token - 2), token + 1))
 
 
@@ -120,13 +120,15 @@ def test_a_sliding_window_forbids_zigzag_and_narrows_llama3() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool) -> None:
     for path in capture_files(default_folder())[:6]:
-        inputs = actor_inputs(read_micro_batch(path), packing=True)
+        inputs = prepare_inputs(read_micro_batch(path), packing=True)
         assert inputs.cu_seq_lens is not None
-        parts = [sliced(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)]
+        parts = [
+            slice_for_ring(inputs, ring) for ring in slices_of(inputs.cu_seq_lens.tolist(), num_ranks, zigzag=zigzag)
+        ]
         token_of_slot = {}
         for part in parts:
             assert part.ring is not None
-            token_N: Tensor = part.ring.own_index_L[part.predictor_N]
+            token_N: Tensor = part.ring.local_index_L[part.predictor_N]
             assert part.input_ids[0, part.predictor_N].tolist() == inputs.input_ids[0, token_N].tolist()
             assert part.position_ids[0, part.predictor_N].tolist() == inputs.position_ids[0, token_N].tolist()
             for slot, token, target in zip(
@@ -140,9 +142,9 @@ def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_padding_to_more_tokens_keeps_what_predicts_what(packing: bool) -> None:
-    inputs = actor_inputs(read_micro_batch(capture_files(default_folder())[4]), packing=packing)
+    inputs = prepare_inputs(read_micro_batch(capture_files(default_folder())[4]), packing=packing)
     rows, before = inputs.input_ids.shape
-    longer = padded_to(inputs, before + 5)
+    longer = pad_to(inputs, before + 5)
     assert longer.input_ids.shape == (rows, before + 5)
     assert longer.input_ids[:, :before].equal(inputs.input_ids)
     assert longer.input_ids.flatten()[longer.predictor_N].equal(inputs.input_ids.flatten()[inputs.predictor_N])
@@ -183,8 +185,8 @@ def test_of_slices_cudnn_gets_the_long_ones_of_one_document(
     num_tokens: int, is_zigzag: bool, value_dim: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borders = torch.tensor([0, 2 * num_tokens] if is_zigzag else [0, 5, 2 * num_tokens], dtype=torch.int32)
-    ring = ring_slice(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
+    ring = make_ring_slice(borders, OneOf(0, 2), may_zigzag=True)  # type: ignore[arg-type]
     query, value = (torch.empty(1, 1, num_tokens, dim, device="meta") for dim in (8, value_dim))
     monkeypatch.setattr(kernels, "ring_cudnn", lambda *_, **__: "cudnn")
-    chosen: Any = kernels._ring_or_cudnn(lambda *_, **__: "other")
+    chosen: Any = kernels._wrap_ring_with_cudnn(lambda *_, **__: "other")
     assert chosen(torch.nn.Identity(), query, query, value, None, ring=ring) == taken

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from actor_init.attention import kernel_choice
-from actor_init.attention.kernel_choice import default_kernel, kernel_name
+from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import Call
@@ -62,7 +62,7 @@ def test_it_replays_the_sample_with_eager_s_losses_and_is_named(
 
 @pytest.mark.usefixtures("registered")
 def test_the_kernel_check_finds_it_right() -> None:
-    assert kernel_choice.error_of("toy", CPU) < kernel_choice.BOUND / 3
+    assert kernel_choice.measure_error("toy", CPU) < kernel_choice.BOUND / 3
     assert "toy" in _checked()  # by the doctor
 
 
@@ -80,8 +80,8 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     spec = replay_spec({"attention": "toy"})
     assert command_line(spec) == ["--attention", "toy"]
     assert spec_from_dict(spec_to_dict(spec)) == spec
-    assert kernel_name(spec.actor, CPU, LLAMA) == "toy_softmax"
-    assert default_kernel(CPU) == "sdpa"
+    assert choose_kernel(spec.actor, CPU, LLAMA) == "toy_softmax"
+    assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
     found = job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
     assert found.attention == "toy"

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from actor_init.backends.fsdp2 import FSDP2Backend, find_embedding_and_head
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, build_on_meta
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec
@@ -85,7 +85,7 @@ def test_a_user_s_model_names_neither() -> None:
 
 def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:
     backend = opened_backend(world, vocab_size=264)
-    inputs = actor_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=True)
+    inputs = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=True)
     with torch.no_grad():
         backend.forward(inputs, trains=False)
     assert "lm_head.weight" not in gathered_in(backend.model)

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from actor_init.fused import liger, rotary
-from actor_init.fused.liger import is_equal, lack_of_liger, random_numbers
+from actor_init.fused.liger import computes_same, find_liger_lack, make_random_numbers
 from actor_init.fused.rms_norm import replace_norm
-from actor_init.fused.rotary import NONE_FOUND, fuse, fuse_as_asked
+from actor_init.fused.rotary import NONE_FOUND, fuse, fuse_if_requested
 from actor_init.fused.swiglu import replace_swiglu
 from actor_init.spec import Kernels, UsageError
 from tests.helpers import liger_on_a_cpu as stand_in
@@ -27,7 +27,7 @@ from tests.helpers.sharded import FEW, MODELS, ONE, SIZES, Job, Outcome, replay_
 pytestmark = pytest.mark.long
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LACK = lack_of_liger
+LACK = find_liger_lack
 LLAMA, QWEN3, GEMMA = "llama", "qwen3, norms on heads", "gemma3, sliding window, softcap"
 BIASED = "llama, tied, biases, uneven"
 FAMILIES = {  # and what of two layers is replaced; a gemma's layers have gelu
@@ -210,21 +210,23 @@ def test_a_wrong_kernel_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(lack_of_liger(torch.device("cuda")) is not None, reason="Liger is not installed")
+@pytest.mark.skipif(find_liger_lack(torch.device("cuda")) is not None, reason="Liger is not installed")
 def test_liger_s_kernels_compute_what_stands_in_for_them_on_a_cpu() -> None:
-    gate, up = (random_numbers(6, 16, where=CUDA, seed=seed) for seed in (1, 2))
-    weight = 0.1 * random_numbers(16, where=CUDA, seed=3)
-    q, k = (random_numbers(2, heads, 5, 16, where=CUDA, seed=4) for heads in (4, 2))
-    angles = random_numbers(1, 5, 8, where=CUDA, seed=5)
+    gate, up = (make_random_numbers(6, 16, where=CUDA, seed=seed) for seed in (1, 2))
+    weight = 0.1 * make_random_numbers(16, where=CUDA, seed=3)
+    q, k = (make_random_numbers(2, heads, 5, 16, where=CUDA, seed=4) for heads in (4, 2))
+    angles = make_random_numbers(1, 5, 8, where=CUDA, seed=5)
     cos, sin = (torch.cat((half, half), dim=-1) for half in (angles.cos(), angles.sin()))
-    assert is_equal(stand_in.product, lambda gate, up: liger.liger_product(gate.clone(), up.clone()), (gate, up), 1e-5)
-    assert is_equal(
+    assert computes_same(
+        stand_in.product, lambda gate, up: liger.liger_product(gate.clone(), up.clone()), (gate, up), 1e-5
+    )
+    assert computes_same(
         lambda x, weight: stand_in.norm(x, weight, 1e-6),
         lambda x, weight: liger.liger_norm(x, weight, 1e-6),
         (up, weight),
         1e-5,
     )
-    assert is_equal(
+    assert computes_same(
         lambda q, k: stand_in.rotary(q, k, cos, sin),
         lambda q, k: liger.liger_rotary(q.clone(), k.clone(), cos, sin),
         (q, k),
@@ -242,12 +244,12 @@ def test_liger_s_kernels_compute_what_stands_in_for_them_on_a_cpu() -> None:
 def test_without_liger_it_is_refused_with_what_to_install(
     where: str, is_installed: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liger, "lack_of_liger", LACK)
+    monkeypatch.setattr(liger, "find_liger_lack", LACK)
     monkeypatch.setattr(liger, "find_spec", lambda name: object() if is_installed else None)
     with pytest.raises(UsageError) as error:
-        fuse_as_asked(nn.Linear(2, 2), Kernels.FUSED, torch.device(where))
+        fuse_if_requested(nn.Linear(2, 2), Kernels.FUSED, torch.device(where))
     assert str(error.value).startswith(why)
-    assert fuse_as_asked(nn.Linear(2, 2), Kernels.MODEL, torch.device(where)) is None
+    assert fuse_if_requested(nn.Linear(2, 2), Kernels.MODEL, torch.device(where)) is None
 
 
 @pytest.fixture(scope="module")

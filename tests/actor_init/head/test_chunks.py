@@ -15,8 +15,8 @@ from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig, PreTrai
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import Adapter
-from actor_init.head.chunks import Wanted, chunk_size, log_probs_in_chunks
-from actor_init.inputs.packing import actor_inputs
+from actor_init.head.chunks import LogProbRequest, choose_chunk_size, compute_log_probs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, make_random_weights
 from actor_init.model_form import HeadForm, LogitStep
 from actor_init.probe.head_probe import choose_head, probe_head
@@ -28,13 +28,14 @@ from tests.helpers.sharded import SIZES
 
 T, N, H, V = 60, 53, 6, 40
 CAP = tuple(LogitStep(function=name, numbers=numbers) for name, numbers in (("div", (5,)), ("tanh", ()), ("mul", (5,))))
-SMALL = 7 * V * 4  # bytes of a chunk's fp32 logits: seven tokens
-WAYS: dict[str, dict[str, Any]] = {
+# Bytes of seven tokens' fp32 logits.
+SMALL = 7 * V * 4
+METHODS: dict[str, dict[str, Any]] = {
     "one chunk": {"chunk_bytes": None},
-    "one chunk, entropies": {"chunk_bytes": None, "entropies": True},
-    "gradients in forward": {"chunk_bytes": SMALL, "is_even": True},
-    "logits again in backward": {"chunk_bytes": SMALL},
-    "logits again in backward, entropies": {"chunk_bytes": SMALL, "entropies": True},
+    "one chunk, entropies": {"chunk_bytes": None, "with_entropies": True},
+    "gradients in forward": {"chunk_bytes": SMALL, "has_uniform_gradient": True},
+    "logits recomputed in backward": {"chunk_bytes": SMALL},
+    "logits recomputed in backward, entropies": {"chunk_bytes": SMALL, "with_entropies": True},
 }
 CPU = torch.device("cpu")
 
@@ -49,57 +50,61 @@ class Case:
         self.predictor_N, self.target_N = torch.randperm(T)[:N].to(device), torch.randint(V, (N,)).to(device)
         self.factors_2N = torch.rand(2, N).to(device)
 
-    def wanted(self, *, is_even: bool = False, entropies: bool = False) -> Wanted:
-        if is_even:
+    def request(self, *, has_uniform_gradient: bool = False, with_entropies: bool = False) -> LogProbRequest:
+        if has_uniform_gradient:
             self.factors_2N = torch.full_like(self.factors_2N, 0.7)
-        return Wanted(
+        return LogProbRequest(
             predictor_N=self.predictor_N,
             target_N=self.target_N,
             owned_N=None,
-            width=V,
+            max_share=V,
             group=None,
-            is_even=is_even,
-            entropies=entropies,
+            has_uniform_gradient=has_uniform_gradient,
+            with_entropies=with_entropies,
         )
 
-    def run(self, form: HeadForm, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+    def run(self, form: HeadForm, request: LogProbRequest) -> tuple[Tensor, Tensor | None]:
         hidden_TH, weight_VH, bias_V = self.leaves
-        return log_probs_in_chunks(hidden_TH, weight_VH, bias_V, form, wanted)
+        return compute_log_probs(hidden_TH, weight_VH, bias_V, form, request)
 
     def loss(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> Tensor:
         loss = (self.factors_2N[0] * log_probs_N).sum()
         return loss if entropy_N is None else loss + (self.factors_2N[1] * entropy_N).sum()
 
-    def by_hand(self, steps: tuple[LogitStep, ...], *, entropies: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    def compute_in_fp64(
+        self, steps: tuple[LogitStep, ...], *, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Log-probs, entropies and gradients from whole logits in fp64."""
-        hidden_TH, weight_VH, bias_V = leaves = [one.detach().double().requires_grad_() for one in self.leaves]
+        hidden_TH, weight_VH, bias_V = leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
         logits_NV = hidden_TH[self.predictor_N] @ weight_VH.T + bias_V
         if steps:
             logits_NV = 5 * torch.tanh(logits_NV / 5)
         log_NV = torch.log_softmax(logits_NV, dim=-1)
         log_probs_N = log_NV.gather(1, self.target_N[:, None])[:, 0]
-        entropy_N = -(log_NV.exp() * log_NV).sum(dim=-1) if entropies else None
+        entropy_N = -(log_NV.exp() * log_NV).sum(dim=-1) if with_entropies else None
         return log_probs_N, entropy_N, list(torch.autograd.grad(self.loss(log_probs_N, entropy_N), leaves))
 
 
 @pytest.mark.parametrize("steps", [(), CAP], ids=["plain", "capped"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_numbers_are_those_of_whole_logits_in_fp64(
-    way: str, steps: tuple[LogitStep, ...], dtype: torch.dtype, bound: float, device: str
+    method: str, steps: tuple[LogitStep, ...], dtype: torch.dtype, bound: float, device: str
 ) -> None:
     """A bf16 logit is rounded to 2**-9 of itself, and so is each gradient."""
-    case, asked = Case(dtype, device), dict(WAYS[way])
-    form = HeadForm(steps=steps, chunk_bytes=asked.pop("chunk_bytes"))
-    log_probs_N, entropy_N = case.run(form, case.wanted(**asked))
+    case, settings = Case(dtype, device), dict(METHODS[method])
+    form = HeadForm(steps=steps, chunk_bytes=settings.pop("chunk_bytes"))
+    log_probs_N, entropy_N = case.run(form, case.request(**settings))
     gradients = torch.autograd.grad(case.loss(log_probs_N, entropy_N), case.leaves)
-    wanted_N, wanted_entropy_N, wanted = case.by_hand(steps, entropies=entropy_N is not None)
-    pairs = [(log_probs_N, wanted_N), *zip(gradients, wanted, strict=True)]
-    pairs += [] if entropy_N is None or wanted_entropy_N is None else [(entropy_N, wanted_entropy_N)]
-    for found, expected in pairs:
-        assert float((found.double() - expected).detach().norm() / expected.detach().norm()) < bound
-    assert [one.dtype for one in gradients] == [dtype] * 3
+    expected_N, expected_entropy_N, expected_gradients = case.compute_in_fp64(
+        steps, with_entropies=entropy_N is not None
+    )
+    pairs = [(log_probs_N, expected_N), *zip(gradients, expected_gradients, strict=True)]
+    pairs += [] if entropy_N is None or expected_entropy_N is None else [(entropy_N, expected_entropy_N)]
+    for actual, expected in pairs:
+        assert float((actual.double() - expected).detach().norm() / expected.detach().norm()) < bound
+    assert [gradient.dtype for gradient in gradients] == [dtype] * 3
 
 
 def test_the_weight_s_gradient_is_rounded_once() -> None:
@@ -107,15 +112,15 @@ def test_the_weight_s_gradient_is_rounded_once() -> None:
     case = Case(torch.bfloat16)
 
     def error(chunk_bytes: int | None) -> float:
-        log_probs_N, _ = case.run(HeadForm(chunk_bytes=chunk_bytes), case.wanted())
+        log_probs_N, _ = case.run(HeadForm(chunk_bytes=chunk_bytes), case.request())
         _, gradient_VH, _ = torch.autograd.grad(case.loss(log_probs_N, None), case.leaves)
-        expected_VH = case.by_hand((), entropies=False)[2][1]
+        expected_VH = case.compute_in_fp64((), with_entropies=False)[2][1]
         return float((gradient_VH.double() - expected_VH).norm() / expected_VH.norm())
 
     assert error(V * 2) < 1.3 * error(None)
 
 
-class Widest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """The number of elements of the largest floating tensor that was made."""
 
     def __init__(self) -> None:
@@ -123,54 +128,57 @@ class Widest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        tensors = [one for one in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(one, Tensor)]
-        self.elements = max([self.elements, *(one.numel() for one in tensors if one.is_floating_point())])
-        return made
+        result = func(*args, **(kwargs or {}))
+        tensors = [
+            value for value in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(value, Tensor)
+        ]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors if tensor.is_floating_point())])
+        return result
 
 
-@pytest.mark.parametrize("way", [way for way, asked in WAYS.items() if asked["chunk_bytes"]])
+@pytest.mark.parametrize("method", [method for method, settings in METHODS.items() if settings["chunk_bytes"]])
 @pytest.mark.parametrize("steps", [(), CAP], ids=["plain", "capped"])
-def test_nothing_of_the_size_of_logits_is_made(way: str, steps: tuple[LogitStep, ...]) -> None:
-    case, asked = Case(), dict(WAYS[way])
-    form = HeadForm(steps=steps, chunk_bytes=asked.pop("chunk_bytes"))
-    with Widest() as widest:
-        found = case.run(form, case.wanted(**asked))
-        torch.autograd.grad(case.loss(*found), case.leaves)
-    assert widest.elements == max(T * H, 7 * V) < N * V / 5
-    with Widest() as widest:  # the same with one chunk, so that the measure is seen to measure
-        torch.autograd.grad(case.loss(*case.run(HeadForm(), case.wanted())), case.leaves)
-    assert widest.elements == N * V
+def test_nothing_of_the_size_of_logits_is_made(method: str, steps: tuple[LogitStep, ...]) -> None:
+    case, settings = Case(), dict(METHODS[method])
+    form = HeadForm(steps=steps, chunk_bytes=settings.pop("chunk_bytes"))
+    with LargestTensor() as largest:
+        results = case.run(form, case.request(**settings))
+        torch.autograd.grad(case.loss(*results), case.leaves)
+    assert largest.elements == max(T * H, 7 * V) < N * V / 5
+    # With one chunk the same measure shows a tensor of that size, so it does measure.
+    with LargestTensor() as largest:
+        torch.autograd.grad(case.loss(*case.run(HeadForm(), case.request())), case.leaves)
+    assert largest.elements == N * V
 
 
 def test_gradients_that_are_not_all_the_same_as_was_said_are_not_silently_wrong() -> None:
     case = Case()
-    wanted = case.wanted(is_even=True)
-    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), wanted)
+    request = case.request(has_uniform_gradient=True)
+    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), request)
     factors_N = torch.ones(N).index_fill(0, torch.tensor([3]), 2.0)
     gradients = torch.autograd.grad((factors_N * log_probs_N).sum(), case.leaves)
-    assert all(bool(one.isnan().any()) for one in gradients)
+    assert all(bool(gradient.isnan().any()) for gradient in gradients)
 
 
-@pytest.mark.parametrize("is_even", [False, True])
-def test_a_second_backward_is_refused(is_even: bool) -> None:
+@pytest.mark.parametrize("has_uniform_gradient", [False, True])
+def test_a_second_backward_is_refused(has_uniform_gradient: bool) -> None:
     case = Case()
-    form = HeadForm(chunk_bytes=SMALL if is_even else None)
-    log_probs_N, _ = case.run(form, case.wanted(is_even=is_even))
+    form = HeadForm(chunk_bytes=SMALL if has_uniform_gradient else None)
+    log_probs_N, _ = case.run(form, case.request(has_uniform_gradient=has_uniform_gradient))
     torch.autograd.grad(log_probs_N.sum(), case.leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(log_probs_N.sum(), case.leaves)
 
 
-@pytest.mark.parametrize("is_even", [False, True])
-def test_no_log_prob_is_wanted_of_a_rank(is_even: bool) -> None:
+@pytest.mark.parametrize("has_uniform_gradient", [False, True])
+def test_no_log_prob_is_wanted_of_a_rank(has_uniform_gradient: bool) -> None:
     """A ring's slice may have none; its gradients are zeros, which the other ranks' are added to."""
     case = Case()
     none = torch.zeros(0, dtype=torch.long)
-    wanted = replace(case.wanted(is_even=is_even), predictor_N=none, target_N=none)
-    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), wanted)
+    request = replace(case.request(has_uniform_gradient=has_uniform_gradient), predictor_N=none, target_N=none)
+    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), request)
     gradients = torch.autograd.grad(log_probs_N.sum(), case.leaves)
-    assert [float(one.abs().sum()) for one in gradients] == [0.0] * 3
+    assert [float(gradient.abs().sum()) for gradient in gradients] == [0.0] * 3
 
 
 @pytest.mark.parametrize(("memory_gib", "chunk_mib"), [(140, 2048), (79, 2048), (63, 1024), (24, 512), (7, 128)])
@@ -185,15 +193,15 @@ def test_a_chunk_takes_a_32nd_of_a_gpu_s_memory_at_most(
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129, 1000, 4096, 4097, 16384, 100_003])
-@pytest.mark.parametrize("most", [1, 7, 128, 200, 4186])
-def test_chunks_are_as_few_as_their_bytes_allow_and_about_equal(num_tokens: int, most: int) -> None:
-    size = chunk_size(num_tokens, 10, 10 * most + 9)
-    assert 1 <= size <= most
-    whole = most - most % 128 if most > 128 else most
-    assert -(-num_tokens // size) <= -(-num_tokens // whole)
+@pytest.mark.parametrize("limit", [1, 7, 128, 200, 4186])
+def test_chunks_are_as_few_as_their_bytes_allow_and_about_equal(num_tokens: int, limit: int) -> None:
+    size = choose_chunk_size(num_tokens, 10, 10 * limit + 9)
+    assert 1 <= size <= limit
+    aligned = limit - limit % 128 if limit > 128 else limit
+    assert -(-num_tokens // size) <= -(-num_tokens // aligned)
 
 
-def config_of(model_type: str, **values: Any) -> PretrainedConfig:
+def make_config(model_type: str, **values: Any) -> PretrainedConfig:
     known = AutoConfig.for_model(model_type)
     sizes = {name: value for name, value in {**SIZES, **values}.items() if hasattr(known, name)}
     config: PretrainedConfig = AutoConfig.for_model(model_type, **sizes)
@@ -201,35 +209,35 @@ def config_of(model_type: str, **values: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "described"),
+    ("config", "description"),
     [
-        (config_of("llama"), "log-probs in chunks"),
-        (config_of("llama", tie_word_embeddings=True), "log-probs in chunks"),
-        (config_of("gpt2"), "log-probs in chunks"),
-        (config_of("phi"), "log-probs in chunks"),  # whose head has a bias
-        (config_of("opt", ffn_dim=48, word_embed_proj_dim=32), "log-probs in chunks"),
-        (config_of("gemma2", final_logit_softcapping=7.0), "log-probs in chunks, div 7, tanh, mul 7"),
-        (config_of("cohere", logit_scale=0.125), "log-probs in chunks, mul 0.125"),
-        (config_of("granite", logits_scaling=4.0), "log-probs in chunks, div 4"),
-        (config_of("granite", logits_scaling=1.0), "log-probs in chunks"),
-        (config_of("mamba", state_size=8, intermediate_size=64), "log-probs in chunks, float"),
+        (make_config("llama"), "log-probs in chunks"),
+        (make_config("llama", tie_word_embeddings=True), "log-probs in chunks"),
+        (make_config("gpt2"), "log-probs in chunks"),
+        (make_config("phi"), "log-probs in chunks"),  # whose head has a bias
+        (make_config("opt", ffn_dim=48, word_embed_proj_dim=32), "log-probs in chunks"),
+        (make_config("gemma2", final_logit_softcapping=7.0), "log-probs in chunks, div 7, tanh, mul 7"),
+        (make_config("cohere", logit_scale=0.125), "log-probs in chunks, mul 0.125"),
+        (make_config("granite", logits_scaling=4.0), "log-probs in chunks, div 4"),
+        (make_config("granite", logits_scaling=1.0), "log-probs in chunks"),
+        (make_config("mamba", state_size=8, intermediate_size=64), "log-probs in chunks, float"),
     ],
-    ids=lambda one: one.model_type if isinstance(one, PretrainedConfig) else one,
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else value,
 )
-def test_what_a_model_does_to_its_logits_is_found_out(config: PretrainedConfig, described: str) -> None:
-    assert probe_head(config, CPU).describe() == described
+def test_what_a_model_does_to_its_logits_is_found_out(config: PretrainedConfig, description: str) -> None:
+    assert probe_head(config, CPU).describe() == description
 
 
-def changed_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> PretrainedConfig:
-    own = LlamaForCausalLM.forward
+def change_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> PretrainedConfig:
+    original_forward = LlamaForCausalLM.forward
 
     def forward(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
-        output = own(self, *args, **kwargs)
+        output = original_forward(self, *args, **kwargs)
         output.logits = change(output.logits)
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    return config_of("llama")
+    return make_config("llama")
 
 
 @pytest.mark.parametrize(
@@ -244,24 +252,26 @@ def changed_llama(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Te
 def test_a_model_that_does_more_keeps_whole_logits_and_says_so(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor], why: str
 ) -> None:
-    assert probe_head(changed_llama(monkeypatch, change), CPU).describe() == f"whole logits ({why})"
+    assert probe_head(change_llama(monkeypatch, change), CPU).describe() == f"whole logits ({why})"
 
 
 def test_chunks_with_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actor_init.head.chunks._plus_product", lambda total, left, right, is_all: left @ right)
-    described = probe_head(config_of("llama"), CPU).describe()
-    assert described.startswith("whole logits (a small copy's numbers are ")
+    monkeypatch.setattr("actor_init.head.chunks._add_product", lambda total, left, right, is_whole_sum: left @ right)
+    description = probe_head(make_config("llama"), CPU).describe()
+    assert description.startswith("whole logits (a small copy's numbers are ")
 
 
 def test_a_model_that_differs_from_its_small_copy_is_refused() -> None:
-    model: PreTrainedModel = build_small_model(config_of("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU)
-    inputs = replace(actor_inputs(make_one_document(), packing=False), head=HeadForm())
+    model: PreTrainedModel = build_small_model(
+        make_config("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU
+    )
+    inputs = replace(prepare_inputs(make_one_document(), packing=False), head=HeadForm())
     with pytest.raises(UsageError, match=r"does something else .* Try: whole_logits=True"):
         action_log_probs(model, inputs)
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-def adapter_of(module: str) -> Adapter:
+def make_adapter(module: str) -> Adapter:
     return Adapter(name="default", settings={"target_modules": [module], "r": 2})
 
 
@@ -271,13 +281,13 @@ def adapter_of(module: str) -> Adapter:
         (ActorSpec(whole_logits=True), None, "--whole-logits"),
         (ActorSpec(compile=Compile.DEEPCOMPILE), None, "DeepCompile's graph is the whole model"),
         (ActorSpec(parallel=ParallelSpec(tp=2)), None, "deepspeed gives every tp rank the whole vocabulary"),
-        (ActorSpec(), adapter_of("lm_head"), "the head is peft's Linear"),
-        (ActorSpec(), adapter_of("q_proj"), ""),
+        (ActorSpec(), make_adapter("lm_head"), "the head is peft's Linear"),
+        (ActorSpec(), make_adapter("q_proj"), ""),
         (ActorSpec(backend="fsdp2", parallel=ParallelSpec(tp=2)), None, ""),
     ],
 )
 def test_what_needs_whole_logits_gets_them(spec: ActorSpec, adapter: Adapter | None, why: str, world: World) -> None:
-    config = config_of("llama")
+    config = make_config("llama")
     source = ModelSource(config=config, weights=make_random_weights(config, 0), name="", adapter=adapter)
     form = choose_head(spec, source, world)
     assert form.why_whole == why
@@ -286,17 +296,17 @@ def test_what_needs_whole_logits_gets_them(spec: ActorSpec, adapter: Adapter | N
 
 @pytest.mark.usefixtures("one_world")
 def test_a_run_says_where_its_log_probs_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    described, losses = [], []
+    descriptions, losses = [], []
     for number, typed in enumerate(([], ["--whole-logits"], ["--trace"])):
         logs = tmp_path / str(number)
         code = replay_main(["--backend", "fsdp2", "--max-inputs", "1", "--log-folder", str(logs), *typed])
         assert code == 0
         [run] = logs.glob("*/run.json")
-        [line] = [line for path in logs.glob("*/rank0.jsonl") for line in path.read_text().splitlines()]
-        described.append(json.loads(run.read_text())["facts"]["head"])
-        losses.append(json.loads(line)["loss"])
+        [record] = [line for path in logs.glob("*/rank0.jsonl") for line in path.read_text().splitlines()]
+        descriptions.append(json.loads(run.read_text())["facts"]["head"])
+        losses.append(json.loads(record)["loss"])
         assert ("whole logits" in capsys.readouterr().out) == bool(typed)
-    assert described == [
+    assert descriptions == [
         "log-probs in chunks",
         "whole logits (--whole-logits)",
         "whole logits (the trace holds them)",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from actor_init.actor import action_log_probs
-from actor_init.inputs.documents import documents_of
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.documents import find_documents
+from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
@@ -66,7 +66,7 @@ def alone(reference: Reference, ids: Tensor) -> list[float]:
 @torch.no_grad()
 def test_each_document_has_the_log_probs_it_has_alone(rows: int, given: Any, reference: Reference) -> None:
     batch = batch_of(rows, **given)
-    inputs = actor_inputs(batch, packing=True)
+    inputs = prepare_inputs(batch, packing=True)
     assert inputs.cu_seq_lens is not None
     assert torch.diff(inputs.cu_seq_lens).tolist() == LENGTHS * rows
     found_BA = action_log_probs(reference.model.set_attn_implementation("sdpa") or reference.model, inputs)
@@ -90,31 +90,31 @@ def test_each_document_has_the_log_probs_it_has_alone(rows: int, given: Any, ref
 )
 def test_one_text_is_one_document_and_keeps_its_positions(position_ids: Any, mask: Any) -> None:
     batch = batch_of(1, 6, mask=mask, position_ids=position_ids)
-    documents = documents_of(batch)
+    documents = find_documents(batch)
     assert int(documents.is_first_BS.sum()) == 1
-    assert not documents.share_rows
+    assert not documents.has_shared_rows
     real_BS = batch.attention_mask_BS
     assert torch.equal(documents.position_BS[real_BS], torch.tensor(position_ids).view(1, 6)[real_BS])
-    assert torch.equal(actor_inputs(batch, packing=False).position_ids[real_BS], documents.position_BS[real_BS])
+    assert torch.equal(prepare_inputs(batch, packing=False).position_ids[real_BS], documents.position_BS[real_BS])
 
 
 def test_positions_that_jump_within_a_text_are_replayed_in_padded_rows_alone() -> None:
     batch = batch_of(1, 6, mask=[[1, 1, 0, 0, 1, 1]], position_ids=[[0, 1, 2, 3, 4, 5]])
-    assert actor_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 1, 1, 4, 5]]
+    assert prepare_inputs(batch, packing=False).position_ids.tolist() == [[0, 1, 1, 1, 4, 5]]
     with pytest.raises(CaptureError, match=r"jump within a text, .* Try: packing=False"):
-        actor_inputs(batch, packing=True)
+        prepare_inputs(batch, packing=True)
 
 
 def test_a_row_of_padding_has_no_document() -> None:
     batch = batch_of(2, 4, mask=[[0, 0, 0, 0], [1, 1, 0, 1]], position_ids=[[0, 0, 0, 0], [0, 1, 2, 0]])
-    documents = documents_of(batch)
+    documents = find_documents(batch)
     assert documents.is_first_BS.int().tolist() == [[0, 0, 0, 0], [1, 0, 0, 1]]
-    assert documents.lengths(batch.attention_mask_BS).tolist() == [2, 1]
+    assert documents.measure_lengths(batch.attention_mask_BS).tolist() == [2, 1]
 
 
 def test_padded_rows_of_several_documents_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"several packed documents, .* Try: packing=True"):
-        actor_inputs(batch_of(position_ids=[POSITIONS]), packing=False)
+        prepare_inputs(batch_of(position_ids=[POSITIONS]), packing=False)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_padded_rows_of_several_documents_are_refused() -> None:
 )
 def test_positions_and_borders_that_fit_nothing_are_refused(given: Any, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
-        actor_inputs(batch_of(**given), packing=True)
+        prepare_inputs(batch_of(**given), packing=True)
 
 
 def test_borders_in_several_rows_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"in one row, .* in 2 rows"):
-        actor_inputs(batch_of(2, cu_seq_lens_q=BORDERS), packing=True)
+        prepare_inputs(batch_of(2, cu_seq_lens_q=BORDERS), packing=True)

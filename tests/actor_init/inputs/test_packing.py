@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from actor_init.actor import action_log_probs
-from actor_init.inputs.packing import actor_inputs, arranged, padded_to
+from actor_init.inputs.packing import arrange, pad_to, prepare_inputs
 from actor_init.model_form import Borders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
@@ -64,7 +64,7 @@ LAYOUTS = {
 @torch.no_grad()
 def test_rows_have_the_log_probs_they_have_alone(name: str, layout: Layout, reference: Reference) -> None:
     batch = batch_of(ROWS[name])
-    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
+    inputs = arrange(prepare_inputs(batch, packing=layout.joins), layout)
     found_BA = action_log_probs(reference.model.set_attn_implementation("sdpa") or reference.model, inputs)
     expected_BA = reference.log_probs(batch)
     torch.testing.assert_close(found_BA, expected_BA, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
@@ -73,7 +73,7 @@ def test_rows_have_the_log_probs_they_have_alone(name: str, layout: Layout, refe
 
 def test_packed_rows_hold_the_real_tokens_alone() -> None:
     batch = batch_of(ROWS["of many kinds"])
-    inputs = actor_inputs(batch, packing=True)
+    inputs = prepare_inputs(batch, packing=True)
     assert inputs.input_ids.tolist() == [batch.sequences_BS[batch.attention_mask_BS].tolist()]
     assert inputs.cu_seq_lens is not None
     assert inputs.cu_seq_lens.tolist() == [0, 8, 9, 21, 25, 37]
@@ -83,8 +83,8 @@ def test_packed_rows_hold_the_real_tokens_alone() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_real_token_is_fed_once_and_says_where_it_was_captured(layout: Layout) -> None:
     batch = batch_of(ROWS["of many kinds"])
-    inputs = arranged(actor_inputs(batch, packing=layout.joins), layout)
-    for fed in (inputs, padded_to(inputs, inputs.input_ids.shape[1] + 3)):
+    inputs = arrange(prepare_inputs(batch, packing=layout.joins), layout)
+    for fed in (inputs, pad_to(inputs, inputs.input_ids.shape[1] + 3)):
         is_real = fed.captured_index >= 0
         assert fed.captured_index.shape == fed.input_ids.shape
         assert fed.captured_index[is_real].tolist() == batch.attention_mask_BS.flatten().nonzero().flatten().tolist()
@@ -99,11 +99,11 @@ def test_labels_are_the_targets_where_there_is_no_action_mask() -> None:
         trains=True,
         origin=Origin(source="here"),
     )
-    inputs = actor_inputs(batch, packing=True)
+    inputs = prepare_inputs(batch, packing=True)
     assert inputs.target_ids_N.tolist() == [12, 90, 17]
     assert inputs.predictor_N.tolist() == [1, 2, 6]
 
 
 def test_a_mask_without_a_real_token_is_refused() -> None:
     with pytest.raises(CaptureError, match="no real token"):
-        actor_inputs(batch_of(["............"]), packing=True)
+        prepare_inputs(batch_of(["............"]), packing=True)

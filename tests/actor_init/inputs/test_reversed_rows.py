@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
@@ -50,9 +50,9 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         fed.append(args[0].sequences_BS.tolist())
-        return actor_inputs(*args, **kwargs)
+        return prepare_inputs(*args, **kwargs)
 
-    monkeypatch.setattr("replay.runner.run_pass.actor_inputs", watched)
+    monkeypatch.setattr("replay.runner.run_pass.prepare_inputs", watched)
     [plain] = replayed(tmp_path, "plain")
     [turned] = replayed(tmp_path, "turned", reverse_rows=True)
     assert fed[1] == fed[0][::-1]

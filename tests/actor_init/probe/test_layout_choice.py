@@ -9,8 +9,8 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from actor_init.actor import action_log_probs
-from actor_init.attention.kernel_choice import kernel_name
-from actor_init.inputs.packing import actor_inputs
+from actor_init.attention.kernel_choice import choose_kernel
+from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters
 from actor_init.model_form import Borders, Layout
 from actor_init.model_positions import add_model_positions
@@ -58,7 +58,7 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
     )
     assert spec.packing is layout.packs
     assert bool(layout.why) is (DECIDED[family] is not PACKED)
-    kernel = kernel_name(spec, world.device, config)
+    kernel = choose_kernel(spec, world.device, config)
     assert alone.off(kernel, layout) <= BOUND
     if layout.why and "does not run" not in layout.why:
         assert alone.off(kernel, PACKED) > 0.01  # without the probe
@@ -124,7 +124,7 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
     ids_BS = torch.arange(3, 15).view(2, 6)
     real_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]).bool()
     batch = MicroBatch(sequences_BS=ids_BS, attention_mask_BS=real_BS, trains=True, origin=Origin(source="tiny"))
-    inputs = actor_inputs(add_model_positions(batch, config), packing=True)
+    inputs = prepare_inputs(add_model_positions(batch, config), packing=True)
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
     with torch.no_grad():
         logits_BSV = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False).logits

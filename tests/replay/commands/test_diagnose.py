@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actor_init.actor import action_log_probs
 from actor_init.backends.fsdp2 import FSDP2Backend
-from actor_init.inputs.packing import ActorInputs, actor_inputs
+from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
 from actor_init.world import World
@@ -147,10 +147,10 @@ def frozen(but_for: str) -> Iterator[None]:
 @contextmanager
 def targets_not_shifted() -> Iterator[None]:
     def itself(*args: Any, **kwargs: Any) -> ActorInputs:
-        inputs = actor_inputs(*args, **kwargs)
+        inputs = prepare_inputs(*args, **kwargs)
         return replace(inputs, target_ids_N=inputs.input_ids.flatten()[inputs.predictor_N])
 
-    with patch("replay.runner.run_pass.actor_inputs", itself):
+    with patch("replay.runner.run_pass.prepare_inputs", itself):
         yield
 
 

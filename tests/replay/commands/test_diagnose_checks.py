@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from actor_init.inputs.documents import documents_of
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.documents import find_documents
+from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
 from replay.commands.diagnose import reference_losses as losses_four_ways
 from replay.commands.diagnose.checks import Curve, difference, goal_of_a_row, halves, of_peers, twice
@@ -83,7 +83,7 @@ def test_rows_are_taken_with_all_that_belongs_to_them() -> None:
 )
 def test_packed_documents_stay_apart_when_rows_are_repeated(extra: dict[str, torch.Tensor]) -> None:
     doubled = twice(batch_of([[1, 2, 3, 4, 5]], extra_tensors=extra))
-    assert documents_of(doubled).lengths(doubled.attention_mask_BS).tolist() == [2, 3, 2, 3]
+    assert find_documents(doubled).measure_lengths(doubled.attention_mask_BS).tolist() == [2, 3, 2, 3]
 
 
 def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
@@ -96,7 +96,7 @@ def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
         for ids_1L, _, label_1L in documents_alone(batch)
         for kept in [label_1L[0, 1:] != IGNORED_LABEL]
     ]
-    inputs = actor_inputs(batch, packing=True)
+    inputs = prepare_inputs(batch, packing=True)
     assert [ids for before, _ in alone for ids in before.tolist()] == inputs.input_ids[0, inputs.predictor_N].tolist()
     assert [target for _, after in alone for target in after.tolist()] == inputs.target_ids_N.tolist() == [3, 5, 9]
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface
 
 from actor_init.attention import kernel_choice
-from actor_init.attention.kernel_choice import default_kernel
+from actor_init.attention.kernel_choice import choose_default_kernel
 from actor_init.attention.kernels import register
 from actor_init.declarations.attention import KERNELS
 from replay.command_line.cli import main
@@ -165,8 +165,8 @@ def test_what_is_not_installed_fails_only_where_it_is_needed() -> None:
 
 
 def test_sdpa_is_within_its_bound_by_far() -> None:
-    assert kernel_choice.error_of("sdpa", CPU) < kernel_choice.BOUND / 3
-    assert default_kernel(CPU) == "sdpa"
+    assert kernel_choice.measure_error("sdpa", CPU) < kernel_choice.BOUND / 3
+    assert choose_default_kernel(CPU) == "sdpa"
 
 
 def _without_documents(mask: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_kernel_with_a_wrong_mask_is_wrong(monkeypatch: pytest.MonkeyPatch, wr
         return right(module, query, key, value, wrong(mask), **more)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    assert kernel_choice.error_of("sdpa", CPU) > 5 * kernel_choice.BOUND
+    assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(module, query, key * 0.5 + key.detach() * 0.5, value, mask, **more)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    assert kernel_choice.error_of("sdpa", CPU) > 5 * kernel_choice.BOUND
+    assert kernel_choice.measure_error("sdpa", CPU) > 5 * kernel_choice.BOUND
 
 
 def test_a_kernel_of_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_kernel_of_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return right(module, *inputs, **more)[0] * float("nan"), None
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
-    error = kernel_choice.error_of("sdpa", CPU)
+    error = kernel_choice.measure_error("sdpa", CPU)
     check = tried("sdpa", Answer(facts={"error": error, "bound": 0.02}), works="", cost="", needed=True, has_error=True)
     assert check.fails
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
@@ -45,7 +45,7 @@ def call_of(**changes: object) -> Call:
 
 def targets(call: Call) -> set[int]:
     """The token ids that a replay computes log-probs of; here each id is in one place."""
-    return set(actor_inputs(call.micro_batch(), packing=False).target_ids_N.tolist())
+    return set(prepare_inputs(call.micro_batch(), packing=False).target_ids_N.tolist())
 
 
 @pytest.mark.parametrize("rows", [(0,), (1, 2), (2,)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.agreement.rows import ParityLog, State
 from replay.command_line import cli
@@ -393,7 +393,7 @@ def positions_go_on(*args: Any, **kwargs: Any) -> Any:
 
     import torch
 
-    inputs = actor_inputs(*args, **kwargs)
+    inputs = prepare_inputs(*args, **kwargs)
     if inputs.cu_seq_lens is None:
         return inputs
     return replace(inputs, position_ids=torch.arange(inputs.input_ids.shape[1]).unsqueeze(0))
@@ -402,7 +402,7 @@ def positions_go_on(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     tmp_path: Path, in_process: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.run_pass.actor_inputs", positions_go_on)
+    monkeypatch.setattr("replay.runner.run_pass.prepare_inputs", positions_go_on)
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {State.DONE}

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from actor_init.backends.protocol import open_backend
 from actor_init.declarations.backends import BACKENDS
-from actor_init.inputs.packing import actor_inputs, unpacked
+from actor_init.inputs.packing import prepare_inputs, unpack
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
@@ -311,10 +311,10 @@ def test_shapes_count_what_a_pass_is_fed() -> None:
     assert wrong == []
     for path, shape in zip(paths, shapes, strict=True):
         batch = read_call(path).micro_batch()
-        packed, padded = actor_inputs(batch, packing=True), actor_inputs(batch, packing=False)
+        packed, padded = prepare_inputs(batch, packing=True), prepare_inputs(batch, packing=False)
         assert shape.fed_tokens(Rows.PACKED) == packed.input_ids.numel()
         assert shape.fed_tokens(Rows.PADDED) == padded.input_ids.numel()
-        assert shape.fed_tokens(Rows.DOCUMENTS) == unpacked(packed).input_ids.numel()
+        assert shape.fed_tokens(Rows.DOCUMENTS) == unpack(packed).input_ids.numel()
         assert shape.action_tokens == len(packed.predictor_N)
 
 

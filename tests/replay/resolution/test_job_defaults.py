@@ -104,7 +104,7 @@ def test_a_ring_has_a_kernel_of_its_own() -> None:
 def test_auto_is_fused_where_the_job_used_liger(
     first: Call | None, typed: Kernels, expected: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.resolution.job_defaults.lack_of_liger", lambda where: None)
+    monkeypatch.setattr("replay.resolution.job_defaults.find_liger_lack", lambda where: None)
     spec = ReplaySpec(actor=ActorSpec(kernels=typed))
     assert settled(spec.actor, from_job(spec, first, SELECTION, "cuda")).kernels is expected
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import ActorInputs, actor_inputs
+from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import default_folder
@@ -132,7 +132,7 @@ def events() -> list[str]:
 
 @pytest.fixture
 def inputs() -> PassInputs:
-    fed = actor_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
+    fed = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
     return PassInputs(
         fed=fed, loss_of=torch.sum, trains=True, autograd=True, backward=True, ends_window=True, num_columns=1
     )

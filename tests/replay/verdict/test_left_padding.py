@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
-from actor_init.inputs.packing import actor_inputs
+from actor_init.inputs.packing import prepare_inputs
 from capture import recording
 from capture.file_format.micro_batch import MicroBatch, Origin
 from tests.helpers.children import run_with
@@ -117,7 +117,7 @@ def test_padding_predicts_a_row_s_first_token_if_it_has_a_label(are_shifted: boo
     batch = MicroBatch(
         sequences_BS=ids_BS, attention_mask_BS=mask_BS, trains=True, origin=origin, padding_predicts=True, **given
     )
-    padded, packed = actor_inputs(batch, packing=False), actor_inputs(batch, packing=True)
+    padded, packed = prepare_inputs(batch, packing=False), prepare_inputs(batch, packing=True)
     assert padded.target_ids_N.tolist() == [12, 13, 16, 17, 19, 20, 21]
     assert padded.predictor_N.tolist() == [1, 2, 5, 6, 8, 9, 10]
     assert packed.target_ids_N.tolist() == [13, 16, 17, 19, 20, 21]
