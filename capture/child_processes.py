@@ -1,6 +1,6 @@
 """Have the ranks that a job starts itself recorded too, though they are other processes.
 
-A launcher inside a script starts the other ranks in one of three ways. While `recorded_children` is open
+A launcher inside a script starts the other ranks in one of three ways. While `record_children` is open
 
 * the same script or module, started again for a rank (Lightning's default): it is started as `capture run` does
 * a new interpreter that multiprocessing spawns for a function of the job or of torch.multiprocessing: it searches for
@@ -24,48 +24,56 @@ from pathlib import Path
 from typing import Any
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
-_TARGETS = ("torch.multiprocessing.spawn", "__main__")  # modules of functions that may train
+# A process that multiprocessing starts may train if its function is of one of these modules.
+_TRAINING_MODULES = ("torch.multiprocessing.spawn", "__main__")
 _ROOT = str(Path(__file__).resolve().parent.parent)
-_IMPORTABLE = f"import sys; sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
+# A child may have another path, so each command that it runs first makes this package importable.
+_MAKE_IMPORTABLE = f"import sys; sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
 
 
 @contextmanager
-def recorded_children(*, name: str, is_module: bool, order: Mapping[str, Any]) -> Iterator[None]:
+def record_children(*, name: str, is_module: bool, order: Mapping[str, Any]) -> Iterator[None]:
     """Have processes that are started in this context recorded as `order` says.
 
-    name   of the job, as it was typed
+    Three functions of the standard library are replaced while the context is open: one starts a process by its command,
+    the second starts a process for a function, and the third, which the second calls, makes the command of such a
+    process. The order travels in the command.
+
+    name   the job's name, as it was typed
     order  plain data for JSON, given to `capture.run.run_again` and `capture.run.record_spawned`
     """
-    starts_again = _SameJob(name, is_module)
+    is_same_job = _SameJob(name, is_module)
     text = json.dumps(order)
 
-    def command_for(command: Any, environment: Any) -> Any:
-        if not starts_again(command) or not any(one in (environment or os.environ) for one in _RANK_VARIABLES):
+    def change_command(command: Any, environment: Any) -> Any:
+        is_rank = any(variable in (environment or os.environ) for variable in _RANK_VARIABLES)
+        if not is_same_job(command) or not is_rank:
             return command
-        rest = command[3 if is_module else 2 :]
-        again = f"{_IMPORTABLE}from capture.run import run_again; run_again()"
-        return [command[0], "-c", again, text, command[2 if is_module else 1], *rest]
+        arguments = command[3 if is_module else 2 :]
+        again = f"{_MAKE_IMPORTABLE}from capture.run import run_again; run_again()"
+        return [command[0], "-c", again, text, command[2 if is_module else 1], *arguments]
 
     start, launch = subprocess.Popen.__init__, multiprocessing.popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
     command_line = multiprocessing.spawn.get_command_line
-    is_of_rank: list[bool] = []
+    # Whether each launch under way, the innermost last, may be that of a rank.
+    may_train: list[bool] = []
 
     def our_start(self: Any, args: Any, *more: Any, **settings: Any) -> None:
-        start(self, command_for(args, settings.get("env")), *more, **settings)
+        start(self, change_command(args, settings.get("env")), *more, **settings)
 
     def our_launch(self: Any, process: Any) -> None:
-        is_of_rank.append(getattr(getattr(process, "_target", None), "__module__", None) in _TARGETS)
+        may_train.append(getattr(getattr(process, "_target", None), "__module__", None) in _TRAINING_MODULES)
         try:
             launch(self, process)
         finally:
-            is_of_rank.pop()
+            may_train.pop()
 
     def our_command_line(**settings: Any) -> list[str]:
         command = command_line(**settings)
-        if is_of_rank and is_of_rank[-1] and "-c" in command:
-            place = command.index("-c") + 1
-            search = f"{_IMPORTABLE}from capture.run import record_spawned; record_spawned({text!r}); "
-            command[place] = search + command[place]
+        if may_train and may_train[-1] and "-c" in command:
+            code_index = command.index("-c") + 1
+            search = f"{_MAKE_IMPORTABLE}from capture.run import record_spawned; record_spawned({text!r}); "
+            command[code_index] = search + command[code_index]
         return command
 
     replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = [
@@ -79,7 +87,8 @@ def recorded_children(*, name: str, is_module: bool, order: Mapping[str, Any]) -
         yield
     finally:
         for owner, attribute, original, ours in replaced:
-            if getattr(owner, attribute) is ours:  # else somebody has wrapped ours, which only passes on
+            # Where somebody has wrapped ours meanwhile, it stays: to restore the original would remove the wrapper.
+            if getattr(owner, attribute) is ours:
                 setattr(owner, attribute, original)
 
 
@@ -98,19 +107,19 @@ class _SameJob:
         return len(command) > 1 and command[0] == sys.executable and Path(command[1]).resolve() == self._script
 
 
-def marks_folder() -> Path:
-    """Choose a folder in which this process's children say that they record."""
+def choose_marks_folder() -> Path:
+    """Choose a folder in which this process's children leave a mark that they record."""
     return Path(tempfile.gettempdir()) / f"capture-run-{os.getuid()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 def leave_mark(folder: Path) -> None:
-    """Say that this process records. Raises OSError."""
+    """Leave a mark that this process records. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / str(os.getpid())).touch()
 
 
 def take_marks(folder: Path) -> Sequence[int]:
-    """List the processes that left a mark, and remove the folder."""
+    """Return the ids of the processes that left a mark, and remove the folder."""
     if not folder.is_dir():
         return []
     paths = list(folder.iterdir())

@@ -11,7 +11,8 @@ from capture.facts import FactError, Setting, flag_of, spell_settings
 from capture.file_format.micro_batch import CaptureError
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
-DEFAULT_MAX_BYTES = 25 * 2**20  # what an issue on GitHub takes as an attachment
+# An issue on GitHub takes attachments of this size.
+DEFAULT_MAX_BYTES = 25 * 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,26 +28,26 @@ def _parser() -> argparse.ArgumentParser:
     from capture.importers import IMPORTERS
 
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
-    # `deepspeed --module capture run ...` puts it here; the script gets it, as it would without `capture run`
+    # `deepspeed --module capture run ...` puts this before the command. The script gets it, as without `capture run`.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(
-        name: str, action: Callable[[argparse.Namespace], int], help: str, of: str = "Folder of captures."
+    def add_command(
+        name: str, action: Callable[[argparse.Namespace], int], help: str, folder_help: str = "Folder of captures."
     ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=help, description=help)
-        added.set_defaults(action=_refusing(action))
-        added.add_argument("folder", type=Path, help=of)
-        return added
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(action=_catch_errors(action))
+        command.add_argument("folder", type=Path, help=folder_help)
+        return command
 
     _add_run(commands)
-    command("check", _check, "Read every capture and compare it with the manifests and indexes.")
-    command(
+    add_command("check", _check, "Read every capture and compare it with the manifests and indexes.")
+    add_command(
         "salvage",
         _salvage,
         "Write the passes that killed processes of this host left in memory; cut torn segments.",
     )
-    collect = command(
+    collect = add_command(
         "collect",
         _collect,
         "Bring home what the nodes of a Ray cluster recorded.",
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_argument(
         "--node", metavar="NAME", help="Host of the nodes to ask, or beginning of an id (default: all)."
     )
-    convert = command(
+    convert = add_command(
         "convert",
         _convert,
         "Write older dumps, and those of other projects, as format 1.",
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Write many passes into one file of about this size, as 64MB (default: a file a pass).",
     )
     convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: those of the dump).")
-    redact = command("redact", _redact, "Write a copy of the folder without its text.")
+    redact = add_command("redact", _redact, "Write a copy of the folder without its text.")
     redact.add_argument("target", type=Path, help="A new folder.")
     redact.add_argument(
         "--tokens",
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         default="permute",
         help="What token ids become (default: permute).",
     )
-    pack = command("pack", _pack, "Put the folder into one zip file.")
+    pack = add_command("pack", _pack, "Put the folder into one zip file.")
     pack.add_argument("target", type=Path, help="The zip file.")
     pack.add_argument(
         "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="Largest size of the zip file (default: %(default)s)."
@@ -148,24 +149,24 @@ def _run(parsed: argparse.Namespace) -> int:
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         check_retention(**settings)
-        arguments = _names(parsed.arguments)
+        arguments = _parse_argument_names(parsed.arguments)
     except ValueError as error:
-        return _wrong_usage(error)
-    from capture.run import Job, folder_for, run
+        return _print_usage_error(error)
+    from capture.run import ScriptJob, choose_folder, run
 
-    name, *rest = parsed.job
+    name, *script_arguments = parsed.job
     local_rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
-    job = Job(name=name, is_module=parsed.is_module, arguments=[*local_rank, *rest])
+    job = ScriptJob(name=name, is_module=parsed.is_module, arguments=[*local_rank, *script_arguments])
     try:
-        folder = folder_for(job, parsed.to)
+        folder = choose_folder(job, parsed.to)
     except CaptureError as error:
-        return _wrong_usage(error)
+        return _print_usage_error(error)
     run(job, folder=folder, module_name=parsed.module, settings=settings, arguments=arguments)
     return 0
 
 
-def _names(typed: str | None) -> dict[str, str]:
-    """Read `idx=input_ids,targets=labels`. Raises CaptureError."""
+def _parse_argument_names(typed: str | None) -> dict[str, str]:
+    """Parse `idx=input_ids,targets=labels`. Raises CaptureError."""
     from capture.record.call_arguments import check_argument_names
 
     pairs = [pair.partition("=") for pair in (typed or "").split(",") if pair]
@@ -180,38 +181,39 @@ def _names(typed: str | None) -> dict[str, str]:
     return names
 
 
-def _refusing(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    def refusing(parsed: argparse.Namespace) -> int:
+def _catch_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    def run_action(parsed: argparse.Namespace) -> int:
         try:
             return action(parsed)
         except (CaptureError, OSError) as error:
-            return _wrong_usage(error)
+            return _print_usage_error(error)
 
-    return refusing
+    return run_action
 
 
-def _wrong_usage(error: Exception) -> int:
-    print(f"capture: {in_flags(error)}", file=sys.stderr)
+def _print_usage_error(error: Exception) -> int:
+    """Print the error on stderr, and return the exit code of wrong usage."""
+    print(f"capture: {spell_in_flags(error)}", file=sys.stderr)
     return 2
 
 
-def in_flags(error: Exception) -> str:
-    """Return an error's sentence with settings as they are typed here."""
-    flags = dict(_flags(_parser()))
+def spell_in_flags(error: Exception) -> str:
+    """Return an error's sentence with settings as they are typed in this command line."""
+    flags = dict(_list_flags(_parser()))
 
-    def as_typed(setting: Setting) -> str:
+    def spell(setting: Setting) -> str:
         flag = flags.get(setting.name, flag_of(setting.name))
         return f"{flag} {setting.value}" if setting.has_value else flag
 
-    return spell_settings(error.text if isinstance(error, FactError) else str(error), as_typed)
+    return spell_settings(error.text if isinstance(error, FactError) else str(error), spell)
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+def _list_flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Yield the name and the flag of each option of a parser, and of the commands below it."""
     for option in parser._actions:
         if isinstance(option, argparse._SubParsersAction):
             for command in option.choices.values():
-                yield from _flags(command)
+                yield from _list_flags(command)
         elif option.option_strings:
             yield option.dest, option.option_strings[-1]
 
@@ -267,16 +269,17 @@ def _collect(parsed: argparse.Namespace) -> int:
         bar.show(num_done // 2**20, num_all // 2**20, f"MiB from {text}")
 
     try:
-        with redirect_stdout(sys.stderr):  # Ray prints there what it thinks of a node that dies
-            done = collect_folder(folder, target, address=parsed.address, node=parsed.node, on_progress=show)
+        # Ray prints on stdout what it thinks of a node that dies.
+        with redirect_stdout(sys.stderr):
+            collection = collect_folder(folder, target, address=parsed.address, node=parsed.node, on_progress=show)
     except KeyboardInterrupt:
         bar.clear()
         print(f"capture: interrupted. What is in {target} is whole; type the same again for the rest", file=sys.stderr)
         return 130
     bar.clear()
-    for line in done.lines(folder, target):
+    for line in collection.lines(folder, target):
         print(line)
-    return 0 if done.is_whole else 1
+    return 0 if collection.is_whole else 1
 
 
 def _convert(parsed: argparse.Namespace) -> int:
@@ -284,44 +287,47 @@ def _convert(parsed: argparse.Namespace) -> int:
     from capture.progress_bar import ProgressBar
 
     bar = ProgressBar()
-    done = convert_folder(
+    conversion = convert_folder(
         parsed.folder,
         parsed.target,
         project=parsed.project,
         num_rows=parsed.rows,
-        segment=_segment(parsed.segment),
+        segment=_parse_segment_size(parsed.segment),
         on_progress=bar.show,
     )
     bar.clear()
-    share = done.num_bytes_after / done.num_bytes_before if done.num_bytes_before else 0
+    num_bytes_before = conversion.num_bytes_before
+    share = conversion.num_bytes_after / num_bytes_before if num_bytes_before else 0
     print(
-        f"converted  {done.num_written} passes to {parsed.target}, {share:.0%} of their size, each read back and equal"
+        f"converted  {conversion.num_written} passes to {parsed.target}, {share:.0%} of their size, "
+        "each read back and equal"
     )
-    return _refused(done.refused)
+    return _print_refused(conversion.refused)
 
 
 def _redact(parsed: argparse.Namespace) -> int:
-    from capture.folder_tools.redact import Tokens, redact_folder
+    from capture.folder_tools.redact import TokenRedaction, redact_folder
 
-    done = redact_folder(parsed.folder, parsed.target, Tokens(parsed.tokens))
-    print(f"redacted   {done.num_written} passes to {parsed.target}, tokens: {parsed.tokens}")
-    if done.blanked:
-        print(f"blanked    {', '.join(sorted(done.blanked))}")
-    return _refused(done.refused)
+    redaction = redact_folder(parsed.folder, parsed.target, TokenRedaction(parsed.tokens))
+    print(f"redacted   {redaction.num_written} passes to {parsed.target}, tokens: {parsed.tokens}")
+    if redaction.blanked:
+        print(f"blanked    {', '.join(sorted(redaction.blanked))}")
+    return _print_refused(redaction.refused)
 
 
 def _pack(parsed: argparse.Namespace) -> int:
     from capture.folder_tools.pack import pack_folder
 
-    done = pack_folder(parsed.folder, parsed.target, max_bytes=parsed.max_bytes)
-    print(f"packed     {done.num_passes} passes in {done.path}, {done.num_bytes:,} bytes")
-    if done.left_out is not None:
-        print(f"left out   {done.num_left_out} passes, from {done.left_out} on: more than {parsed.max_bytes:,} bytes")
+    packed = pack_folder(parsed.folder, parsed.target, max_bytes=parsed.max_bytes)
+    print(f"packed     {packed.num_passes} passes in {packed.path}, {packed.num_bytes:,} bytes")
+    if packed.left_out is not None:
+        limit = f"more than {parsed.max_bytes:,} bytes"
+        print(f"left out   {packed.num_left_out} passes, from {packed.left_out} on: {limit}")
     print("           it holds what was captured; to take the text out first: capture redact")
     return 0
 
 
-def _segment(typed: str | None) -> int | None:
+def _parse_segment_size(typed: str | None) -> int | None:
     from capture.record.retention import parse_segment_bytes
 
     try:
@@ -330,7 +336,8 @@ def _segment(typed: str | None) -> int | None:
         raise CaptureError(str(error)) from None
 
 
-def _refused(refused: Mapping[str, CaptureError]) -> int:
+def _print_refused(refused: Mapping[str, CaptureError]) -> int:
+    """Print each refusal, and return the exit code."""
     for error in refused.values():
-        print(f"refused    {in_flags(error)}")
+        print(f"refused    {spell_in_flags(error)}")
     return 1 if refused else 0

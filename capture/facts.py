@@ -43,9 +43,9 @@ class Setting:
         return f"{self.name}={self.value!r}" if self.has_value else self.name
 
 
-def spell_settings(text: str, words: Callable[[Setting], str]) -> str:
-    """Return a sentence in which `words` names the settings."""
-    return MARK.sub(lambda mark: _spell_setting(mark, words), text)
+def spell_settings(text: str, spell: Callable[[Setting], str]) -> str:
+    """Return a sentence in which each mark has become what `spell` makes of its setting."""
+    return MARK.sub(lambda mark: _spell_setting(mark, spell), text)
 
 
 def flag_of(name: str) -> str:
@@ -53,11 +53,12 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _spell_setting(mark: re.Match[str], words: Callable[[Setting], str]) -> str:
+def _spell_setting(mark: re.Match[str], spell: Callable[[Setting], str]) -> str:
     name, value = mark.groups()
     try:
-        return words(Setting(name, None if value is None else json.loads(value)))
-    except (ValueError, RecursionError):  # no mark of ours, but what a file or a library wrote
+        return spell(Setting(name, None if value is None else json.loads(value)))
+    except (ValueError, RecursionError):
+        # This is no mark that a Setting made: a file or a library wrote it into the sentence.
         return mark[0]
 
 

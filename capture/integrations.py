@@ -15,7 +15,7 @@ from capture.record.call_arguments import check_argument_names
 from capture.record.recorder import Recorder
 from capture.record.retention import check_retention
 from capture.recordings import recording
-from capture.search import Search
+from capture.search import ModuleSearch
 
 
 class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -33,7 +33,7 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.recorder: Recorder | None = None
         self._folder = Path(folder).absolute()
         self._settings = settings
-        self._search: Search | None = None
+        self._search: ModuleSearch | None = None
         self._logged_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
@@ -44,7 +44,7 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         def is_wanted(module: nn.Module, *_: Any) -> bool:
             return torch.is_grad_enabled() and any(inner is model for inner in module.modules())
 
-        self._search = Search(is_wanted, self._record)
+        self._search = ModuleSearch(is_wanted, self._record)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Note the logged loss and norm for the latest pass.

@@ -1,4 +1,7 @@
-"""Show progress and time left in one terminal line that overwrites itself."""
+"""Show progress and time left in one terminal line that overwrites itself.
+
+`rich.live` is not used: its refresh thread would disturb measurements.
+"""
 
 import shutil
 import sys
@@ -17,10 +20,10 @@ class ProgressBar:
         self._began = time.monotonic()
 
     def show(self, num_done: int, num_all: int, text: str = "") -> None:
-        """Show how much is done. `rich.live` is not used: its refresh thread would disturb measurements."""
+        """Show how much is done, and how long the remaining part may take."""
         seconds = time.monotonic() - self._began
         filled = BAR_WIDTH * num_done // max(num_all, 1)
-        left = f", {duration(seconds / num_done * (num_all - num_done))} left" if 0 < num_done < num_all else ""
+        left = f", {_format_duration(seconds / num_done * (num_all - num_done))} left" if 0 < num_done < num_all else ""
         self._overwrite(f"{'#' * filled:.<{BAR_WIDTH}} {num_done:,} of {num_all:,}{left}  {text}".rstrip())
 
     def clear(self) -> None:
@@ -33,7 +36,7 @@ class ProgressBar:
             self._file.flush()
 
 
-def duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Format seconds as `12 s`, `3 min` or `1 h 20 min`."""
     if seconds < 100:
         return f"{seconds:.0f} s"

@@ -25,18 +25,18 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from capture.child_processes import leave_mark, marks_folder, recorded_children, take_marks
+from capture.child_processes import choose_marks_folder, leave_mark, record_children, take_marks
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_rank_and_world_size
 from capture.record.optimizer_hooks import RunningStepHook
 from capture.record.recorder import Recorder, call_at_child_exit, hold_notes, take_held_notes
 from capture.recordings import recording
-from capture.search import Search, TrainedLanguageModel, is_called
+from capture.search import ModuleSearch, TrainedLanguageModel, has_class_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ScriptJob:
     """A script by its path, or a module by its dotted name, and the arguments that it is given."""
 
     name: str
@@ -50,7 +50,8 @@ class Job:
     def run(self) -> None:
         """Run it as `python NAME` or `python -m NAME` would. Raises what it raises."""
         sys.argv = [self.name, *self.arguments]
-        if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
+        # Under `python -P` nothing is put before the path. The flag is there since Python 3.11.
+        if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -73,14 +74,14 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What to record, and where.
+class RecordingOrder:
+    """What to record, and where. Child processes get it as JSON.
 
     folder       an absolute path: the job may go to another folder
     module_name  class of the module to record, in place of the model that is trained
-    arguments    the forward's names to those of a capture
-    settings     of `recording`, already checked
-    marks        folder in which child processes say that they record
+    arguments    names that a capture has for arguments, by the forward's names
+    settings     settings of `recording`, already checked
+    marks        folder in which child processes leave a mark that they record
     """
 
     folder: str
@@ -89,20 +90,26 @@ class Order:
     settings: Mapping[str, Any]
     marks: str
 
-    def recording(self, module: nn.Module) -> Recorder:
+    def record(self, module: nn.Module) -> Recorder:
         return recording(module, self.folder, arguments=self.arguments, **self.settings)
 
 
 class ModelSearch:
-    """Records the job's model from its first call on, in this process or in a fork of it, once there is one."""
+    """Records the job's model from its first call on, in this process or in a fork of it, once there is one.
 
-    def __init__(self, order: Order, keep: Callable[[Recorder], object]) -> None:
+    recordings      class name and recorder of what was found: one at most
+    language_model  tells the model that is trained from other modules
+    close           is called with the recorder, to have it closed when this process's job ends; a fork of this process
+                    closes its recorder at its own end
+    """
+
+    def __init__(self, order: RecordingOrder, close: Callable[[Recorder], object]) -> None:
         self.recordings: list[tuple[str, Recorder]] = []
-        self.trained = TrainedLanguageModel(order.arguments)
+        self.language_model = TrainedLanguageModel(order.arguments)
         self._order = order
-        self._keep = keep
+        self._close = close
         self._process = os.getpid()
-        self._search = Search(self._is_wanted, self._found)
+        self._search = ModuleSearch(self._accepts, self._record)
         self._late_hooks = RunningStepHook()
         hold_notes()
 
@@ -111,40 +118,44 @@ class ModelSearch:
         self._late_hooks.remove()
         take_held_notes()
 
-    def _is_wanted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _accepts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = self._order.module_name
         if name is not None:
-            return is_called(name, module)
-        is_wanted = self.trained(module, args, kwargs)
-        if not (is_wanted or torch.is_grad_enabled()) and type(module).__name__ in self.trained.called_without_autograd:
-            hold_notes()  # those before were of this pass, which is not recorded
-        return is_wanted
+            return has_class_name(module, name)
+        is_trained = self.language_model(module, args, kwargs)
+        passed_over = self.language_model.called_without_autograd
+        if not (is_trained or torch.is_grad_enabled()) and type(module).__name__ in passed_over:
+            # The notes so far belong to this pass, which is not recorded: holding begins anew without them.
+            hold_notes()
+        return is_trained
 
-    def _found(self, module: nn.Module) -> None:
-        recorder = self._order.recording(module)
+    def _record(self, module: nn.Module) -> None:
+        recorder = self._order.record(module)
         self._late_hooks.remove()
         recorder.note_next(**take_held_notes())
         self.recordings.append((type(module).__name__, recorder))
         if os.getpid() == self._process:
-            self._keep(recorder)
+            self._close(recorder)
         else:
-            self.end_with_process()
+            self.close_at_child_exit()
 
-    def end_with_process(self) -> None:
+    def close_at_child_exit(self) -> None:
         """Have this process, which multiprocessing has started for a function, say at its end what was recorded."""
         leave_mark(Path(self._order.marks))
-        call_at_child_exit(self._sum_up_as_child, order=0)  # the recorder has closed before
+        # The order puts this after the recorder's own closing.
+        call_at_child_exit(self._print_as_child, order=0)
 
-    def _sum_up_as_child(self) -> None:
+    def _print_as_child(self) -> None:
         if self.recordings[0][1].rank == 0:
-            print(self.summary(), file=sys.stderr)
+            print(self.describe(), file=sys.stderr)
 
-    def summary(self) -> str:
-        return _summary(self.recordings, self.trained, self._order)
+    def describe(self) -> str:
+        """Return the last line of `capture run`."""
+        return _describe_recordings(self.recordings, self.language_model, self._order)
 
 
 def run(
-    job: Job,
+    job: ScriptJob,
     *,
     folder: Path,
     module_name: str | None,
@@ -153,38 +164,38 @@ def run(
 ) -> None:
     """Run `job` in this process, and record it and the ranks that it starts. Raises what the job raises, no more.
 
-    The parameters are those of `Order`.
+    The parameters are those of `RecordingOrder`.
     """
-    marks = marks_folder()
-    order = Order(
+    marks = choose_marks_folder()
+    order = RecordingOrder(
         folder=str(folder), module_name=module_name, arguments=arguments or {}, settings=settings, marks=str(marks)
     )
     search = None
     try:
-        with ExitStack() as stack:  # so that the recorder is told what the job raises
+        # The recorder is closed by this stack, so it is told what the job raises.
+        with ExitStack() as stack:
             search = _search_in(stack, order)
-            stack.enter_context(recorded_children(name=job.name, is_module=job.is_module, order=asdict(order)))
+            stack.enter_context(record_children(name=job.name, is_module=job.is_module, order=asdict(order)))
             job.run()
     except Exception as error:
         _repeat_for_torchrun(error, job)
         raise
     finally:
+        # Rank 0 alone prints the last line; where nothing was recorded here but in children, they print theirs.
         children = take_marks(marks)
-        is_first = (
-            search.recordings[0][1].rank if search and search.recordings else read_rank_and_world_size()[0]
-        ) == 0
-        if search is not None and is_first and (search.recordings or not children):
-            print(search.summary(), file=sys.stderr)
+        rank = search.recordings[0][1].rank if search and search.recordings else read_rank_and_world_size()[0]
+        if search is not None and rank == 0 and (search.recordings or not children):
+            print(search.describe(), file=sys.stderr)
 
 
 def run_again() -> None:
     """Run the job that another process runs too and has started again for a rank.
 
-    The command line has the order and the job's. It raises what the job raises, and sums up where it recorded rank 0.
+    The command line has the order, then the job's name and arguments. Raises what the job raises.
     """
     _, text, name, *arguments = sys.argv
-    order = Order(**json.loads(text))
-    job = Job(name=name, is_module=not Path(name).is_file(), arguments=arguments)
+    order = RecordingOrder(**json.loads(text))
+    job = ScriptJob(name=name, is_module=not Path(name).is_file(), arguments=arguments)
     with ExitStack() as stack:
         _search_in(stack, order)
         job.run()
@@ -192,89 +203,94 @@ def run_again() -> None:
 
 def record_spawned(text: str) -> None:
     """Search for the model in a process that multiprocessing has spawned, to which `text` is the order."""
-    order = Order(**json.loads(text))
-    search = ModelSearch(order, lambda recorder: search.end_with_process())
+    order = RecordingOrder(**json.loads(text))
+    search = ModelSearch(order, lambda recorder: search.close_at_child_exit())
 
 
-def _search_in(stack: ExitStack, order: Order) -> ModelSearch:
+def _search_in(stack: ExitStack, order: RecordingOrder) -> ModelSearch:
     """Search until the context ends, which closes the recorder too."""
     search = ModelSearch(order, stack.enter_context)
     stack.callback(search.end)
     return search
 
 
-def _repeat_for_torchrun(error: Exception, job: Job) -> None:
+def _repeat_for_torchrun(error: Exception, job: ScriptJob) -> None:
     """Have torchrun print the job's name and traceback, as it would print those of a job with `@record`.
 
     Its headline, `capture FAILED`, names what it was told to start; no process that it starts can change that.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # the job ends as it would
+        # Whatever fails here, the job ends with its own error.
+        with suppress(OSError, ValueError, KeyError, TypeError):
             get_error_handler().record_exception(error)
-            written = json.loads(Path(path).read_text())
-            shown = written["message"]["extraInfo"]
-            shown["py_callstack"] = f"{job.name} FAILED, not capture, which only ran it\n{shown['py_callstack']}"
-            Path(path).write_text(json.dumps(written))
+            report = json.loads(Path(path).read_text())
+            extra_info = report["message"]["extraInfo"]
+            headline = f"{job.name} FAILED, not capture, which only ran it"
+            extra_info["py_callstack"] = f"{headline}\n{extra_info['py_callstack']}"
+            Path(path).write_text(json.dumps(report))
 
 
-def folder_for(job: Job, asked: Path | None) -> Path:
-    """Choose the folder: what was asked for, or `inputs/<time>-<script>`, with the time at which the whole job began.
+def choose_folder(job: ScriptJob, typed: Path | None) -> Path:
+    """Choose the folder: the typed one, or `inputs/<time>-<script>`, with the time at which the whole job began.
 
     Raises CaptureError for a script that does not exist, and if ranks cannot agree on a time.
     """
     if not job.is_module and not Path(job.name).is_file():
         raise CaptureError(f"{job.name}: no such script. Try: capture run train.py, or capture run -m package.module")
-    if asked is not None:
-        return asked.absolute()
-    began = datetime.now().astimezone()
+    if typed is not None:
+        return typed.absolute()
+    start = datetime.now().astimezone()
+    # Several ranks need the same time. They have their launcher in common, so it is the time at which that started.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        began = _start_of(os.getppid()).astimezone()
-    return Path("inputs").absolute() / f"{began:%Y%m%d-%H%M%S}-{job.short_name}"
+        start = _read_start_time(os.getppid()).astimezone()
+    return Path("inputs").absolute() / f"{start:%Y%m%d-%H%M%S}-{job.short_name}"
 
 
-def _start_of(process: int) -> datetime:
+def _read_start_time(process: int) -> datetime:
     """Read when a process was started from Linux's /proc: clock ticks since boot, and the time of the boot."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-        booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        boot_line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     except (OSError, StopIteration):
         why = "several ranks need one folder, and here they cannot tell when their launcher was started"
         raise CaptureError(f"{why}. Try: capture run {Setting('to', 'inputs/my-run')} ...") from None
-    return datetime.fromtimestamp(int(booted.split()[1]), timezone.utc) + timedelta(
-        seconds=ticks / os.sysconf("SC_CLK_TCK")
-    )
+    boot_time = datetime.fromtimestamp(int(boot_line.split()[1]), timezone.utc)
+    return boot_time + timedelta(seconds=ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _summary(recordings: Sequence[tuple[str, Recorder]], trained: TrainedLanguageModel, order: Order) -> str:
-    for name, recorder in recordings:  # one at most
-        refused = "dropped" if recorder.refusal is None else f"dropped ({recorder.refusal})"
-        others = {
-            refused: recorder.num_dropped,
+def _describe_recordings(
+    recordings: Sequence[tuple[str, Recorder]], language_model: TrainedLanguageModel, order: RecordingOrder
+) -> str:
+    """Say what was recorded and what was left out, or why nothing was recorded."""
+    for name, recorder in recordings:
+        dropped = "dropped" if recorder.refusal is None else f"dropped ({recorder.refusal})"
+        counts = {
+            dropped: recorder.num_dropped,
             "left out by what to keep": recorder.num_not_kept,
             "of generation with a cache skipped": recorder.num_skipped - recorder.not_recorded.total(),
         }
         for reason, count in recorder.not_recorded.items():
-            others[f"training pass{'es' * (count > 1)} not recorded ({reason})"] = count
-        more = "".join(f", {count} {what}" for what, count in others.items() if count)
+            counts[f"training pass{'es' * (count > 1)} not recorded ({reason})"] = count
+        others = "".join(f", {count} {what}" for what, count in counts.items() if count)
         passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
-        return f"capture: {passes} of {name}{more}, in {recorder.folder}"
+        return f"capture: {passes} of {name}{others}, in {recorder.folder}"
     if order.module_name is not None:
         return f"capture: nothing recorded: no module of class {order.module_name} was called in this process"
     if order.arguments:
-        named = ", ".join(f"{theirs} ({ours})" for theirs, ours in order.arguments.items())
+        arguments = ", ".join(f"{theirs} ({ours})" for theirs, ours in order.arguments.items())
         return (
-            f"capture: nothing recorded: no module that is trained was called with {named} as rows of token ids. "
+            f"capture: nothing recorded: no module that is trained was called with {arguments} as rows of token ids. "
             "--arguments has the names that the outermost module's forward gives its arguments"
         )
-    passed_over = ", ".join(sorted(trained.called_without_autograd))
+    passed_over = sorted(language_model.called_without_autograd)
     if passed_over:
         return (
-            f"capture: nothing recorded: no causal LM was called with autograd on, but without: {passed_over}. "
-            f"Try: capture run --module {min(trained.called_without_autograd)} ..."
+            "capture: nothing recorded: no causal LM was called with autograd on, but without: "
+            f"{', '.join(passed_over)}. Try: capture run --module {passed_over[0]} ..."
         )
-    if trained.alike is not None:
-        return f"capture: nothing recorded: {trained.alike.why_not()}"
+    if language_model.unnamed_tokens is not None:
+        return f"capture: nothing recorded: {language_model.unnamed_tokens.explain()}"
     return (
         "capture: nothing recorded: no causal LM (a module with a model's config and an output head, called with token "
         "ids) was trained in this process. Try: capture run --module NAME ..., with the class of the module to record"

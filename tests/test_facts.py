@@ -9,8 +9,7 @@ import pytest
 
 from actor_init.spec import ActorSpec, Compile, UsageError
 from capture import CaptureError
-from capture.cli import _flags, _parser
-from capture.cli import in_flags as in_flags_of_capture
+from capture.cli import _list_flags, _parser, spell_in_flags
 from capture.facts import FactError, Setting
 from replay.command_line.cli import _commands
 from replay.options.option_parsing import in_flags, toggles
@@ -128,7 +127,7 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
         if node.args and isinstance(node.args[0], ast.Constant)
     }
     assert {path.split("/")[0] for path, _ in named} == {"actor_init", "capture", "replay"}
-    of_capture = {name for name, _ in _flags(_parser())}
+    of_capture = {name for name, _ in _list_flags(_parser())}
     of_commands = {
         flag.removeprefix("--").replace("-", "_")
         for command in _commands().commands.values()
@@ -149,7 +148,7 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
     ],
 )
 def test_the_capture_command_types_a_setting_as_its_parser_declares_it(setting: Setting, typed: str) -> None:
-    assert in_flags_of_capture(CaptureError(f"no. Try: {setting}")) == f"no. Try: {typed}"
+    assert spell_in_flags(CaptureError(f"no. Try: {setting}")) == f"no. Try: {typed}"
 
 
 # The flags that are left in texts of errors, file by file. Take out what is moved to facts; put nothing in.

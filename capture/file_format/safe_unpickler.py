@@ -17,8 +17,12 @@ import torch
 
 from capture.file_format.micro_batch import CaptureError
 
-MAX_INSTRUCTIONS = 200_000  # about a second; a captured pass has a few hundred
+# Reading so many takes about a second; a captured pass has a few hundred.
+MAX_INSTRUCTIONS = 200_000
 MAX_TEXT_BYTES = 16 * 2**20
+# Lists within lists; a call's facts are flat or nearly so.
+MAX_DEPTH = 16
+MAX_INT_BYTES = 8
 
 _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}
 _NUMBERS = {pickle.BININT1: "<B", pickle.BININT2: "<H", pickle.BININT: "<i", pickle.BINFLOAT: ">d"}
@@ -26,8 +30,6 @@ _TEXTS = {pickle.SHORT_BINUNICODE: "<B", pickle.BINUNICODE: "<I"}
 _BYTES = {pickle.SHORT_BINBYTES: "<B", pickle.BINBYTES: "<I", pickle.BINBYTES8: "<Q"}
 _EMPTY = {pickle.EMPTY_LIST: list, pickle.EMPTY_DICT: dict, pickle.EMPTY_TUPLE: tuple}
 _TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
-MAX_DEPTH = 16  # lists within lists; a call's facts are flat or nearly so
-MAX_INT_BYTES = 8
 
 
 class NamesAClassError(CaptureError):
@@ -57,7 +59,11 @@ def load_plain(
 
 
 class PickleReader:
-    """A stack machine. `stack` holds the items since the last mark, `outer_stacks` those before it."""
+    """A stack machine. `stack` holds the values since the last mark, `outer_stacks` those before it.
+
+    `run` reads the pickle, `step` does one instruction, and `read_value` reads the value of one that pushes a value.
+    Methods raise CaptureError for what the reader does not know.
+    """
 
     max_instructions = MAX_INSTRUCTIONS
     max_text_bytes = MAX_TEXT_BYTES
@@ -84,19 +90,19 @@ class PickleReader:
         return CaptureError(f"{self.source}: {what} at byte {self.position}: the file is damaged or no capture")
 
     def take(self, num_bytes: int) -> memoryview:
-        taken = self.data[self.position : self.position + num_bytes]
-        if len(taken) != num_bytes:
+        view = self.data[self.position : self.position + num_bytes]
+        if len(view) != num_bytes:
             raise CaptureError(
                 f"{self.source}: truncated: {num_bytes} bytes were expected at byte {self.position}, "
-                f"{len(taken)} are left. Delete the file or copy it again"
+                f"{len(view)} are left. Delete the file or copy it again"
             )
         self.position += num_bytes
-        return taken
+        return view
 
-    def number(self, layout: str) -> Any:
+    def read_number(self, layout: str) -> Any:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
-    def text(self, num_bytes: int) -> str:
+    def read_text(self, num_bytes: int) -> str:
         self.num_text_bytes += num_bytes
         if self.num_text_bytes > self.max_text_bytes:
             raise self.error(f"more than {self.max_text_bytes} bytes of text")
@@ -105,11 +111,11 @@ class PickleReader:
         except UnicodeDecodeError:
             raise self.error("text that is not UTF-8") from None
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         end = bytes(self.data[self.position : self.position + 256]).find(b"\n")
         if end < 0:
             raise self.error("a name without an end")
-        name = self.text(end)
+        name = self.read_text(end)
         self.position += 1
         return name
 
@@ -121,19 +127,20 @@ class PickleReader:
     def pop_to_mark(self) -> list[Any]:
         if not self.outer_stacks:
             raise self.error("an instruction without its mark")
-        items, self.stack = self.stack, self.outer_stacks.pop()
-        return items
+        values, self.stack = self.stack, self.outer_stacks.pop()
+        return values
 
-    def fill(self, items: list[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> None:
+    def fill(self, values: list[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> None:
+        """Add values to the list, or keys and values in turn to the dict, on top of the stack."""
         if not self.stack or type(self.stack[-1]) is not kind:
             raise self.error(f"items for a {kind.__name__} that is none")
         target = self.stack[-1]
         if isinstance(target, list):
-            target.extend(items)
+            target.extend(values)
             return
-        if len(items) % 2:
+        if len(values) % 2:
             raise self.error("a dict with a key that has no value")
-        for key, value in zip(items[::2], items[1::2], strict=True):
+        for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) is not str or key in target:
                 raise self.error("a dict with a key that is no text or is there twice")
             target[key] = value
@@ -148,16 +155,18 @@ class PickleReader:
             raise self.error("a reference to something other than a value seen before")
         return self.memo[index]
 
-    def named(self, module: str, name: str) -> Any:
-        called = repr(f"{module}.{name}"[:120])  # a name may hold control characters
+    def look_up(self, module: str, name: str) -> Any:
+        """Return what a name stands for, by the table of names; nothing is ever imported."""
+        # `repr` because the name may hold control characters.
+        full_name = repr(f"{module}.{name}"[:120])
         advice = "Nothing of it was run. Delete the file unless you know where it came from"
         if self.names is None:
             raise NamesAClassError(
-                f"{self.source}: refused: the pickle names {called}; a capture names nothing. {advice}"
+                f"{self.source}: refused: the pickle names {full_name}; a capture names nothing. {advice}"
             )
         if (module, name) not in self.names:
             allowed = ", ".join(sorted(".".join(known) for known in self.names)) or "none"
-            raise CaptureError(f"{self.source}: refused: the pickle names {called}; allowed: {allowed}. {advice}")
+            raise CaptureError(f"{self.source}: refused: the pickle names {full_name}; allowed: {allowed}. {advice}")
         return self.names[module, name]
 
     def call(self) -> Any:
@@ -166,7 +175,7 @@ class PickleReader:
             raise self.error("a call of something that is no allowed name")
         return function(*arguments)
 
-    def resolve(self, persistent_id: Any) -> Any:
+    def load_persistent(self, persistent_id: Any) -> Any:
         if self.persistent_load is None:
             raise self.error("a persistent id")
         return self.persistent_load(persistent_id)
@@ -184,7 +193,7 @@ class PickleReader:
     def step(self, instruction: bytes) -> None:
         match instruction:
             case pickle.PROTO:
-                if self.number("<B") > 5:
+                if self.read_number("<B") > 5:
                     raise self.error("a pickle protocol above 5")
             case pickle.FRAME:
                 self.take(8)
@@ -194,9 +203,9 @@ class PickleReader:
             case pickle.MEMOIZE:
                 self.remember(len(self.memo))
             case pickle.BINPUT:
-                self.remember(self.number("<B"))
+                self.remember(self.read_number("<B"))
             case pickle.LONG_BINPUT:
-                self.remember(self.number("<I"))
+                self.remember(self.read_number("<I"))
             case pickle.APPEND:
                 self.fill([self.pop()], list)
             case pickle.APPENDS:
@@ -207,44 +216,45 @@ class PickleReader:
             case pickle.SETITEMS:
                 self.fill(self.pop_to_mark(), dict)
             case _:
-                value = self.pushed(instruction)  # first: it may go back to an outer stack
+                # The value comes first: to read it may replace `self.stack` by an outer one.
+                value = self.read_value(instruction)
                 self.stack.append(value)
 
-    def pushed(self, instruction: bytes) -> Any:
+    def read_value(self, instruction: bytes) -> Any:
         if instruction in _CONSTANTS:
             return _CONSTANTS[instruction]
         if instruction in _NUMBERS:
-            return self.number(_NUMBERS[instruction])
+            return self.read_number(_NUMBERS[instruction])
         if instruction in _TEXTS:
-            return self.text(self.number(_TEXTS[instruction]))
+            return self.read_text(self.read_number(_TEXTS[instruction]))
         if instruction in _BYTES:
-            return bytes(self.take(self.number(_BYTES[instruction])))
+            return bytes(self.take(self.read_number(_BYTES[instruction])))
         if instruction in _EMPTY:
             return _EMPTY[instruction]()
         if instruction in _TUPLES:
             return tuple(reversed([self.pop() for _ in range(_TUPLES[instruction])]))
         match instruction:
             case pickle.LONG1:
-                return self.long_integer(self.number("<B"))
+                return self.read_integer(self.read_number("<B"))
             case pickle.TUPLE:
                 return tuple(self.pop_to_mark())
             case pickle.BINGET:
-                return self.recall(self.number("<B"))
+                return self.recall(self.read_number("<B"))
             case pickle.LONG_BINGET:
-                return self.recall(self.number("<I"))
+                return self.recall(self.read_number("<I"))
             case pickle.GLOBAL:
-                module = self.line()
-                return self.named(module, self.line())
+                module = self.read_line()
+                return self.look_up(module, self.read_line())
             case pickle.STACK_GLOBAL:
                 name, module = self.pop(str), self.pop(str)
-                return self.named(module, name)
+                return self.look_up(module, name)
             case pickle.REDUCE:
                 return self.call()
             case pickle.BINPERSID:
-                return self.resolve(self.pop())
+                return self.load_persistent(self.pop())
         raise self.error(f"instruction {instruction!r}, which plain data does not need,")
 
-    def long_integer(self, num_bytes: int) -> int:
+    def read_integer(self, num_bytes: int) -> int:
         if num_bytes > MAX_INT_BYTES:
             raise self.error(f"an integer of more than {MAX_INT_BYTES} bytes")
         return int.from_bytes(self.take(num_bytes), "little", signed=True)
@@ -261,11 +271,11 @@ def copy_plain(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
         return value
     if max_depth > 0:
         if type(value) is list:
-            return [copy_plain(item, max_depth=max_depth - 1) for item in value]
+            return [copy_plain(member, max_depth=max_depth - 1) for member in value]
         if type(value) in (tuple, torch.Size):
-            return tuple(copy_plain(item, max_depth=max_depth - 1) for item in value)
+            return tuple(copy_plain(member, max_depth=max_depth - 1) for member in value)
         if type(value) is dict and all(type(key) is str for key in value):
-            return {key: copy_plain(item, max_depth=max_depth - 1) for key, item in value.items()}
+            return {key: copy_plain(member, max_depth=max_depth - 1) for key, member in value.items()}
     raise TypeError(type_name(value))
 
 
@@ -274,10 +284,10 @@ def is_nested_deeper(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     level = [value]
     for _ in range(max_depth + 2):
         level = [
-            item
+            member
             for container in level
             if isinstance(container, list | tuple | dict)
-            for item in (container.values() if isinstance(container, dict) else container)
+            for member in (container.values() if isinstance(container, dict) else container)
         ]
     return bool(level)
 

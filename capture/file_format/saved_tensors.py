@@ -1,9 +1,12 @@
-"""Provide stand-ins for the functions that a pickled tensor names, none of which is ever called.
+"""Read pickled tensors by stand-ins for the functions that they name, none of which is ever called.
 
 A tensor in a pickle names three. One of them, `torch.storage._load_from_bytes`, unpickles again whatever it is given.
 Each has a stand-in here that reads what a saved tensor needs and refuses the rest. The inner bytes are what
 `torch.save(storage, _use_new_zipfile_serialization=False)` writes: four pickles (magic number, protocol, system,
 storage), a fifth with the storage's key, then the number of elements and the elements themselves.
+
+The unversioned dumps of OpenRLHF's actor are read here too: a pickled dict of tensors and call facts, without a
+checksum.
 """
 
 import struct
@@ -19,7 +22,8 @@ from capture.file_format.tensor_codec import MAX_TENSOR_BYTES, count_bytes, tens
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
-_MAX_HEAD_BYTES = 1024  # what stands before a storage's elements; torch writes about 240
+# The most bytes before a storage's elements; torch writes about 240.
+_MAX_HEAD_BYTES = 1024
 _MAX_STORAGES = 1000
 _STORAGE_DTYPES = {
     "BoolStorage": torch.bool,
@@ -41,7 +45,9 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class _Storage:
-    elements: Tensor  # flat
+    """The elements of a storage, as a flat tensor."""
+
+    elements: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,31 +74,32 @@ class SavedTensors:
         return {
             ("torch._utils", "_rebuild_tensor_v2"): self.rebuild_tensor,
             ("torch.storage", "_load_from_bytes"): self.load_storage,
-            ("collections", "OrderedDict"): self.no_hooks,
+            ("collections", "OrderedDict"): self.make_no_hooks,
         }
 
-    def no_hooks(self, *items: Any) -> _NoHooks:
-        if items:
+    def make_no_hooks(self, *members: Any) -> _NoHooks:
+        if members:
             raise CaptureError(f"{self.source}: an OrderedDict with items; a dump holds only empty ones")
         return _NoHooks()
 
     def load_storage(self, *arguments: Any) -> _Storage:
         match arguments:
             case (bytes(data),) if data.startswith(_HEADER):
-                return self._storage(memoryview(data))
+                return self._read_storage(memoryview(data))
         raise CaptureError(f"{self.source}: refused: bytes that are no storage saved by torch in its legacy form")
 
-    def _storage(self, data: memoryview) -> _Storage:
-        self._count()
+    def _read_storage(self, data: memoryview) -> _Storage:
+        """Read a storage and what stands before its elements: torch's legacy form, as in this module's docstring."""
+        self._count_storage()
         head = data[:_MAX_HEAD_BYTES]
         system, end = load_plain(head, source=self.source, start=len(_HEADER))
-        described, end = load_plain(
+        description, end = load_plain(
             head, source=self.source, start=end, names=STORAGE_NAMES, persistent_load=PersistentId
         )
         keys, end = load_plain(head, source=self.source, start=end)
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise CaptureError(f"{self.source}: a storage that was not written by a little-endian machine")
-        match described:
+        match description:
             case PersistentId(("storage", torch.dtype() as dtype, str(key), str(), int(num_elements), None)):
                 pass
             case _:
@@ -102,19 +109,19 @@ class SavedTensors:
         (num_written,) = struct.unpack_from("<q", data, end)
         if num_written != num_elements:
             raise CaptureError(f"{self.source}: a storage of {num_elements} elements says {num_written}: it is damaged")
-        return self._of_elements(data[end + 8 :], dtype, num_elements)
+        return self._make_storage(data[end + 8 :], dtype, num_elements)
 
-    def storage(self, elements: bytes, dtype: torch.dtype, num_elements: int) -> _Storage:
+    def make_storage(self, elements: bytes, dtype: torch.dtype, num_elements: int) -> _Storage:
         """Make a storage whose elements stand in a file of their own, as in `torch.save`'s zip."""
-        self._count()
-        return self._of_elements(memoryview(elements), dtype, num_elements)
+        self._count_storage()
+        return self._make_storage(memoryview(elements), dtype, num_elements)
 
-    def _count(self) -> None:
+    def _count_storage(self) -> None:
         self.num_storages += 1
         if self.num_storages > self.max_storages:
             raise CaptureError(f"{self.source}: more than {self.max_storages} tensors; a dump holds fewer")
 
-    def _of_elements(self, elements: memoryview, dtype: torch.dtype, num_elements: int) -> _Storage:
+    def _make_storage(self, elements: memoryview, dtype: torch.dtype, num_elements: int) -> _Storage:
         if len(elements) != num_elements * dtype.itemsize:
             raise CaptureError(
                 f"{self.source}: a storage of {num_elements} elements of {dtype} comes with {len(elements)} bytes"
@@ -133,7 +140,7 @@ class SavedTensors:
             case _:
                 raise CaptureError(f"{self.source}: refused: a tensor that was not saved as torch saves tensors")
         num_bytes = count_bytes(size, elements.dtype)
-        self._check(num_bytes)
+        self._check_size(num_bytes)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= len(elements):
             raise CaptureError(
@@ -148,11 +155,11 @@ class SavedTensors:
         return view.contiguous()
 
     def _charge(self, num_bytes: int) -> None:
-        """Count bytes of tensors that are made: the same saved bytes may be named many times."""
+        """Count bytes of tensors that are made: a file may name the same saved bytes many times."""
         self.num_tensor_bytes += num_bytes
-        self._check(self.num_tensor_bytes)
+        self._check_size(self.num_tensor_bytes)
 
-    def _check(self, num_bytes: int) -> None:
+    def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
             raise CaptureError(f"{self.source}: {num_bytes:.4g} bytes of tensors; allowed are {self.max_bytes}")
 
@@ -166,13 +173,11 @@ def _are_sizes(*values: Any) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
-# Read the unversioned dumps of OpenRLHF's actor: a pickled dict of tensors and call facts, without a checksum.
-#
-# Their tensors name three functions; `capture/file_format/saved_tensors.py` has stand-ins for them.
-
-
 def read_legacy_dump(data: bytes, source: str) -> MicroBatch:
-    """Read a whole file, given as `data`. Raises CaptureError for everything that is no such dump."""
+    """Read a dump of OpenRLHF's actor, given as the bytes of the whole file.
+
+    Raises CaptureError for everything that is no such dump.
+    """
     dump, end = load_plain(data, source=source, names=SavedTensors(source).names)
     if end != len(data):
         raise CaptureError(f"{source}: {len(data) - end} bytes after the end of the dump: the file is damaged")
@@ -183,10 +188,10 @@ def read_legacy_dump(data: bytes, source: str) -> MicroBatch:
         facts = {name: copy_plain(value) for name, value in dump.items() if name not in tensors}
     except TypeError as error:
         raise CaptureError(f"{source}: holds a {error}; a dump holds tensors and plain data") from None
-    return _micro_batch(tensors, facts, source)
+    return _micro_batch_from_dump(tensors, facts, source)
 
 
-def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, object], source: str) -> MicroBatch:
+def _micro_batch_from_dump(tensors: dict[str, Tensor], facts: dict[str, object], source: str) -> MicroBatch:
     trains = facts.get("return_output")
     rank, time = facts.pop("rank", None), facts.pop("timestamp", None)
     if type(trains) is not bool or "sequences" not in tensors:
@@ -197,8 +202,8 @@ def _micro_batch(tensors: dict[str, Tensor], facts: dict[str, object], source: s
     if not isinstance(rank, int | None) or not isinstance(time, str | None):
         raise CaptureError(f"{source}: rank must be an integer and timestamp a text, not {rank!r:.40} and {time!r:.40}")
     written_shape = [facts.pop(name, None) for name in ("batch_size", "seq_len")]
-    for size, written in zip(tensors["sequences"].shape, written_shape, strict=False):
-        if written not in (None, size):
+    for size, written_size in zip(tensors["sequences"].shape, written_shape, strict=False):
+        if written_size not in (None, size):
             raise CaptureError(
                 f"{source}: batch_size, seq_len say {written_shape}, "
                 f"the token ids have shape {list(tensors['sequences'].shape)}: the file is damaged"

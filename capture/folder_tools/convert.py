@@ -20,18 +20,20 @@ from capture.file_format.capture_file import Call, read_call, read_capture_bytes
 from capture.file_format.folder_layout import choose_rank_folder, is_in_segment
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import view_bytes
-from capture.importers import dump_files, importer_of, read_dump
+from capture.importers import find_importer, list_dumps, read_dump
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
 
-# Write captures into a new folder as a recording would: files with manifests, or segments.
+DUMP_TIME = "%Y%m%d_%H%M%S_%f"
 
 
 class FolderWriter:
-    """Writes calls of any ranks, and their manifests where the `with` block ends. Every method raises OSError.
+    """Writes captures of any ranks into a new folder as a recording would: files with manifests, or segments.
+
+    The manifests are written where the `with` block ends. Every method raises OSError.
 
     segment    bytes of a segment; None: each pass is a file
-    num_bytes  of what it wrote, known at the end, without manifests and indexes
+    num_bytes  size of what it wrote without manifests and indexes; known after the `with` block
     """
 
     def __init__(self, folder: Path, *, segment: int | None) -> None:
@@ -58,21 +60,22 @@ class FolderWriter:
         self.num_bytes += sum(path.stat().st_size for path in self._folder.rglob("*.seg"))
 
     def write(self, call: Call) -> Path:
-        """Write a call and return its path. Raises what `Call.encoded` does."""
+        """Write a call and return its path. Raises what `Call.encode` does."""
         encoded = call.encode()
         in_segments = self._keep.segment is not None
-        place = (
-            encoded.rank,
-            choose_rank_folder(self._folder, rank=encoded.rank, world_size=encoded.world_size, in_segments=in_segments),
+        rank_folder = choose_rank_folder(
+            self._folder, rank=encoded.rank, world_size=encoded.world_size, in_segments=in_segments
         )
-        if place not in self._writers:
-            self._writers[place] = open_rank_writer(
+        key = (encoded.rank, rank_folder)
+        if key not in self._writers:
+            self._writers[key] = open_rank_writer(
                 self._folder, self._keep, rank=encoded.rank, world_size=encoded.world_size, stamp=self._stamp
             )
-        writer = self._writers[place]
+        writer = self._writers[key]
+        # Only the latest writer keeps its files open: a process may not open as many files as hundreds of ranks have.
         if self._latest is not None and self._latest is not writer:
             self._latest.commit()
-            self._latest.close()  # of hundreds of ranks not all can have open files
+            self._latest.close()
         self._latest = writer
         path = writer.write(encoded)
         assert path is not None, "there is no limit"
@@ -86,15 +89,15 @@ def make_empty_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-DUMP_TIME = "%Y%m%d_%H%M%S_%f"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What `convert_folder` wrote, and what it refused."""
+    """What `convert_folder` wrote, and what it refused.
+
+    refused  reason by name of each file that was refused
+    """
 
     num_written: int
-    refused: Mapping[str, CaptureError] = field(default_factory=dict)  # file name: why
+    refused: Mapping[str, CaptureError] = field(default_factory=dict)
     num_bytes_before: int
     num_bytes_after: int
 
@@ -123,16 +126,16 @@ def convert_folder(
     """
     if num_rows is not None and num_rows < 1:
         raise CaptureError(Setting("rows"), f"must be 1 or more, not {num_rows}")
-    importer = None if project is None else importer_of(project)
-    paths = dump_files(source)
+    importer = None if project is None else find_importer(project)
+    paths = list_dumps(source)
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
         write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
     now = utc_now()
     refused: dict[str, CaptureError] = {}
-    num_of_rank: Counter[int] = Counter()
-    before = 0
+    num_by_rank: Counter[int] = Counter()
+    num_bytes_before = 0
     with FolderWriter(target, segment=segment) as writer:
         for number, path in enumerate(paths):
             on_progress(number, len(paths))
@@ -140,42 +143,45 @@ def convert_folder(
             try:
                 for call in read_dump(path, name, importer, num_rows):
                     rank = call.origin.rank or 0
-                    converted = _with_step_and_time(call, num_of_rank[rank], now, path.name)
+                    converted = _with_step_and_time(call, num_by_rank[rank], now, path.name)
                     copy = writer.write(converted)
-                    _refuse_other(converted, read_call(copy), copy)
-                    num_of_rank[rank] += 1
+                    _check_equal(converted, read_call(copy), copy)
+                    num_by_rank[rank] += 1
             except CaptureError as error:
                 refused[name] = error
                 continue
-            before += len(read_capture_bytes(path)) if is_in_segment(path) else path.stat().st_size
+            num_bytes_before += len(read_capture_bytes(path)) if is_in_segment(path) else path.stat().st_size
     return Conversion(
-        num_written=num_of_rank.total(), refused=refused, num_bytes_before=before, num_bytes_after=writer.num_bytes
+        num_written=num_by_rank.total(),
+        refused=refused,
+        num_bytes_before=num_bytes_before,
+        num_bytes_after=writer.num_bytes,
     )
 
 
 def _with_step_and_time(call: Call, number: int, now: str, source: str) -> Call:
     """Return the call with `number` as its step and the time `now`, where the dump does not say them."""
     step = number if call.origin.step is None else call.origin.step
-    time = now if call.format and call.origin.time is None else _iso_time(call.origin.time, source)
+    time = now if call.format and call.origin.time is None else _to_iso_time(call.origin.time, source)
     return replace(call, origin=replace(call.origin, step=step, time=time))
 
 
-def _refuse_other(call: Call, again: Call, copy: Path) -> None:
+def _check_equal(call: Call, read_back: Call, copy: Path) -> None:
+    # Bytes are compared and not values: NaN is not equal to itself.
     for name, tensor in call.tensors.items():
-        if _bytes(again.tensors[name]) != _bytes(tensor):
+        if _read_bytes(read_back.tensors[name]) != _read_bytes(tensor):
             raise AssertionError(f"{copy}: {name} is not what was written")
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    """Return the tensor's bytes, which are compared: NaN is not equal to itself."""
+def _read_bytes(tensor: Tensor) -> bytes:
     flat = tensor.contiguous().view(-1)
     return bytes(view_bytes(flat))
 
 
-def _iso_time(written: str | None, source: str) -> str | None:
-    for read in (datetime.fromisoformat, lambda text: datetime.strptime(text, DUMP_TIME)):
+def _to_iso_time(written: str | None, source: str) -> str | None:
+    for parse in (datetime.fromisoformat, lambda text: datetime.strptime(text, DUMP_TIME)):
         try:
-            moment = read(written or "")
+            moment = parse(written or "")
         except ValueError:
             continue
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).isoformat(timespec="microseconds")

@@ -23,7 +23,8 @@ from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, Capture
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
 
-GEOMETRY = (
+# Tensors whose names begin with these are kept: they say where tokens are and not which.
+GEOMETRY_NAMES = (
     "attention_mask",
     "action_mask",
     "position_ids",
@@ -32,24 +33,30 @@ GEOMETRY = (
     "max_length",
     "token_type_ids",
 )
-TOKENS = ("sequences", "input_ids", "labels")
+TOKEN_NAMES = ("sequences", "input_ids", "labels")
 
 
-class Tokens(str, Enum):
+class TokenRedaction(str, Enum):
+    """What `redact_folder` does with token ids."""
+
     PERMUTE = "permute"
     ZERO = "zero"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redaction:
-    """What `redact_folder` wrote, refused and blanked."""
+    """What `redact_folder` wrote, refused and blanked.
+
+    refused  reason by name of each capture that was refused
+    blanked  names of the arguments whose values are all 0 now
+    """
 
     num_written: int
-    refused: dict[str, CaptureError] = field(default_factory=dict)  # capture: why
-    blanked: set[str] = field(default_factory=set)  # arguments whose values are all 0 now
+    refused: dict[str, CaptureError] = field(default_factory=dict)
+    blanked: set[str] = field(default_factory=set)
 
 
-def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
+def redact_folder(source: Path, target: Path, tokens: TokenRedaction) -> Redaction:
     """Write every capture of `source` into `target` without its text.
 
     permute  a micro-batch's real tokens change places among themselves, and every id becomes another one, by a
@@ -74,41 +81,48 @@ def redact_folder(source: Path, target: Path, tokens: Tokens) -> Redaction:
         write_actor_config(target, _without_paths(config), None, adapters, read_frozen_names(source))
     num_written, refused, blanked = 0, dict[str, CaptureError](), set[str]()
     with FolderWriter(target, segment=segment) as writer:
-        for one in captures:
+        for capture in captures:
             try:
-                writer.write(_redacted(read_call(one.path), tokens, config, blanked))
+                writer.write(_redact_call(read_call(capture.path), tokens, config, blanked))
                 num_written += 1
             except CaptureError as error:
-                refused[one.path.name] = error
+                refused[capture.path.name] = error
     return Redaction(num_written=num_written, refused=refused, blanked=blanked)
 
 
-def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:
+def _redact_call(call: Call, tokens: TokenRedaction, config: Mapping[str, Any] | None, blanked: set[str]) -> Call:
+    """Return the call without its text, and add the names of the arguments that became 0 to `blanked`."""
     batch = call.micro_batch()
-    named = "sequences" if "sequences" in call.tensors else "input_ids"
-    largest = int(batch.sequences_BS.max())
+    ids_name = "sequences" if "sequences" in call.tensors else "input_ids"
+    largest_id = int(batch.sequences_BS.max())
     if batch.labels_BS is not None:
-        largest = max(largest, int(batch.labels_BS.max()))
-    size = max(largest + 1, int((config or {}).get("vocab_size") or 0))
+        largest_id = max(largest_id, int(batch.labels_BS.max()))
+    vocabulary_size = max(largest_id + 1, int((config or {}).get("vocab_size") or 0))
     redacted: dict[str, Tensor] = {}
     for name, tensor in call.tensors.items():
-        if name in TOKENS or name.startswith(GEOMETRY):
+        if name in TOKEN_NAMES or name.startswith(GEOMETRY_NAMES):
             redacted[name] = tensor
         else:
             redacted[name] = torch.zeros_like(tensor)
             blanked.add(name)
-    ids_BS, labels_BS = _other_tokens(batch.sequences_BS, batch.attention_mask_BS, batch.labels_BS, tokens, size)
-    blanked |= {name for name in call.notes if not name.startswith(GEOMETRY)}
-    redacted[named] = ids_BS.to(call.tensors[named].dtype)
+    ids_BS, labels_BS = _replace_tokens(
+        batch.sequences_BS, batch.attention_mask_BS, batch.labels_BS, tokens, vocabulary_size
+    )
+    blanked |= {name for name in call.notes if not name.startswith(GEOMETRY_NAMES)}
+    redacted[ids_name] = ids_BS.to(call.tensors[ids_name].dtype)
     if labels_BS is not None:
         redacted["labels"] = labels_BS.to(call.tensors["labels"].dtype)
-    if (next_BS := batch.shift_labels) is not None:  # how many there are is kept, as of labels
+    # Which tokens have a label is kept, as of `labels`: 0 stands for each label.
+    if (next_BS := batch.shift_labels) is not None:
         redacted[SHIFT_LABELS] = next_BS.clamp(IGNORED_LABEL, 0).to(call.tensors[SHIFT_LABELS].dtype)
     return replace(
         call,
         tensors=redacted,
         call_facts=_without_texts(call.call_facts),
-        notes={name: one if name.startswith(GEOMETRY) else torch.zeros_like(one) for name, one in call.notes.items()},
+        notes={
+            name: note if name.startswith(GEOMETRY_NAMES) else torch.zeros_like(note)
+            for name, note in call.notes.items()
+        },
         origin=replace(call.origin, model_name=None),
         outputs={},
         random={},
@@ -118,53 +132,53 @@ def _redacted(call: Call, tokens: Tokens, config: Mapping[str, Any] | None, blan
 
 
 def _without_gradients(step: OptimizerStep) -> OptimizerStep:
-    """Remove gradients: the embedding's rows with a gradient are the text's tokens."""
+    """Remove the gradients, which tell the text: its tokens are the embedding's rows with a gradient."""
     return replace(step, gradients=None, without_gradient=(), grad_norm=None, is_part_of_norm=False)
 
 
-def _other_tokens(
-    ids_BS: Tensor, real_BS: Tensor, labels_BS: Tensor | None, tokens: Tokens, size: int
+def _replace_tokens(
+    ids_BS: Tensor, real_BS: Tensor, labels_BS: Tensor | None, tokens: TokenRedaction, vocabulary_size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Replace token ids and labels; padding becomes 0.
 
     A label that was the token at its own position, or at the next one, still is.
     """
     labelled_BS = None if labels_BS is None else labels_BS != IGNORED_LABEL
-    if tokens is Tokens.ZERO:
+    if tokens is TokenRedaction.ZERO:
         zeros = torch.zeros_like(ids_BS)
         return zeros, None if labelled_BS is None else torch.where(labelled_BS, 0, IGNORED_LABEL)
     generator = torch.Generator().manual_seed(secrets.randbits(63))
-    mapping = torch.randperm(size, generator=generator)
+    new_ids = torch.randperm(vocabulary_size, generator=generator)
     order = torch.randperm(int(real_BS.sum()), generator=generator)
     new_BS = torch.zeros_like(ids_BS)
-    new_BS[real_BS] = mapping[ids_BS[real_BS]][order]
+    new_BS[real_BS] = new_ids[ids_BS[real_BS]][order]
     if labels_BS is None or labelled_BS is None:
         return new_BS, None
     next_BS, new_next_BS = ids_BS.roll(-1, dims=1), new_BS.roll(-1, dims=1)
-    drawn_BS = torch.randint(size, labels_BS.shape, generator=generator)
-    new_labels_BS = torch.where(labels_BS == next_BS, new_next_BS, drawn_BS)
+    random_BS = torch.randint(vocabulary_size, labels_BS.shape, generator=generator)
+    new_labels_BS = torch.where(labels_BS == next_BS, new_next_BS, random_BS)
     new_labels_BS = torch.where(labels_BS == ids_BS, new_BS, new_labels_BS)
     return new_BS, torch.where(labelled_BS, new_labels_BS, IGNORED_LABEL)
 
 
 def _without_texts(value: Any) -> Any:
-    """Keep numbers and switches, and empty texts, which may be anything."""
+    """Keep numbers and switches, and make all texts empty: a text may be anything."""
     if isinstance(value, Mapping):
-        return {key: _without_texts(item) for key, item in value.items()}
+        return {key: _without_texts(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_texts(item) for item in value]
+        return [_without_texts(member) for member in value]
     return "" if isinstance(value, (str, bytes)) else value
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty texts of a config that may be paths of the host; others name architectures and functions."""
+    """Make texts of a config empty that may be paths of the host; others name architectures and functions."""
 
-    def plain(value: Any) -> Any:
+    def empty_paths(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: plain(item) for key, item in value.items()}
+            return {key: empty_paths(member) for key, member in value.items()}
         if isinstance(value, list):
-            return [plain(item) for item in value]
+            return [empty_paths(member) for member in value]
         return "" if isinstance(value, str) and ("/" in value or "\\" in value) else value
 
-    cleaned = plain(json.loads(json.dumps(dict(config), default=str)))
+    cleaned = empty_paths(json.loads(json.dumps(dict(config), default=str)))
     return {key: value for key, value in cleaned.items() if key != "_name_or_path"}

@@ -23,9 +23,9 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.tensor_codec import DTYPES
-from capture.importers.declaration import DumpFile, Importer, names
+from capture.importers.declaration import DumpFile, Importer, match_module
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
-from capture.importers.rows import Dump, kind_of, plain_facts, without_first
+from capture.importers.rows import DumpRows, cut_first_token, describe_kind, select_plain_facts
 from capture.importers.torch_zip import load_torch_zip
 
 VERL_CLASS = ("verl.protocol", "DataProto")
@@ -35,26 +35,26 @@ _CONSOLIDATED = ("tensordict._reductions", "_rebuild_tensordict_files_consolidat
 _PARTS = "a part of input_ids"
 
 
-def verl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_verl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     """Read verl's file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
-    tensors, left_out, meta = _columns(dump, VERL_CLASS)
+    tensors, left_out, meta = _read_columns(dump, VERL_CLASS)
     responses, mask = tensors.get("responses"), tensors.pop("response_mask", None)
     attention = tensors.get("attention_mask")
     if mask is None and attention is not None and responses is not None and responses.ndim == 2:
         mask = attention[:, -responses.shape[1] :]
-    yield from _calls("verl", tensors, mask, left_out, meta, dump, num_rows)
+    yield from _make_calls("verl", tensors, mask, left_out, meta, dump, num_rows)
 
 
-def roll_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_roll(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     """Read ROLL's file in the same way."""
-    tensors, left_out, meta = _columns(dump, ROLL_CLASS)
+    tensors, left_out, meta = _read_columns(dump, ROLL_CLASS)
     mask = tensors.pop("response_mask", None)
     if mask is not None:
-        mask = without_first(mask, "response_mask", dump.source)
-    yield from _calls("ROLL", tensors, mask, left_out, meta, dump, num_rows)
+        mask = cut_first_token(mask, "response_mask", dump.source)
+    yield from _make_calls("ROLL", tensors, mask, left_out, meta, dump, num_rows)
 
 
-def _calls(
+def _make_calls(
     project: str,
     tensors: dict[str, Tensor],
     mask_BA: Tensor | None,
@@ -68,44 +68,44 @@ def _calls(
     for name in ("prompts", "responses"):
         if tensors.pop(name, None) is not None:
             left_out[name] = _PARTS
-    named = {"sequences": tensors.pop("input_ids")}
-    named |= {} if mask_BA is None else {"action_mask": mask_BA}
-    facts, not_plain = plain_facts(meta)
+    arguments = {"sequences": tensors.pop("input_ids")}
+    arguments |= {} if mask_BA is None else {"action_mask": mask_BA}
+    facts, not_plain = select_plain_facts(meta)
     step = dump.step
     for name in ("global_steps", "global_step"):
         step = facts[name] if isinstance(facts.get(name), int) else step
     facts |= {"imported_from": project} | ({} if step is None else {"training_step": step})
-    rows = Dump(source=dump.source, tensors=named | tensors, facts=facts, left_out=left_out | not_plain)
-    yield from rows.calls(num_rows)
+    rows = DumpRows(source=dump.source, tensors=arguments | tensors, facts=facts, left_out=left_out | not_plain)
+    yield from rows.make_calls(num_rows)
 
 
-def _columns(dump: DumpFile, root: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, str], dict[Any, Any]]:
+def _read_columns(dump: DumpFile, root: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, str], dict[Any, Any]]:
     """Return the tensors of all rows, what is no tensor, with its kind, and what holds for all rows."""
     data, source = dump.read(), dump.source
     match load_records(data, source=source, classes=(root, _BYTES_IO)):
         case Record(name, (), (batch, dict(others), dict(meta)) | (batch, dict(others), None, dict(meta))) if (
             name == ".".join(root)
         ):
-            return *_tensors(batch, others, len(data), source), meta
+            return *_read_tensors(batch, others, len(data), source), meta
     raise CaptureError(f"{source}: a pickle, but no {'.'.join(root)} as it is saved")
 
 
-def _tensors(
+def _read_tensors(
     batch: Any, others: Mapping[Any, Any], num_bytes: int, source: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    tensors, left_out = _Batch(source, num_bytes).read(batch)
+    tensors, left_out = _BatchReader(source, num_bytes).read(batch)
     for name, column in others.items():
         if not isinstance(name, str) or name in tensors:
             raise CaptureError(f"{source}: non_tensor_batch has {str(name)[:40]!r}, which is no name or is there twice")
-        tensor = column.tensor() if isinstance(column, Array) else None
+        tensor = column.to_tensor() if isinstance(column, Array) else None
         if tensor is None:
-            left_out[name] = f"numpy array of {column.code[:8]}" if isinstance(column, Array) else kind_of(column)
+            left_out[name] = f"numpy array of {column.code[:8]}" if isinstance(column, Array) else describe_kind(column)
         else:
             tensors[name] = tensor
     return tensors, left_out
 
 
-class _Batch:
+class _BatchReader:
     """Reads the tensors of one batch, and counts their bytes: they may share those of the file."""
 
     def __init__(self, source: str, num_bytes: int) -> None:
@@ -116,65 +116,72 @@ class _Batch:
         """Return tensors by name, and what is no tensor, with its kind."""
         match batch:
             case Record("_io.BytesIO", (), (bytes(saved), int(), None)):
-                return self._unpacked(saved)
+                return self._read_tensordict(saved)
             case bytes(saved):
-                return self._unpacked(saved)
-            case (_, _, dict(items)):
-                return self._each(items, self._from_array)
+                return self._read_tensordict(saved)
+            case (_, _, dict(arrays)):
+                return self._read_each(arrays, self._tensor_from_array)
             case None:
                 raise CaptureError(f"{self.source}: a DataProto without tensors")
         raise CaptureError(f"{self.source}: a DataProto whose batch was not saved as verl or ROLL save it")
 
-    def _unpacked(self, saved: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-        def consolidated(*arguments: Any) -> Record:
+    def _read_tensordict(self, saved: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+        def record_consolidated(*arguments: Any) -> Record:
             return Record("consolidated", arguments)
 
-        found = load_torch_zip(saved, source=self.source, functions={_CONSOLIDATED: consolidated})
-        match found:
+        tensordict = load_torch_zip(saved, source=self.source, functions={_CONSOLIDATED: record_consolidated})
+        match tensordict:
             case Record("consolidated", ({"leaves": dict(leaves), **others}, Tensor() as flat)) if (
                 flat.ndim == 1 and flat.dtype == torch.uint8
             ):
-                tensors, left_out = self._each(leaves, lambda name, described: self._leaf(name, described, flat))
+                tensors, left_out = self._read_each(
+                    leaves, lambda name, description: self._tensor_from_leaf(name, description, flat)
+                )
                 known = ("cls", "cls_metadata", "leaves", "non_tensors")
                 nested = others.get("non_tensors")
-                more = [*(nested if isinstance(nested, dict) else ()), *(name for name in others if name not in known)]
-                return tensors, left_out | {str(name)[:100]: "no tensor of the batch" for name in more}
+                names_left_out = [
+                    *(nested if isinstance(nested, dict) else ()),
+                    *(name for name in others if name not in known),
+                ]
+                return tensors, left_out | {str(name)[:100]: "no tensor of the batch" for name in names_left_out}
         raise CaptureError(f"{self.source}: the batch is no consolidated tensordict; another form is not read")
 
-    def _each(
-        self, items: Mapping[Any, Any], read: Callable[[str, Any], Tensor | None]
+    def _read_each(
+        self, descriptions: Mapping[Any, Any], read: Callable[[str, Any], Tensor | None]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Read each tensor by its description; where `read` returns None, the tensor is left out."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
-        for name, described in items.items():
+        for name, description in descriptions.items():
             if not isinstance(name, str):
                 raise CaptureError(f"{self.source}: a tensor of the batch has a name that is no text")
-            tensor = read(name, described)
+            tensor = read(name, description)
             if tensor is None:
                 left_out[name] = "a nested tensor"
             else:
                 tensors[name] = tensor
         return tensors, left_out
 
-    def _leaf(self, name: str, described: Any, flat: Tensor) -> Tensor | None:
-        if name.startswith("<NJT"):  # values, offsets and lengths of a nested tensor
+    def _tensor_from_leaf(self, name: str, description: Any, flat: Tensor) -> Tensor | None:
+        # Leaves of such names are the values, offsets and lengths of a nested tensor.
+        if name.startswith("<NJT"):
             return None
-        match described:
+        match description:
             case (str(dtype), list(shape), int(start), int(end), *_) if 0 <= start <= end <= len(flat):
-                return self._of(flat[start:end], dtype.removeprefix("torch."), shape)
+                return self._tensor_from_bytes(flat[start:end], dtype.removeprefix("torch."), shape)
         raise CaptureError(f"{self.source}: a tensor that is not within the batch's bytes: the file is damaged")
 
-    def _from_array(self, name: str, described: Any) -> Tensor | None:
-        match described:
+    def _tensor_from_array(self, name: str, description: Any) -> Tensor | None:
+        match description:
             case (str(dtype), Record("torch.Size", (tuple(shape),)), Array() as array):
-                elements = array.tensor()
+                elements = array.to_tensor()
                 if elements is not None and elements.dtype == torch.uint8:
-                    return self._of(elements.view(-1), dtype, list(shape))
+                    return self._tensor_from_bytes(elements.view(-1), dtype, list(shape))
             case (str(), list()):
                 return None
         raise CaptureError(f"{self.source}: a tensor that was not saved as verl saves it")
 
-    def _of(self, data: Tensor, dtype_name: str, shape: list[Any]) -> Tensor:
+    def _tensor_from_bytes(self, data: Tensor, dtype_name: str, shape: list[Any]) -> Tensor:
         """Make a tensor from a copy of the bytes `data`, which may be followed by padding."""
         dtype = DTYPES.get(dtype_name)
         if dtype is None or len(shape) > 16 or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
@@ -191,5 +198,5 @@ class _Batch:
         return elements.view(dtype).view(shape)
 
 
-VERL = Importer(project="verl", suffixes=(".dp",), is_its=names(VERL_CLASS[0]), calls=verl_calls)
-ROLL = Importer(project="roll", suffixes=(".pkl",), is_its=names(ROLL_CLASS[0]), calls=roll_calls)
+VERL = Importer(project="verl", suffixes=(".dp",), is_its=match_module(VERL_CLASS[0]), read=read_verl)
+ROLL = Importer(project="roll", suffixes=(".pkl",), is_its=match_module(ROLL_CLASS[0]), read=read_roll)

@@ -24,7 +24,7 @@ class DumpFile:
 
     @property
     def step(self) -> int | None:
-        """The step in its name.
+        """Return the step in the file's name, or the number that its folder's name is; None without one.
 
         As in `step_000007.pkl`, `global_step_7_training_input.pkl`, `train_data_step7.jsonl`, `7/gen_batch.dp`.
         """
@@ -38,17 +38,17 @@ class Importer:
 
     project   what users type after --from
     suffixes  of its files
-    is_its    can a file that begins with these bytes be the project's?
-    calls     yields the micro-batches of a file in its order, with at most so many rows each; None: with as many as the
-              dump says. Raises CaptureError for a file that is another one, damaged or hostile
+    is_its    tells whether a file that begins with these bytes may be the project's
+    read      yields the micro-batches of a file in its order, with at most so many rows each; None: with as many as the
+              dump says. Raises CaptureError for a file that is another project's, damaged or hostile
     """
 
     project: str
     suffixes: tuple[str, ...]
     is_its: Callable[[bytes], bool]
-    calls: Callable[[DumpFile, int | None], Iterator[Call]]
+    read: Callable[[DumpFile, int | None], Iterator[Call]]
 
 
-def names(module: str) -> Callable[[bytes], bool]:
-    """Return what tells the pickle of a class of `module`: its name stands at the pickle's start."""
+def match_module(module: str) -> Callable[[bytes], bool]:
+    """Make the `is_its` for pickles of a class of `module`, whose name stands at the pickle's start."""
     return lambda start: module.encode() in start

@@ -8,7 +8,7 @@ from capture.importers.declaration import DumpFile, Importer
 PICKLE_START = b"\x80"
 
 
-def openrlhf_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_openrlhf(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     """Read a file, whose rows stay together. Raises CaptureError."""
     yield read_call(dump.path)
 
@@ -17,5 +17,5 @@ OPENRLHF = Importer(
     project="openrlhf",
     suffixes=(".pkl",),
     is_its=lambda start: start.startswith(PICKLE_START),
-    calls=openrlhf_calls,
+    read=read_openrlhf,
 )

@@ -19,10 +19,12 @@ from capture.file_format.safe_unpickler import PickleReader
 from capture.file_format.saved_tensors import SavedTensors
 from capture.file_format.tensor_codec import tensor_from_bytes
 
-MAX_INSTRUCTIONS = 2_000_000  # some ten seconds; a batch of a thousand rows with their texts has a tenth of them
+# Reading so many takes some ten seconds; a batch of a thousand rows with their texts has a tenth of them.
+MAX_INSTRUCTIONS = 2_000_000
 MAX_TEXT_BYTES = 64 * 2**20
 MAX_STORAGES = 100_000
-TENSOR_BYTES_PER_FILE_BYTE = 8  # tensors may share bytes; no dump makes more of them than this
+# Tensors may share bytes of the file. No dump makes more bytes of tensors of a byte of the file than this.
+TENSOR_BYTES_PER_FILE_BYTE = 8
 
 _KEYS = (str, bytes, int, float, type(None))
 _ARRAY_DTYPES = {"b1": torch.bool, "u1": torch.uint8, "f2": torch.float16, "f4": torch.float32, "f8": torch.float64} | {
@@ -47,8 +49,8 @@ class Array:
     shape: tuple[int, ...] = ()
     data: bytes | None = None
 
-    def tensor(self) -> Tensor | None:
-        """Copy it into a tensor; None if torch has no such elements, or if the bytes are not what the shape says."""
+    def to_tensor(self) -> Tensor | None:
+        """Copy it into a tensor; None if torch has no such elements, or if the bytes do not fit the shape."""
         dtype = _ARRAY_DTYPES.get(self.code)
         if dtype is None or self.data is None or len(self.shape) > 16 or not _are_sizes(self.shape):
             return None
@@ -70,22 +72,22 @@ def load_records(
     functions: Mapping[tuple[str, str], Callable[..., Any]] | None = None,
     saved: SavedTensors | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
-    others: Mapping[tuple[str, str], Any] | None = None,
+    constants: Mapping[tuple[str, str], Any] | None = None,
 ) -> Any:
     """Read the pickle `data`, of which nothing may be left after its end.
 
     classes          (module, name) of classes that become a Record
     functions        stand-ins by (module, name), called with the pickle's arguments
     saved            reader of tensors, with its own limits
-    persistent_load  what a persistent id stands for
-    others           what (module, name) stands for where nothing is called
+    persistent_load  returns what a persistent id stands for
+    constants        what (module, name) stands for where nothing is called
 
     Raises CaptureError for everything else.
     """
-    saved = saved or saved_tensors(len(data), source)
-    names = saved.names | _numpy_names(source) | dict(functions or {}) | dict(others or {})
-    names |= {("torch", name): _recorder(f"torch.{name}") for name in ("Size", "device")}
-    names |= {(module, name): _recorder(f"{module}.{name}") for module, name in classes}
+    saved = saved or open_saved_tensors(len(data), source)
+    names = saved.names | _numpy_names(source) | dict(functions or {}) | dict(constants or {})
+    names |= {("torch", name): _make_recorder(f"torch.{name}") for name in ("Size", "device")}
+    names |= {(module, name): _make_recorder(f"{module}.{name}") for module, name in classes}
     reader = _RecordReader(memoryview(data), 0, source, names, persistent_load)
     value = reader.run()
     if reader.position != len(data):
@@ -93,13 +95,15 @@ def load_records(
     return value
 
 
-def saved_tensors(num_bytes: int, source: str) -> SavedTensors:
+def open_saved_tensors(num_bytes: int, source: str) -> SavedTensors:
     """Make a reader for the tensors of a file of `num_bytes`."""
     limit = TENSOR_BYTES_PER_FILE_BYTE * num_bytes
     return SavedTensors(source, max_bytes=limit, max_storages=MAX_STORAGES)
 
 
 class _RecordReader(PickleReader):
+    """Reads more than plain data: shared objects, dicts with keys of other kinds, and states of objects."""
+
     max_instructions = MAX_INSTRUCTIONS
     max_text_bytes = MAX_TEXT_BYTES
 
@@ -108,44 +112,45 @@ class _RecordReader(PickleReader):
             raise self.error("a reference to something not seen before")
         return self.memo[index]
 
-    def fill(self, items: list[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> None:
+    def fill(self, values: list[Any], kind: type[list[Any]] | type[dict[str, Any]]) -> None:
         if kind is list or not self.stack or type(self.stack[-1]) is not dict:
-            super().fill(items, kind)
+            super().fill(values, kind)
             return
-        if len(items) % 2 or not all(isinstance(key, _KEYS) for key in items[::2]):
+        if len(values) % 2 or not all(isinstance(key, _KEYS) for key in values[::2]):
             raise self.error("a dict with a key that is no text or number")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        self.stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
     def step(self, instruction: bytes) -> None:
         if instruction == pickle.BUILD:
-            state, built = self.pop(), self.pop((Record, Array, _Dtype))
-            self.stack.append(self._built(built, state))
+            state, target = self.pop(), self.pop((Record, Array, _Dtype))
+            self._set_state(target, state)
+            self.stack.append(target)
         else:
             super().step(instruction)
 
-    def pushed(self, instruction: bytes) -> Any:
+    def read_value(self, instruction: bytes) -> Any:
         match instruction:
             case pickle.NEWOBJ:
                 return self.call()
             case pickle.BYTEARRAY8:
-                return bytes(self.take(self.number("<Q")))
-        return super().pushed(instruction)
+                return bytes(self.take(self.read_number("<Q")))
+        return super().read_value(instruction)
 
-    def _built(self, built: Record | Array | _Dtype, state: Any) -> Record | Array | _Dtype:
-        match built, state:
+    def _set_state(self, target: Record | Array | _Dtype, state: Any) -> None:
+        match target, state:
             case Record(), _:
-                built.state = state
+                target.state = state
             case _Dtype(code), (int(), str(order), *_):
-                built.code = f">{code}" if order == ">" else code
+                target.code = f">{code}" if order == ">" else code
             case Array(), (int(), tuple(shape), _Dtype(code), bool(is_fortran), data):
-                plain = isinstance(data, bytes) and not (is_fortran and len(shape) > 1)
-                built.code, built.shape, built.data = code, shape, data if plain else None
+                is_plain = isinstance(data, bytes) and not (is_fortran and len(shape) > 1)
+                target.code, target.shape, target.data = code, shape, data if is_plain else None
             case _:
                 raise self.error("a state that is not one of NumPy's")
-        return built
 
 
-def _recorder(name: str) -> Callable[..., Record]:
+def _make_recorder(name: str) -> Callable[..., Record]:
+    """Return a stand-in for a class or function that keeps what it is called with."""
     return lambda *arguments: Record(name, arguments)
 
 
@@ -159,13 +164,13 @@ def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
     def refuse(what: str) -> CaptureError:
         return CaptureError(f"{source}: refused: {what} that was not saved as NumPy saves it")
 
-    def dtype(*arguments: Any) -> _Dtype:
+    def make_dtype(*arguments: Any) -> _Dtype:
         match arguments:
             case (str(code), bool(), bool()):
                 return _Dtype(code[:8])
         raise refuse("a dtype")
 
-    def from_buffer(*arguments: Any) -> Array:
+    def make_array(*arguments: Any) -> Array:
         match arguments:
             case (bytes(data), _Dtype(code), tuple(shape), "C"):
                 return Array(code, shape, data)
@@ -173,19 +178,19 @@ def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
                 return Array(code, shape)
         raise refuse("an array")
 
-    def scalar(*arguments: Any) -> int | float | bool | None:
+    def make_number(*arguments: Any) -> int | float | bool | None:
         match arguments:
-            case (_Dtype(code), bytes(data)) if (value := Array(code, (), data).tensor()) is not None:
+            case (_Dtype(code), bytes(data)) if (value := Array(code, (), data).to_tensor()) is not None:
                 number: int | float | bool = value.item()
                 return number
         return None
 
     names: dict[tuple[str, str], Any] = {
-        ("numpy", "ndarray"): _recorder("numpy.ndarray"),
-        ("numpy", "dtype"): dtype,
+        ("numpy", "ndarray"): _make_recorder("numpy.ndarray"),
+        ("numpy", "dtype"): make_dtype,
     }
     for core in ("numpy.core", "numpy._core"):
         names[f"{core}.multiarray", "_reconstruct"] = lambda *arguments: Array()
-        names[f"{core}.multiarray", "scalar"] = scalar
-        names[f"{core}.numeric", "_frombuffer"] = from_buffer
+        names[f"{core}.multiarray", "scalar"] = make_number
+        names[f"{core}.numeric", "_frombuffer"] = make_array
     return names

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from capture.importers.declaration import DumpFile, Importer, names
+from capture.importers.declaration import DumpFile, Importer, match_module
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
-from capture.importers.rows import Dump, plain_facts
+from capture.importers.rows import DumpRows, select_plain_facts
 from capture.importers.torch_zip import load_torch_zip
 
 MODULE = "skyrl.backends.skyrl_train.training_batch"
@@ -28,14 +28,14 @@ _NUMPY_CODES = {"bool": "b1", "uint8": "u1"} | {
 }
 
 
-def skyrl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_skyrl(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     """Read a file. The step in its name is taken if the dump does not say one. Raises CaptureError."""
     data, source, step = dump.read(), dump.source, dump.step
 
-    def rebuilt(*arguments: Any) -> Record:
+    def record_batch(*arguments: Any) -> Record:
         return Record("batch", arguments)
 
-    functions = {(MODULE, "_rebuild_tensor_batch"): rebuilt}
+    functions = {(MODULE, "_rebuild_tensor_batch"): record_batch}
     match load_records(data, source=source, classes=_CLASSES, functions=functions):
         case Record("batch", (_, {"batch_dict": dict(batch), "metadata": dict() | None as metadata})):
             pass
@@ -44,16 +44,16 @@ def skyrl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     tensors: dict[str, Tensor] = {}
     left_out: dict[str, str] = {}
     num_bytes_left = TENSOR_BYTES_PER_FILE_BYTE * len(data)
-    for name, described in batch.items():
+    for name, description in batch.items():
         if not isinstance(name, str):
             raise CaptureError(f"{source}: a tensor with a name that is no text")
-        match described:
+        match description:
             case None:
                 continue
             case {"format": "tensor_list"}:
                 left_out[name] = "a list of tensors"
                 continue
-        tensors[name] = _tensor(described, name, source)
+        tensors[name] = _read_tensor(description, name, source)
         num_bytes_left -= tensors[name].numel() * tensors[name].itemsize
         if num_bytes_left < 0:
             raise CaptureError(f"{source}: its tensors share more bytes than a dump's do")
@@ -62,22 +62,23 @@ def skyrl_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     mask = tensors.pop("loss_mask", tensors.get("response_mask"))
     if mask is not None:
         tensors["action_mask"] = mask
-    facts, not_plain = plain_facts(metadata or {})
+    facts, not_plain = select_plain_facts(metadata or {})
     step = facts["global_step"] if isinstance(facts.get("global_step"), int) else step
     facts |= {"imported_from": "SkyRL"} | ({} if step is None else {"training_step": step})
-    yield from Dump(source=source, tensors=tensors, facts=facts, left_out=left_out | not_plain).calls(num_rows)
+    rows = DumpRows(source=source, tensors=tensors, facts=facts, left_out=left_out | not_plain)
+    yield from rows.make_calls(num_rows)
 
 
-def _tensor(described: Any, name: str, source: str) -> Tensor:
+def _read_tensor(description: Any, name: str, source: str) -> Tensor:
     tensor: Any = None
-    match described:
+    match description:
         case {"format": "torch", "data": bytes(saved)}:
             tensor = load_torch_zip(saved, source=source)
         case {"data": bytes(data), "shape": tuple(shape), "dtype": str(dtype)}:
-            tensor = Array(_NUMPY_CODES.get(dtype, ""), shape, data).tensor()
+            tensor = Array(_NUMPY_CODES.get(dtype, ""), shape, data).to_tensor()
     if not isinstance(tensor, Tensor):
         raise CaptureError(f"{source}: {name[:40]} was not saved as SkyRL saves a tensor")
     return tensor
 
 
-SKYRL = Importer(project="skyrl", suffixes=(".pkl",), is_its=names(MODULE), calls=skyrl_calls)
+SKYRL = Importer(project="skyrl", suffixes=(".pkl",), is_its=match_module(MODULE), read=read_skyrl)

@@ -12,7 +12,7 @@ import torch
 
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.saved_tensors import STORAGE_NAMES
-from capture.importers.record_pickle import load_records, saved_tensors
+from capture.importers.record_pickle import load_records, open_saved_tensors
 
 ZIP_START = b"PK\x03\x04"
 
@@ -40,30 +40,30 @@ def _load(
     archive: zipfile.ZipFile, num_bytes: int, source: str, functions: Mapping[tuple[str, str], Callable[..., Any]]
 ) -> Any:
     parts = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    saved = saved_tensors(num_bytes, source)
+    saved = open_saved_tensors(num_bytes, source)
     storages: dict[str, Any] = {}
 
-    def part(name: str) -> bytes:
+    def read_part(name: str) -> bytes:
         info = parts.get(name)
         if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size > num_bytes:
             raise CaptureError(f"{source}: has no {name[:40]!r}, or a compressed one, which torch does not write")
         return archive.read(info)
 
-    def storage(persistent_id: Any) -> Any:
+    def load_storage(persistent_id: Any) -> Any:
         match persistent_id:
             case ("storage", torch.dtype() as dtype, str(key), str(), int(num_elements)):
                 if key not in storages:
-                    storages[key] = saved.storage(part(f"data/{key}"), dtype, num_elements)
+                    storages[key] = saved.make_storage(read_part(f"data/{key}"), dtype, num_elements)
                 return storages[key]
         raise CaptureError(f"{source}: refused: a persistent id that is no storage")
 
-    if "byteorder" in parts and part("byteorder") != b"little":
+    if "byteorder" in parts and read_part("byteorder") != b"little":
         raise CaptureError(f"{source}: was written by a machine that is not little-endian")
     return load_records(
-        part("data.pkl"),
+        read_part("data.pkl"),
         source=source,
         functions=functions,
         saved=saved,
-        persistent_load=storage,
-        others=STORAGE_NAMES,
+        persistent_load=load_storage,
+        constants=STORAGE_NAMES,
     )

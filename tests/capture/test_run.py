@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from capture import capture_files, read_micro_batch, recording
-from capture.child_processes import recorded_children
+from capture.child_processes import record_children
 from capture.cli import main
-from capture.search import Search, TrainedLanguageModel, is_called
+from capture.search import ModuleSearch, TrainedLanguageModel, has_class_name
 from replay.processes.launch import without_launcher
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin
@@ -288,7 +288,7 @@ def test_what_starts_processes_is_as_it_was_when_the_job_ends(tmp_path: Path) ->
         ]
 
     before = starters()
-    with recorded_children(name="job.py", is_module=False, order={}):
+    with record_children(name="job.py", is_module=False, order={}):
         assert starters() != before
     assert starters() == before
 
@@ -348,7 +348,7 @@ class Harness(nn.Module):
 
 def found_by(wanted: Any, job: Callable[[], object]) -> list[nn.Module]:
     found: list[nn.Module] = []
-    search = Search(wanted, found.append)
+    search = ModuleSearch(wanted, found.append)
     try:
         job()
     finally:
@@ -398,7 +398,7 @@ def test_a_module_is_found_by_the_name_of_its_class_trained_or_not(name: str) ->
         with torch.no_grad():
             Outer(model)(IDS_BS)
 
-    assert found_by(lambda module, *_: is_called(name, module), job) == [model]
+    assert found_by(lambda module, *_: has_class_name(module, name), job) == [model]
 
 
 def test_a_failure_of_a_search_is_one_warning_and_its_end() -> None:

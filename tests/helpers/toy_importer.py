@@ -11,19 +11,19 @@ import torch
 from capture.file_format.capture_file import Call
 from capture.importers import IMPORTERS
 from capture.importers.declaration import DumpFile, Importer
-from capture.importers.rows import Dump
+from capture.importers.rows import DumpRows
 
 START = b"toy rows\n"
 
 
-def toy_calls(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
+def read_toy(dump: DumpFile, num_rows: int | None) -> Iterator[Call]:
     lines = dump.read().removeprefix(START).splitlines()
     sequences_BS = torch.tensor([[int(token) for token in line.split()] for line in lines])
-    rows = Dump(source=dump.source, tensors={"sequences": sequences_BS}, facts={"training_step": dump.step})
-    yield from rows.calls(num_rows)
+    rows = DumpRows(source=dump.source, tensors={"sequences": sequences_BS}, facts={"training_step": dump.step})
+    yield from rows.make_calls(num_rows)
 
 
-TOY = Importer(project="toy", suffixes=(".toy",), is_its=lambda start: start.startswith(START), calls=toy_calls)
+TOY = Importer(project="toy", suffixes=(".toy",), is_its=lambda start: start.startswith(START), read=read_toy)
 
 
 if __name__ == "__main__":

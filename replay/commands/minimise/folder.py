@@ -21,7 +21,7 @@ from typing import Protocol
 
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
-from capture.folder_tools.redact import Tokens, redact_folder
+from capture.folder_tools.redact import TokenRedaction, redact_folder
 from replay.commands.minimise.cutting import Candidate, Shape, write_inputs
 from replay.commands.minimise.failure import OF_THE_JOB, Failure, Log
 from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
@@ -107,7 +107,7 @@ def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check
     kept = f"NOT redacted: {INPUTS}/ holds the captured tokens"
     if failure.kind in OF_THE_JOB:
         return f"{kept}. Redaction removes the job's numbers, which the failure is a difference from"
-    for tokens in (Tokens.ZERO, Tokens.PERMUTE):
+    for tokens in (TokenRedaction.ZERO, TokenRedaction.PERMUTE):
         target = home / "redacted"
         shutil.rmtree(target, ignore_errors=True)
         redact_folder(home / INPUTS, target, tokens)

@@ -13,9 +13,9 @@ import capture
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import explain_misfit
-from capture.folder_tools.redact import Tokens, redact_folder
+from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record.recorder import take_held_notes
-from capture.run import ModelSearch, Order
+from capture.run import ModelSearch, RecordingOrder
 from tests.helpers.causal_lms import lm
 
 IDS_BS = torch.arange(12).view(3, 4)
@@ -133,7 +133,7 @@ def test_the_modules_functions_note_to_what_is_open_and_else_do_nothing(tmp_path
 def test_what_is_noted_before_the_first_pass_of_a_search_is_that_passs(tmp_path: Path) -> None:
     """Under `capture run` no recording is open before it. Notes for a rollout before it are not the pass's."""
     model = lm()
-    order = Order(
+    order = RecordingOrder(
         folder=str(tmp_path / "kept"), module_name=None, arguments={}, settings={"reproduce": True}, marks=str(tmp_path)
     )
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def test_redacting_keeps_masks_and_blanks_other_notes(tmp_path: Path) -> None:
     with recording(model, tmp_path / "own", reproduce=True) as recorder:
         model(IDS_BS)
         recorder.note(action_mask=torch.ones(3, 2), advantages=torch.rand(3, 2))
-    done = redact_folder(tmp_path / "own", tmp_path / "redacted", Tokens.ZERO)
+    done = redact_folder(tmp_path / "own", tmp_path / "redacted", TokenRedaction.ZERO)
     assert done.blanked == {"advantages"}
     [call] = calls_in(tmp_path / "redacted")
     assert call.notes["action_mask"].tolist() == [[1, 1]] * 3

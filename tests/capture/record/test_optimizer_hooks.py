@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps
-from capture.folder_tools.redact import Tokens, redact_folder
+from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
 from capture.record.parameter_sampler import NUM_PER_STEP, ParameterSampler
@@ -712,7 +712,7 @@ def test_a_redacted_step_keeps_its_windows_and_settings_and_no_gradient(tmp_path
         loss_of(model).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
-    redact_folder(tmp_path / "whole", tmp_path / "redacted", Tokens.PERMUTE)
+    redact_folder(tmp_path / "whole", tmp_path / "redacted", TokenRedaction.PERMUTE)
     [call] = calls(tmp_path / "redacted")
     assert call.step is not None
     assert (call.step.gradients, call.step.grad_norm, call.step.without_gradient, call.outputs) == (None, None, (), {})

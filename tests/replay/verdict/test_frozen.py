@@ -15,7 +15,7 @@ from torch import Tensor
 
 from capture import recording
 from capture.file_format.actor_config import read_frozen_names
-from capture.folder_tools.redact import Tokens, redact_folder
+from capture.folder_tools.redact import TokenRedaction, redact_folder
 from replay.command_line.cli import main
 from tests.trainers.common import make_batches, make_model
 
@@ -81,7 +81,7 @@ def test_a_trained_parameter_without_a_gradient_is_a_finding(tmp_path: Path) -> 
 
 
 def test_a_redacted_recording_still_says_what_was_frozen(job: Path, tmp_path: Path) -> None:
-    redact_folder(job / "captures", tmp_path / "redacted", tokens=Tokens.ZERO)
+    redact_folder(job / "captures", tmp_path / "redacted", tokens=TokenRedaction.ZERO)
     names = read_frozen_names(tmp_path / "redacted")
     assert names == read_frozen_names(job / "captures")
     assert len(names) == 10

@@ -15,7 +15,7 @@ from actor_init.inputs.packing import find_own_targets, prepare_inputs
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import MicroBatch, Origin, with_shift_labels_as_labels
-from capture.folder_tools.redact import Tokens, redact_folder
+from capture.folder_tools.redact import TokenRedaction, redact_folder
 from replay.command_line.cli import main
 from replay.tolerances.job import GRADIENT, LOSS, TOKENS
 from tests.custom_models.nano import build
@@ -141,7 +141,7 @@ def test_where_a_target_is_another_token_no_log_prob_of_the_rows_own_is_compared
 
 def test_a_redacted_capture_keeps_which_tokens_have_a_target(tmp_path: Path) -> None:
     job = train(tmp_path)
-    redact_folder(job / "captures", tmp_path / "redacted", Tokens.PERMUTE)
+    redact_folder(job / "captures", tmp_path / "redacted", TokenRedaction.PERMUTE)
     [one, *_] = (read_call(path).micro_batch().shift_labels for path in capture_files(tmp_path / "redacted"))
     assert one is not None
     assert one.unique().tolist() == [-100, 0]
