@@ -25,7 +25,7 @@ from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
 from replay.runlog.summary import peak_bytes, phase_seconds
 from replay.runner.meter import Meter
-from replay.runner.replayer import ReopenedActor, Replayer
+from replay.runner.replayer import ReopenableActor, Replayer
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker
 
@@ -68,7 +68,7 @@ def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequ
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
     resolved = resolve(spec, selection, read_call(selection.inputs[0]), world, None)
     source = resolved.source
-    actor = ReopenedActor(resolved.actor, source, world)
+    actor = ReopenableActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
     replayer = Replayer(resolved, world, actor, meter, Tracker(folder, world.rank), SameWeights(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)

@@ -18,7 +18,7 @@ from actor_init.world import World
 from replay.on_ray.node_actors import NodeAgent, output_into, work_in
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import exit_code_of
-from replay.runner.states import name_of
+from replay.runner.states import name_state_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,19 +32,19 @@ class RayStates:
     def check(self) -> None:
         """Do nothing: Ray Train and the driver have looked at the storage."""
 
-    def latest(self, world: World) -> Path | None:
+    def find_latest(self, world: World) -> Path | None:
         return self.begun
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
         from ray.train import Checkpoint, report
 
         self.parts.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f"{name_of(num_steps)}-rank{world.rank}-", dir=self.parts))
+        part = Path(tempfile.mkdtemp(prefix=f"{name_state_folder(num_steps)}-rank{world.rank}-", dir=self.parts))
         write(part)
         report(
             {"num_steps": num_steps},
             checkpoint=Checkpoint.from_directory(part),
-            checkpoint_dir_name=name_of(num_steps),
+            checkpoint_dir_name=name_state_folder(num_steps),
             delete_local_checkpoint_after_upload=True,
         )
 

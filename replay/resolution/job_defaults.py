@@ -30,133 +30,136 @@ DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
 
 
-def from_job(spec: Parts, first: Call | None, selection: Selection, device_type: str) -> list[Choice]:
-    """Choose dtype, packing, kernels and accumulation: as typed, else as `first`, a capture of the job, says.
+def choose_from_job(spec: Parts, first_call: Call | None, selection: Selection, device_type: str) -> list[Choice]:
+    """Choose dtype, packing, kernels and accumulation: as typed, else as `first_call`, a capture of the job, says.
 
     Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
     rows are padded, as the job's were.
     """
     return [
-        _dtype(spec.actor, first, device_type),
-        _packing(spec, first, selection),
-        _kernels(spec.actor, first, device_type),
-        _accumulation(spec.actor, selection),
+        _choose_dtype(spec.actor, first_call, device_type),
+        _choose_packing(spec, first_call, selection),
+        _choose_fused_kernels(spec.actor, first_call, device_type),
+        _choose_accumulation(spec.actor, selection),
     ]
 
 
-def settled(actor: ActorSpec, choices: Sequence[Choice]) -> ActorSpec:
-    """Return `actor` with these choices for its fields."""
+def apply_choices(actor: ActorSpec, choices: Sequence[Choice]) -> ActorSpec:
+    """Return `actor` with the values of `choices` in its fields."""
     return replace(actor, **{choice.setting.removeprefix("actor."): choice.value for choice in choices})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenKernel:
-    """The attention kernel of --attention auto: the job's, or auto where another has to be found, and why."""
+    """The attention kernel of --attention auto: the job's, or auto where another has to be chosen.
+
+    why  for the header; empty: nothing that a reader would not expect
+    """
 
     attention: str
-    why: str = ""  # for the header; empty: nothing that a reader would not expect
+    why: str = ""
 
 
-def job_kernel(spec: ActorSpec, first: Call | None, where: torch.device, config: PretrainedConfig) -> ChosenKernel:
-    """Return the kernel that the job had, if it can be had here, for a settled spec; what was typed stays."""
+def choose_job_kernel(
+    spec: ActorSpec, first_call: Call | None, device: torch.device, config: PretrainedConfig
+) -> ChosenKernel:
+    """Return the kernel that the job had, if it can be had here; what was typed stays. No other choice is open."""
     if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
         return ChosenKernel(attention=spec.attention)
-    on_cuda = where.type == "cuda"
-    asked = None if first is None else first.environment.get("attention")
+    on_cuda = device.type == "cuda"
+    job_word = None if first_call is None else first_call.environment.get("attention")
     instead = "the fastest here that the kernel check finds right" if on_cuda else "what a CPU has"
-    if asked is None:
+    if job_word is None:
         why = f"{instead}; the captures do not name the job's" if on_cuda else ""
         return ChosenKernel(attention=Attention.AUTO, why=why)
-    kernel = find_job_kernel(asked)
+    kernel = find_job_kernel(job_word)
     if kernel is None:
-        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {asked} is not known here")
-    lack = find_lack(kernel.word, where, spec.dtype)
+        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {job_word} is not known here")
+    lack = find_lack(kernel.word, device, spec.dtype)
     if lack is not None:
-        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {asked}: {lack.text}")
+        return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {job_word}: {lack.text}")
     if kernel.find_obstacle(config):
         return ChosenKernel(
-            attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {asked}"
+            attention=Attention.AUTO, why=f"{instead}; {config.model_type} does not take the job's {job_word}"
         )
-    if on_cuda and kernel.packed.reads_mask and spec.packs and _is_padded(first):
-        why = f"{instead}; the job's {asked} had padded rows, and packed ones need a mask of all pairs of tokens"
+    if on_cuda and kernel.packed.reads_mask and spec.packs and _is_padded(first_call):
+        why = f"{instead}; the job's {job_word} had padded rows, and packed ones need a mask of all pairs of tokens"
         return ChosenKernel(attention=Attention.AUTO, why=why)
-    return ChosenKernel(attention=kernel.word, why=f"as the job's {asked}" if on_cuda else "")
+    return ChosenKernel(attention=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
 
 
-def _dtype(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
-    def choice(value: Dtype, by: By, why: str = "") -> Choice:
+def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -> Choice:
+    def choose(value: Dtype, by: By, why: str = "") -> Choice:
         return Choice(setting="actor.dtype", value=value, by=by, why=why)
 
     if actor.dtype is not Dtype.AUTO:
-        return choice(actor.dtype, By.TYPED)
-    if first is None or not (known := dtypes_of(first)):
-        return choice(Dtype.BF16, By.DEFAULT, "the inputs do not say what the job computed in")
-    coarsest = max(known, key=roundoff)
+        return choose(actor.dtype, By.TYPED)
+    if first_call is None or not (job_dtypes := dtypes_of(first_call)):
+        return choose(Dtype.BF16, By.DEFAULT, "the inputs do not say what the job computed in")
+    coarsest = max(job_dtypes, key=roundoff)
     dtype = DTYPES.get(coarsest, Dtype.FP32)
     if dtype is Dtype.FP16 and device_type == "cpu":
-        return choice(Dtype.FP32, By.MACHINE, "the job computed in float16, which a CPU does not have")
-    return choice(dtype, By.JOB, f"it computed in {coarsest}")
+        return choose(Dtype.FP32, By.MACHINE, "the job computed in float16, which a CPU does not have")
+    return choose(dtype, By.JOB, f"it computed in {coarsest}")
 
 
-def _packing(spec: Parts, first: Call | None, selection: Selection) -> Choice:
+def _choose_packing(spec: Parts, first_call: Call | None, selection: Selection) -> Choice:
     """Choose whether rows are packed, as long as the probe has nothing against it."""
 
-    def choice(value: bool, by: By, why: str = "") -> Choice:
+    def choose(value: bool, by: By, why: str = "") -> Choice:
         return Choice(setting=PACKING, value=value, by=by, why=why)
 
     actor = spec.actor
     if actor.packing is not None:
-        return choice(actor.packing, By.TYPED)
+        return choose(actor.packing, By.TYPED)
     if actor.is_custom:
-        return choice(False, By.MODEL)
+        return choose(False, By.MODEL)
     if actor.parallel.ring > 1:
-        return choice(True, By.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
+        return choose(True, By.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
     if selection.padding_predicts:
-        return choice(False, By.JOB, PADDING_PREDICTS)
-    if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first):
-        return choice(False, By.JOB, "its rows were padded, and --verdict strict was given")
-    return choice(True, By.MODEL)
+        return choose(False, By.JOB, PADDING_PREDICTS)
+    if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first_call):
+        return choose(False, By.JOB, "its rows were padded, and --verdict strict was given")
+    return choose(True, By.MODEL)
 
 
-def _kernels(actor: ActorSpec, first: Call | None, device_type: str) -> Choice:
+def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type: str) -> Choice:
     if actor.kernels is not Kernels.AUTO:
         return Choice(setting=KERNELS, value=actor.kernels, by=By.TYPED)
-    if first is not None and first.environment.get("kernels") == "liger":
+    if first_call is not None and first_call.environment.get("kernels") == "liger":
         if lack := find_liger_lack(torch.device(device_type)):
             return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.MACHINE, why=f"the job used Liger, which {lack}")
         return Choice(setting=KERNELS, value=Kernels.FUSED, by=By.JOB, why="it used Liger")
     return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.DEFAULT)
 
 
-def _accumulation(actor: ActorSpec, selection: Selection) -> Choice:
+def _choose_accumulation(actor: ActorSpec, selection: Selection) -> Choice:
     by = By.TYPED if actor.grad_accumulation else By.JOB if selection.has_job_windows else By.DEFAULT
     why = "as many passes as make its windows" if by is By.JOB else ""
     return Choice(setting="actor.grad_accumulation", value=selection.grad_accumulation, by=by, why=why)
 
 
-def _is_padded(first: Call | None) -> bool:
+def _is_padded(first_call: Call | None) -> bool:
     """Are rows separate, and free of rows with several documents, which padding could not separate?"""
-    return first is not None and not {"position_ids", *BORDER_NAMES} & first.tensors.keys()
-
-
-# Find the model that a run is of: the one that --model names, or the job's, whose config lies beside the inputs.
+    return first_call is not None and not {"position_ids", *BORDER_NAMES} & first_call.tensors.keys()
 
 
 def find_source(spec: Parts) -> ModelSource:
-    folder = inputs_folder(spec.inputs)
+    """Find the model of a run: the one that --model names, or the job's, whose config lies beside the inputs."""
+    folder = find_inputs_folder(spec.inputs)
     try:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
         raise UsageError(*error.args) from error
-    source = find_model(spec.actor, captured, str(shown(folder / "actor.json")), adapters)
+    source = find_model(spec.actor, captured, str(path_from_here(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
         why = "writes whole models, and this one has an adapter"
         raise UsageError(Setting("save_model"), why, f"Try: {Setting('save_state')}")
     return source
 
 
-def source_of_all(spec: Parts, world: World) -> ModelSource:
+def find_source_on_all(spec: Parts, world: World) -> ModelSource:
     """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
     source: ModelSource | None = None
     problem = ""
@@ -166,40 +169,42 @@ def source_of_all(spec: Parts, world: World) -> ModelSource:
         if world.world_size == 1:
             raise
         problem = error.text
-    found = world.gather((problem, dict(source.facts) if source is not None else {}))
-    problems = [(rank, said) for rank, (said, _) in enumerate(found) if said]
+    rank_results = world.gather((problem, dict(source.facts) if source is not None else {}))
+    problems = [(rank, text) for rank, (text, _) in enumerate(rank_results) if text]
     if problems:
-        rank, said = problems[0]
-        raise UsageError(said if len(problems) == len(found) else f"on rank {rank}: {said}")
+        rank, text = problems[0]
+        raise UsageError(text if len(problems) == len(rank_results) else f"on rank {rank}: {text}")
     assert source is not None
-    for rank, (_, facts) in enumerate(found):
-        if facts.get("model_file_sha256") != found[0][1].get("model_file_sha256"):
+    _, first_facts = rank_results[0]
+    for rank, (_, facts) in enumerate(rank_results):
+        if facts.get("model_file_sha256") != first_facts.get("model_file_sha256"):
             raise UsageError(
-                f"{facts['model_file']} is another file on rank {rank} than {found[0][1]['model_file']} on rank 0. "
+                f"{facts['model_file']} is another file on rank {rank} than {first_facts['model_file']} on rank 0. "
                 "Copy one to all nodes"
             )
     return source
 
 
-def inputs_folder(spec: InputsSpec) -> Path:
+def find_inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
         return find_recording_folder(spec.input_file)
     return spec.inputs if spec.inputs is not None else default_folder()
 
 
-def frozen_in_job(spec: Parts, source: ModelSource, first: Call | None) -> frozenset[str]:
+def find_frozen_in_job(spec: Parts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
     """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
 
-    None where it had an adapter, which freezes what is not its own; merged into the weights, that is trained here.
+    There are none where the job had an adapter: it froze all other parameters, and if the adapter is merged into the
+    weights here, those are trained.
     """
-    folder = inputs_folder(spec.inputs)
+    folder = find_inputs_folder(spec.inputs)
     names = read_frozen_names(folder)
-    num_frozen = None if first is None or first.weights is None else first.weights.num_frozen
+    num_frozen = None if first_call is None or first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names) or source.adapter is not None:
         return frozenset()
     return SameWeights(source).own_names(names)
 
 
-def shown(path: Path) -> Path:
+def path_from_here(path: Path) -> Path:
     """Return the path relative to the current folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -17,13 +17,13 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import count_not_recorded
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
-from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
+from capture.file_format.segment import Segment, capture_exists
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
 from replay.output.text import not_recorded_text, one_line, unreplayable
-from replay.resolution.windows import Captured, Round, WindowOrder
+from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
 
 
@@ -33,20 +33,32 @@ class Selection:
 
     Only the files needed are read: with --max-inputs, files after the last selected one are not opened. Of segments the
     indexes are read, and of the passes those that are selected.
+
+    num_left_out_passes  passes of the kind that --passes does not select
+    num_left_over        inputs left because the data ranks hold unequal numbers
+    damaged              files that cannot be read, and why
+    dealing              how inputs were distributed over the data ranks, in one sentence
+    unreplayable         files that can be read, of calls that no replay can make, and why
+    rounds               one per input; inputs replayed beyond the rounds (--uneven) have none
+    not_recorded         numbers of training passes that the recording could not keep, by the reason
+    grad_accumulation    as requested, else the number that reproduces the job's windows
+    has_job_windows      that number was found in the captures
+    padding_predicts     padding predicts a label of the loss, so that rows have to be padded as captured
+    is_whole             all passes of the kind, of every rank, are replayed
     """
 
     inputs: list[Path]
-    num_left_out_passes: int  # of the kind that --passes does not select
-    num_left_over: int  # inputs left because the data ranks hold unequal numbers
+    num_left_out_passes: int
+    num_left_over: int
     damaged: list[tuple[Path, str]]
-    dealing: str  # one sentence: how inputs were distributed over the data ranks
-    unreplayable: list[tuple[Path, str]] = field(default_factory=list)  # whole, and of calls that no replay can make
-    rounds: Sequence[Round] = ()  # one per input; inputs replayed beyond the rounds (--uneven) have none
-    not_recorded: Mapping[str, int] = field(default_factory=dict)  # the job's training passes, by the reason
-    grad_accumulation: int = 1  # as requested, else the number that reproduces the job's windows
-    has_job_windows: bool = False  # that number was found in the captures
-    padding_predicts: bool = False  # some label of the loss, so that rows have to be padded as captured
-    is_whole: bool = False  # all passes of the kind, of every rank, are replayed
+    dealing: str
+    unreplayable: list[tuple[Path, str]] = field(default_factory=list)
+    rounds: Sequence[InputRound] = ()
+    not_recorded: Mapping[str, int] = field(default_factory=dict)
+    grad_accumulation: int = 1
+    has_job_windows: bool = False
+    padding_predicts: bool = False
+    is_whole: bool = False
 
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
@@ -62,38 +74,41 @@ class Selection:
 
 
 @dataclass(kw_only=True, slots=True)
-class Reader:
-    """Read captures one by one, counting those of the other kind and those that cannot be read."""
+class CaptureReader:
+    """Read captures one by one, counting those of the other kind and those that cannot be read.
+
+    padding_predicts  labels that padding predicts are tokens of the loss
+    """
 
     passes: Passes
     loss: str
-    padding_predicts: bool = False  # labels that it predicts count
+    padding_predicts: bool = False
     num_left_out: int = 0
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
 
-    def read(self, captures: Iterable[CaptureLocation]) -> Iterator[Captured]:
-        for one in captures:
-            record = one.record
-            captured = self._opened(one) if record is None else self._recorded(one, record)
-            if captured is None:
+    def read(self, files: Iterable[CaptureLocation]) -> Iterator[SelectedCapture]:
+        for file in files:
+            record = file.record
+            capture = self._read_file(file) if record is None else self._read_index(file, record)
+            if capture is None:
                 continue
-            if self.passes is Passes.ALL or captured.trains == (self.passes is Passes.TRAIN):
-                yield captured
+            if self.passes is Passes.ALL or capture.trains == (self.passes is Passes.TRAIN):
+                yield capture
             else:
                 self.num_left_out += 1
 
-    def counted(self, captured: Captured) -> Captured:
-        """Return it with the number of the loss's tokens; 0 for a pass that cannot be read: it will report why."""
-        if captured.num_tokens is not None:
-            return captured
+    def count_tokens(self, capture: SelectedCapture) -> SelectedCapture:
+        """Return `capture` with the number of the loss's tokens; 0 if it cannot be read: its pass will report why."""
+        if capture.num_tokens is not None:
+            return capture
         try:
-            num_tokens, num_after_padding = self._counts(read_call(captured.path).micro_batch())
+            num_tokens, num_after_padding = self._count_loss_tokens(read_call(capture.path).micro_batch())
         except CaptureError:
             num_tokens = num_after_padding = 0
-        return replace(captured, num_tokens=num_tokens, num_after_padding=num_after_padding)
+        return replace(capture, num_tokens=num_tokens, num_after_padding=num_after_padding)
 
-    def _counts(self, batch: MicroBatch) -> tuple[int, int]:
+    def _count_loss_tokens(self, batch: MicroBatch) -> tuple[int, int]:
         """Count the tokens of the loss, and those among them that padding predicts.
 
         Both are 0 for a micro-batch that no model accepts: its pass will report why.
@@ -104,45 +119,45 @@ class Reader:
         except CaptureError:
             return 0, 0
 
-    def _recorded(self, one: CaptureLocation, record: SegmentRecord) -> Captured | None:
-        """Return what a segment's index knows of a pass."""
+    def _read_index(self, file: CaptureLocation, record: SegmentRecord) -> SelectedCapture | None:
+        """Return what a segment's index knows of a pass; the pass itself is read only if the index counts no tokens."""
         if record.counts is None:
-            return self._opened(one)
-        assert isinstance(one.file, Segment)
-        return Captured(
-            capture=one,
+            return self._read_file(file)
+        assert isinstance(file.file, Segment)
+        return SelectedCapture(
+            capture=file,
             trains=record.trains,
-            rank=one.file.head.rank,
-            forward=record.forward,
-            world_size=one.file.head.world_size,
+            rank=file.file.head.rank,
+            forward_number=record.forward,
+            world_size=file.file.head.world_size,
             num_tokens=None,
             optimizer_step=record.optimizer_step,
-            window=record.window,
+            window_digest=record.window,
             has_gradients=record.has_gradients,
             real_tokens=record.counts.real_tokens,
             padded_tokens=record.counts.rows * record.counts.row_length,
         )
 
-    def _opened(self, one: CaptureLocation) -> Captured | None:
+    def _read_file(self, file: CaptureLocation) -> SelectedCapture | None:
         try:
-            call = read_call(one.path)
+            call = read_call(file.path)
             batch = call.micro_batch()
         except NotReplayableError as error:
-            self.unreplayable.append((one.path, in_flags(error)))
+            self.unreplayable.append((file.path, in_flags(error)))
             return None
         except CaptureError as error:
-            self.damaged.append((one.path, in_flags(error)))
+            self.damaged.append((file.path, in_flags(error)))
             return None
-        num_tokens, num_after_padding = self._counts(batch)
-        return Captured(
-            capture=one,
+        num_tokens, num_after_padding = self._count_loss_tokens(batch)
+        return SelectedCapture(
+            capture=file,
             trains=batch.trains,
             rank=batch.origin.rank,
-            forward=batch.origin.step,
+            forward_number=batch.origin.step,
             world_size=batch.origin.world_size,
             num_tokens=num_tokens,
             optimizer_step=call.optimizer_step,
-            window=None if call.step is None else digest_window(call.step.passes),
+            window_digest=None if call.step is None else digest_window(call.step.passes),
             has_gradients=call.step is not None and call.step.gradients is not None,
             real_tokens=batch.num_real_tokens,
             padded_tokens=batch.num_padded_tokens,
@@ -173,30 +188,30 @@ def select(
     predicts are tokens of the loss.
     """
     check_inputs(spec)
-    reader = Reader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
+    reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
-    rest: list[list[Captured]] = []
+    left_over: list[list[SelectedCapture]] = []
     missing: Mapping[str, int] = {}
     if spec.input_file is not None:
-        files = list(reader.read([CaptureLocation(_existing_file(spec.input_file))]))
-        rounds = [tuple(files * num_data_ranks)] * (len(files) * spec.epochs)
+        captures = list(reader.read([CaptureLocation(_check_file_exists(spec.input_file))]))
+        rounds = [tuple(captures * num_data_ranks)] * (len(captures) * spec.epochs)
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         folder = spec.inputs if spec.inputs is not None else default_folder()
-        captures = _captures_in(folder)
-        missing = _not_recorded(folder)
-        rounds, rest, dealing = _dealt(spec, reader, captures, num_data_ranks, order, packs)
-    num_left_over = sum(len(captures) for captures in rest)
+        files = _require_captures(folder)
+        missing = _count_not_recorded(folder)
+        rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
+    num_left_over = sum(map(len, left_over))
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
-        raise UsageError(_nothing_to_replay(spec, reader, num_left_over, num_data_ranks, missing))
-    rounds = [tuple(map(reader.counted, members)) for members in _picked(rounds, spec)]
-    inputs = [members[data_rank].path for members in rounds]
-    job_windows = _of_the_job(order, num_data_ranks)
+        raise UsageError(_explain_empty_selection(spec, reader, num_left_over, num_data_ranks, missing))
+    rounds = [tuple(map(reader.count_tokens, captures)) for captures in _pick_rounds(rounds, spec)]
+    inputs = [captures[data_rank].path for captures in rounds]
+    job_accumulation = _find_job_accumulation(order, num_data_ranks)
     if spec.uneven and spec.input_file is None:
         end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
-        more = [captured.path for captured in rest[data_rank]] if rest else []
-        inputs = [*inputs, *more][spec.skip_inputs : end]
+        left_over_inputs = [capture.path for capture in left_over[data_rank]] if left_over else []
+        inputs = [*inputs, *left_over_inputs][spec.skip_inputs : end]
         dealing += "; uneven: none left over" if num_left_over else ""
         num_left_over = 0
     return Selection(
@@ -207,168 +222,182 @@ def select(
         unreplayable=reader.unreplayable,
         not_recorded=missing,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
-        rounds=[_round(members) for members in rounds],
-        grad_accumulation=grad_accumulation or job_windows or 1,
-        has_job_windows=grad_accumulation is None and job_windows is not None,
-        padding_predicts=any(one.num_after_padding for members in rounds for one in members),
+        rounds=[_describe_round(captures) for captures in rounds],
+        grad_accumulation=grad_accumulation or job_accumulation or 1,
+        has_job_windows=grad_accumulation is None and job_accumulation is not None,
+        padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
     )
 
 
-def _picked(rounds: list[tuple[Captured, ...]], spec: InputsSpec) -> list[tuple[Captured, ...]]:
+def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) -> list[tuple[SelectedCapture, ...]]:
     """Return the rounds of --pick-inputs, or all without it. Raises UsageError for a number that none has."""
     if spec.picked is None:
         return rounds
-    if beyond := [number for number in spec.picked if number >= len(rounds)]:
-        picked, why = Setting("pick_inputs", beyond[0]), f": each data rank has {len(rounds)} inputs"
+    if missing_numbers := [number for number in spec.picked if number >= len(rounds)]:
+        picked, why = Setting("pick_inputs", missing_numbers[0]), f": each data rank has {len(rounds)} inputs"
         raise UsageError(picked, why, f"Give numbers from 0 to {len(rounds) - 1}")
     return [rounds[number] for number in spec.picked]
 
 
-def _round(members: Sequence[Captured]) -> Round:
-    return Round(
-        trains=members[0].trains,
-        num_tokens=[one.num_tokens or 0 for one in members],
-        has_gradients=any(one.has_gradients for one in members),
+def _describe_round(captures: Sequence[SelectedCapture]) -> InputRound:
+    return InputRound(
+        trains=captures[0].trains,
+        num_tokens=[capture.num_tokens or 0 for capture in captures],
+        has_gradients=any(capture.has_gradients for capture in captures),
     )
 
 
-def _of_the_job(order: WindowOrder, num_data_ranks: int) -> int | None:
+def _find_job_accumulation(order: WindowOrder, num_data_ranks: int) -> int | None:
     """Return the passes of each data rank in one window of the job; None if its windows cannot be reproduced."""
     num_passes = order.num_passes or 0
     return None if num_passes == 0 or num_passes % num_data_ranks else num_passes // num_data_ranks
 
 
-def _existing_file(path: Path) -> Path:
+def _check_file_exists(path: Path) -> Path:
     if not capture_exists(path):
         raise UsageError(Setting("input_file", path), "does not exist", f"Try: replay inspect {path.parent}")
     return path
 
 
-def _not_recorded(folder: Path) -> dict[str, int]:
+def _count_not_recorded(folder: Path) -> dict[str, int]:
     """Count the training passes that the recording could not keep; none where its end cannot be read."""
     try:
         return count_not_recorded(folder)
-    except CaptureError:  # `replay inspect` names the file
+    except CaptureError:
+        # `replay inspect` names the file that cannot be read.
         return {}
 
 
-def _first_incident(folder: Path) -> Incident | None:
+def _read_first_incident(folder: Path) -> Incident | None:
     try:
-        return next((one for record in read_incidents(folder) for one in record.incidents), None)
+        return next((incident for record in read_incidents(folder) for incident in record.incidents), None)
     except CaptureError:
         return None
 
 
-def _captures_in(folder: Path) -> list[CaptureLocation]:
-    captures, given = list_captures(folder), Setting("inputs", folder)
-    if not captures and (missing := _not_recorded(folder)):
-        raise UsageError(given, "holds no captures", f"Missing: {not_recorded_text(missing)}")
-    if not captures and (happened := _first_incident(folder)) is not None:
-        how = f"{happened.what}, {happened.where}" + (f": {one_line(happened.message)}" if happened.message else "")
-        raise UsageError(given, f"holds no captures, but an incident: {how}", f"Try: replay inspect {folder}")
+def _require_captures(folder: Path) -> list[CaptureLocation]:
+    captures, setting = list_captures(folder), Setting("inputs", folder)
+    if not captures and (missing := _count_not_recorded(folder)):
+        raise UsageError(setting, "holds no captures", f"Missing: {not_recorded_text(missing)}")
+    if not captures and (incident := _read_first_incident(folder)) is not None:
+        text = f"{incident.what}, {incident.where}" + (f": {one_line(incident.message)}" if incident.message else "")
+        raise UsageError(setting, f"holds no captures, but an incident: {text}", f"Try: replay inspect {folder}")
     if not captures:
-        inside = sorted(one for one in folder.iterdir() if one.is_dir() and list_captures(one))
-        if inside:
-            names = ", ".join(one.name for one in inside[:5])
+        subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and list_captures(path))
+        if subfolders:
+            names = ", ".join(path.name for path in subfolders[:5])
             why = f"holds no captures (*.pkl), but folders that do: {names}"
-            raise UsageError(given, why, f"Try: {given.with_value(inside[0])}")
+            raise UsageError(setting, why, f"Try: {setting.with_value(subfolders[0])}")
         advice = "Capture some with `capture.recording`, or try: replay"
-        raise UsageError(given, "holds no captures (*.pkl)", advice)
+        raise UsageError(setting, "holds no captures (*.pkl)", advice)
     return captures
 
 
-def _dealt(
+def _deal(
     spec: InputsSpec,
-    reader: Reader,
-    folder: list[CaptureLocation],
+    reader: CaptureReader,
+    files: list[CaptureLocation],
     num_data_ranks: int,
     order: WindowOrder,
     packs: bool,
-) -> tuple[list[tuple[Captured, ...]], list[list[Captured]], str]:
-    """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution."""
+) -> tuple[list[tuple[SelectedCapture, ...]], list[list[SelectedCapture]], str]:
+    """Return the rounds, the inputs left over on each data rank, and a sentence that describes the distribution.
+
+    First the captures get their order: shuffled, by size, or as recorded. Then each is dealt to a data rank: in
+    recorded order to the one that stands for the rank that captured it, if there are as many of both; otherwise in
+    turn. Captures are read only as far as rounds are needed.
+    """
     if spec.shuffle_inputs:
-        random.Random(spec.random_seed).shuffle(folder)
-        read, said = reader.read(folder), f"shuffled with seed {spec.random_seed}"
+        random.Random(spec.random_seed).shuffle(files)
+        ordered, sentence = reader.read(files), f"shuffled with seed {spec.random_seed}"
     elif spec.order is Order.WORST:
-        read = iter(sorted(reader.read(folder), key=partial(_size, packs=packs), reverse=True))
-        said = f"most {'real' if packs else 'padded'} tokens first"
+        ordered = iter(sorted(reader.read(files), key=partial(_size_to_sort_by, packs=packs), reverse=True))
+        sentence = f"most {'real' if packs else 'padded'} tokens first"
     else:
-        read, said = _in_order(reader, folder, order)
-    captures: Iterable[Captured] = _repeated(read, spec.epochs)
-    dealing = f"{said}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else said
+        ordered, sentence = _read_in_job_order(reader, files, order)
+    captures: Iterable[SelectedCapture] = _repeat(ordered, spec.epochs)
+    dealing = f"{sentence}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else sentence
     columns: list[int] | None = None
     if num_data_ranks > 1 and not spec.shuffle_inputs and spec.order is Order.RECORDED:
         captures = list(captures)
-        ranks = {c.rank for c in captures}
-        if len(ranks) == num_data_ranks and None not in ranks:
-            column_of = {rank: column for column, rank in enumerate(sorted(r for r in ranks if r is not None))}
-            columns = [column_of[c.rank] for c in captures if c.rank is not None]
+        job_ranks = {capture.rank for capture in captures}
+        if len(job_ranks) == num_data_ranks and None not in job_ranks:
+            sorted_ranks = sorted(rank for rank in job_ranks if rank is not None)
+            column_by_rank = {rank: column for column, rank in enumerate(sorted_ranks)}
+            columns = [column_by_rank[capture.rank] for capture in captures if capture.rank is not None]
             dealing = "in recorded order, each data rank what one rank captured"
-    table = _Rounds(captures, columns, num_data_ranks)
+    dealer = _RoundDealer(captures, columns, num_data_ranks)
     end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
-    rounds = list(table) if spec.uneven else list(islice(table, spec.skip_inputs, end))
-    return rounds, table.left_over() if table.exhausted else [], dealing
+    rounds = list(dealer) if spec.uneven else list(islice(dealer, spec.skip_inputs, end))
+    return rounds, dealer.left_over() if dealer.is_exhausted else [], dealing
 
 
-def _in_order(reader: Reader, folder: list[CaptureLocation], order: WindowOrder) -> tuple[Iterator[Captured], str]:
+def _read_in_job_order(
+    reader: CaptureReader, files: list[CaptureLocation], order: WindowOrder
+) -> tuple[Iterator[SelectedCapture], str]:
     """Return the captures by step if the first one records its step, else by file name; and the order's name."""
-    left = iter(folder)
-    captures = reader.read(left)
+    remaining_files = iter(files)
+    captures = reader.read(remaining_files)
     first = next(captures, None)
     if first is None or first.optimizer_step is None:
         return chain([] if first is None else [first], captures), "rank by rank in recorded order"
-    streams = [reader.read(list(own)) for _, own in groupby(left, key=lambda one: one.rank)]
-    return order.ordered(merge([first], *streams, key=_job_order)), "in the order of the job's steps"
+    rank_streams = [
+        reader.read(list(rank_files)) for _, rank_files in groupby(remaining_files, key=lambda file: file.rank)
+    ]
+    return order.sort(merge([first], *rank_streams, key=_step_and_rank)), "in the order of the job's steps"
 
 
-def _size(captured: Captured, *, packs: bool) -> tuple[int, int]:
-    sizes = captured.real_tokens, captured.padded_tokens
-    return sizes if packs else (sizes[1], sizes[0])
+def _size_to_sort_by(capture: SelectedCapture, *, packs: bool) -> tuple[int, int]:
+    real, padded = capture.real_tokens, capture.padded_tokens
+    return (real, padded) if packs else (padded, real)
 
 
-def _job_order(captured: Captured) -> tuple[int, int]:
-    return captured.optimizer_step or 0, captured.rank or 0
+def _step_and_rank(capture: SelectedCapture) -> tuple[int, int]:
+    return capture.optimizer_step or 0, capture.rank or 0
 
 
-def _repeated(captures: Iterable[Captured], num_times: int) -> Iterator[Captured]:
+def _repeat(captures: Iterable[SelectedCapture], num_times: int) -> Iterator[SelectedCapture]:
     """Repeat the captures. Each file is read once, and not before it is needed."""
-    seen: list[Captured] = []
-    for captured in captures:
-        seen.append(captured)
-        yield captured
+    captures_read: list[SelectedCapture] = []
+    for capture in captures:
+        captures_read.append(capture)
+        yield capture
     for _ in range(num_times - 1):
-        yield from seen
+        yield from captures_read
 
 
-class _Rounds:
-    """Iterate over rounds of one input per data rank, all of one kind. Inputs without partners stay in the queue."""
+class _RoundDealer:
+    """Yield rounds of one input per data rank, all of one kind. Inputs without partners stay in the queues.
 
-    def __init__(self, captures: Iterable[Captured], columns: list[int] | None, num_data_ranks: int) -> None:
+    columns  the data rank of each capture; None: in turn
+    """
+
+    def __init__(self, captures: Iterable[SelectedCapture], columns: list[int] | None, num_data_ranks: int) -> None:
         self.captures = captures
-        self.columns = columns  # the data rank of each capture; None: in turn
-        self.waiting: dict[bool, list[deque[Captured]]] = {
+        self.columns = columns
+        self.queues_by_kind: dict[bool, list[deque[SelectedCapture]]] = {
             trains: [deque() for _ in range(num_data_ranks)] for trains in (True, False)
         }
-        self.exhausted = False
+        self.is_exhausted = False
 
-    def __iter__(self) -> Iterator[tuple[Captured, ...]]:
-        for i, captured in enumerate(self.captures):
-            queues = self.waiting[captured.trains]
+    def __iter__(self) -> Iterator[tuple[SelectedCapture, ...]]:
+        for number, capture in enumerate(self.captures):
+            queues = self.queues_by_kind[capture.trains]
             shortest = min(range(len(queues)), key=lambda column: len(queues[column]))
-            queues[shortest if self.columns is None else self.columns[i]].append(captured)
+            queues[shortest if self.columns is None else self.columns[number]].append(capture)
             if all(queues):
                 yield tuple(queue.popleft() for queue in queues)
-        self.exhausted = True
+        self.is_exhausted = True
 
-    def left_over(self) -> list[list[Captured]]:
+    def left_over(self) -> list[list[SelectedCapture]]:
         """Return the inputs left over by data rank, once every capture has been read."""
-        return [[*trains, *others] for trains, others in zip(*self.waiting.values(), strict=True)]
+        return [[*trains, *others] for trains, others in zip(*self.queues_by_kind.values(), strict=True)]
 
 
-def _nothing_to_replay(
-    spec: InputsSpec, reader: Reader, num_left_over: int, num_data_ranks: int, missing: Mapping[str, int]
+def _explain_empty_selection(
+    spec: InputsSpec, reader: CaptureReader, num_left_over: int, num_data_ranks: int, missing: Mapping[str, int]
 ) -> str:
     if reader.unreplayable and not num_left_over:
         return f"nothing to replay: {unreplayable(reader.unreplayable)}"
@@ -388,9 +417,10 @@ def _nothing_to_replay(
     return f"{text}. Try: {Setting('passes', other)}"
 
 
-def first_call(selection: Selection) -> Call | None:
+def read_first_call(selection: Selection) -> Call | None:
     """Read the first input; None if it cannot be read."""
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None
-    except CaptureError:  # the pass itself will report it
+    except CaptureError:
+        # The pass on this input will report why it cannot be read.
         return None

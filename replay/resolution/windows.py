@@ -14,21 +14,30 @@ from capture.file_format.segment_record import digest_window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
-    """What selection needs to know about one readable capture."""
+class SelectedCapture:
+    """What selection needs to know about one readable capture.
+
+    rank               the job's rank that captured it
+    forward_number     the number of its forward among those of its rank
+    num_tokens         tokens that the loss averages over; None: the capture was not opened
+    optimizer_step     steps that the job's optimizer had taken; None: the capture does not record it
+    window_digest      in the last capture before a step: of the numbers of its rank's forwards in the window
+    has_gradients      the capture holds samples of the gradient used in the step
+    num_after_padding  of `num_tokens`, those that padding predicts
+    """
 
     capture: CaptureLocation
     trains: bool
     rank: int | None
-    forward: int | None  # its number among its rank's forwards
+    forward_number: int | None
     world_size: int | None
-    num_tokens: int | None  # tokens that the loss averages over; None: the capture was not opened
-    optimizer_step: int | None  # optimizer steps the job had taken; None if the capture does not record it
-    window: int | None  # on the last pass before a step: `digest_window` of its rank's forwards in the window
-    has_gradients: bool  # the capture holds samples of the gradient used in the step
+    num_tokens: int | None
+    optimizer_step: int | None
+    window_digest: int | None
+    has_gradients: bool
     real_tokens: int = 0
     padded_tokens: int = 0
-    num_after_padding: int = 0  # of `num_tokens`, those that padding predicts
+    num_after_padding: int = 0
 
     @property
     def path(self) -> Path:
@@ -36,24 +45,25 @@ class Captured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """The inputs that all data ranks replay at the same time."""
+class InputRound:
+    """The inputs that all data ranks replay at the same time. `num_tokens` is by data rank."""
 
     trains: bool
-    num_tokens: Sequence[int]  # by data rank
+    num_tokens: Sequence[int]
     has_gradients: bool
 
 
-def is_whole(passes: Sequence[Captured]) -> bool:
+def is_whole_window(captures: Sequence[SelectedCapture]) -> bool:
     """Are these all the passes, of all ranks, behind one step of the job's optimizer?"""
-    by_rank: dict[int, list[Captured]] = {}
-    for one in passes:
-        by_rank.setdefault(one.rank or 0, []).append(one)
-    if len(by_rank) != (passes[0].world_size or 1):
+    by_rank: dict[int, list[SelectedCapture]] = {}
+    for capture in captures:
+        by_rank.setdefault(capture.rank or 0, []).append(capture)
+    if len(by_rank) != (captures[0].world_size or 1):
         return False
     return all(
-        own[-1].window is not None and own[-1].window == digest_window([one.forward for one in own])
-        for own in by_rank.values()
+        rank_captures[-1].window_digest is not None
+        and rank_captures[-1].window_digest == digest_window([capture.forward_number for capture in rank_captures])
+        for rank_captures in by_rank.values()
     )
 
 
@@ -66,30 +76,42 @@ class WindowOrder:
     def __init__(self, num_passes: int | None = None) -> None:
         self.num_passes = num_passes
 
-    def ordered(self, captures: Iterable[Captured]) -> Iterator[Captured]:
+    def sort(self, captures: Iterable[SelectedCapture]) -> Iterator[SelectedCapture]:
         """Yield `captures` by step, then rank; those outside such windows come last."""
-        held: list[Captured] = []
-        for _, group in groupby(captures, key=lambda one: one.optimizer_step):
-            members = list(group)
-            training = [one for one in members if one.trains]
-            whole = bool(training) and is_whole(training)
-            if whole and self.num_passes is None:
+        outside_windows: list[SelectedCapture] = []
+        for _, group in groupby(captures, key=lambda capture: capture.optimizer_step):
+            step_captures = list(group)
+            training = [capture for capture in step_captures if capture.trains]
+            is_whole = bool(training) and is_whole_window(training)
+            if is_whole and self.num_passes is None:
                 self.num_passes = len(training)
-            if whole and len(training) == self.num_passes:
-                yield from members
+            if is_whole and len(training) == self.num_passes:
+                yield from step_captures
             else:
-                yield from (one for one in members if not one.trains)
-                held += training
-        yield from held
+                yield from (capture for capture in step_captures if not capture.trains)
+                outside_windows += training
+        yield from outside_windows
 
 
-def weight_of(rounds: Sequence[Round], index: int, data_rank: int, begin: int, size: int) -> float:
+def training_rounds(rounds: Sequence[InputRound], first_index: int, size: int) -> list[InputRound]:
+    """Return the accumulation window that begins at `first_index`: the next `size` rounds of training passes."""
+    return [input_round for input_round in rounds[first_index:] if input_round.trains][:size]
+
+
+def compute_token_weight(
+    rounds: Sequence[InputRound], index: int, data_rank: int, first_index: int, size: int
+) -> float:
     """Return the weight of pass `index` of a data rank in its window, by tokens; 1 means equal weights.
 
-    The window is the next `size` training rounds from `begin` on. A backend averages over the window's passes and the
-    data ranks, so a pass with n of a window's N tokens in P passes weighs n P / N.
+    A backend averages over the window's passes and the data ranks, so a pass with n of a window's N tokens in P passes
+    weighs n P / N.
     """
-    window = [one for one in rounds[begin:] if one.trains][:size]
-    total = sum(sum(one.num_tokens) for one in window)
-    num_passes = sum(len(one.num_tokens) for one in window)
-    return rounds[index].num_tokens[data_rank] * num_passes / total if total else 1.0
+    token_counts = [
+        num_tokens
+        for input_round in training_rounds(rounds, first_index, size)
+        for num_tokens in input_round.num_tokens
+    ]
+    num_window_tokens = sum(token_counts)
+    if not num_window_tokens:
+        return 1.0
+    return rounds[index].num_tokens[data_rank] * len(token_counts) / num_window_tokens

@@ -32,7 +32,7 @@ from replay.options.spec import StateSpec
 from replay.output.text import Pairs, counted, gibibytes, one_line
 from replay.processes.child_job import ChildJob
 from replay.runlog.writer import versions
-from replay.runner.states import States, passes_file, whole_states
+from replay.runner.states import StateStore, find_whole_states, name_passes_file
 
 
 class SavingError(RuntimeError):
@@ -61,10 +61,11 @@ class StateWeights:
         return None
 
 
-SAFE_LOAD = "2.10.0"
+# The first torch whose `torch.load` runs no code from a file.
+SAFE_LOAD_VERSION = "2.10.0"
 
 
-def loaded_source(spec: ResolvedReplay, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
+def load_state_weights(spec: ResolvedReplay, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
     """Return `source` with the weights of the state in `folder`, if any. Raises UsageError if they cannot be loaded."""
     if folder is None:
         return source
@@ -73,33 +74,33 @@ def loaded_source(spec: ResolvedReplay, source: ModelSource, world: World, folde
     return replace(source, weights=StateWeights(folder=folder, num_steps=state.num_steps))
 
 
-def state_to_load(spec: StateSpec) -> Path | None:
-    """Return the folder of --load-state; of one with the states of --save-every, the latest.
+def find_state_to_load(spec: StateSpec) -> Path | None:
+    """Return the folder of --load-state; if it holds the states of --save-every, that of the latest.
 
     Raises UsageError for a torch whose `torch.load`, which the libraries read a state with, runs code from a file. The
     states that --resume finds are the run's own.
     """
     folder = spec.load_state
-    if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD:
+    if folder is not None and TorchVersion(torch.__version__) < SAFE_LOAD_VERSION:
         why = (
-            f"needs torch {SAFE_LOAD} or later, and {torch.__version__} is installed: its torch.load can run code from "
-            "a file (CVE-2025-32434, CVE-2026-24747)"
+            f"needs torch {SAFE_LOAD_VERSION} or later, and {torch.__version__} is installed: its torch.load can run "
+            "code from a file (CVE-2025-32434, CVE-2026-24747)"
         )
         advice = f"Try: {Setting('model')} with what {Setting('save_model')} wrote"
         raise UsageError(Setting("load_state", folder), why, advice)
     if folder is None or (folder / STATE_FILE).is_file():
         return folder
-    return next(reversed(whole_states(folder)), folder)
+    return next(reversed(find_whole_states(folder)), folder)
 
 
-def refuse_folders(spec: StateSpec, world: World, states: States | None) -> None:
+def refuse_folders(spec: StateSpec, world: World, states: StateStore | None) -> None:
     """Raise UsageError, on all ranks, for a folder that cannot be written, before the run begins."""
     problem = None
     if world.rank == 0:
         try:
             if states is not None:
                 states.check()
-            for name, folder in _wanted(spec).items():
+            for name, folder in _folders_to_save(spec).items():
                 if states is None or folder != spec.save_state:
                     check_folder(folder, name)
         except UsageError as error:
@@ -113,18 +114,23 @@ class Saver:
     """Saves what a run asks for: a state every few steps, and what is left at its end.
 
     All ranks must call its methods. They raise SavingError; the other ranks may then wait for this one.
+
+    log_folder       of the run
+    states           where those of --save-every are kept; None without it
+    num_steps        that the run has taken so far
+    num_steps_saved  that it had taken when the latest state was saved
     """
 
     spec: ResolvedReplay
     source: ModelSource
     world: World
-    logs: Path  # the run's log folder
-    states: States | None  # of --save-every
-    num_steps: int  # that were done so far
-    num_steps_kept: int = field(init=False)  # of the latest state
+    log_folder: Path
+    states: StateStore | None
+    num_steps: int
+    num_steps_saved: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_steps_kept = self.num_steps
+        self.num_steps_saved = self.num_steps
 
     def is_due(self, *, has_stepped: bool) -> bool:
         """Count a step, if the latest pass ended with one, and tell whether a state is to be kept now."""
@@ -132,50 +138,53 @@ class Saver:
         every = self.spec.state.save_every
         return every is not None and has_stepped and self.num_steps % every == 0
 
-    def keep(self, backend: Backend, num_inputs: int) -> None:
-        """Keep a state after `num_inputs` inputs of each data rank, with the log so far."""
+    def save_state(self, backend: Backend, num_inputs: int) -> None:
+        """Save a state after `num_inputs` inputs of each data rank, with the log so far."""
         states = self.states
         assert states is not None
 
         def write(folder: Path) -> None:
             self._write_state(backend, folder, self.spec.inputs.skip_inputs + num_inputs)
-            with passes_file(self.logs, self.world.rank).open("rb") as log:
-                passes_file(folder, self.world.rank).write_bytes(b"".join(islice(log, num_inputs)))
+            with name_passes_file(self.log_folder, self.world.rank).open("rb") as log:
+                name_passes_file(folder, self.world.rank).write_bytes(b"".join(islice(log, num_inputs)))
 
-        with _saving(f"{self.spec.state.save_state}, the state after {counted(self.num_steps, 'step')},"):
+        with _wrap_saving_errors(f"{self.spec.state.save_state}, the state after {counted(self.num_steps, 'step')},"):
             states.keep(self.num_steps, write, self.world)
-        self.num_steps_kept = self.num_steps
+        self.num_steps_saved = self.num_steps
 
-    def at_end(self, backend: Backend, num_settled: int, num_passes: int) -> Pairs:
+    def save_at_end(self, backend: Backend, num_inputs_completed: int, num_passes: int) -> Pairs:
         """Write what was asked for and return the lines that report it.
 
         An incomplete last accumulation window changed no weights, so its inputs count as not replayed.
+
+        num_inputs_completed  inputs of each data rank whose accumulation windows have ended
+        num_passes            passes of each data rank
         """
         spec = self.spec
         lines: Pairs = []
-        if spec.state.save_every is not None and self.num_steps > self.num_steps_kept:
-            self.keep(backend, num_settled)
+        if spec.state.save_every is not None and self.num_steps > self.num_steps_saved:
+            self.save_state(backend, num_inputs_completed)
         if (folder := spec.state.save_model) is not None:
-            with _saving(str(folder)), create_whole_folder(folder, self.world) as unfinished:
+            with _wrap_saving_errors(str(folder)), create_whole_folder(folder, self.world) as unfinished:
                 backend.save_model(unfinished)
-            lines.append(("saved", f"model in {folder}: {spec.actor.dtype}, {gibibytes(_size(folder))} GiB"))
+            lines.append(("saved", f"model in {folder}: {spec.actor.dtype}, {gibibytes(_count_bytes(folder))} GiB"))
         if (folder := spec.state.save_state) is None:
             return lines
-        num_inputs = spec.inputs.skip_inputs + num_settled
+        num_inputs = spec.inputs.skip_inputs + num_inputs_completed
         progress = backend.progress()
         if self.states is None:
-            with _saving(str(folder)), create_whole_folder(folder, self.world) as unfinished:
+            with _wrap_saving_errors(str(folder)), create_whole_folder(folder, self.world) as unfinished:
                 self._write_state(backend, unfinished, num_inputs)
             what = "state"
         else:
             what = f"states, every {counted(spec.state.save_every or 1, 'step')},"
         steps = counted(progress.num_steps, "step")
         lines.append(("saved", f"{what} in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}"))
-        if num_passes > num_settled:
-            open_window = counted(num_passes - num_settled, "pass")
-            lines.append(("not saved", f"the last {open_window}: their accumulation window was cut short"))
+        if num_passes > num_inputs_completed:
+            num_unsaved = counted(num_passes - num_inputs_completed, "pass")
+            lines.append(("not saved", f"the last {num_unsaved}: their accumulation window was cut short"))
         if self.states is None or self.states.has_folder:
-            lines.append(("go on", _go_on(spec, folder, num_inputs, self.world)))
+            lines.append(("go on", _format_go_on_line(spec, folder, num_inputs, self.world)))
         return lines
 
     def _write_state(self, backend: Backend, folder: Path, num_inputs: int) -> None:
@@ -193,48 +202,52 @@ class Saver:
 
 
 @contextmanager
-def _saving(what: str) -> Iterator[None]:
+def _wrap_saving_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise SavingError(f"{what} could not be saved and does not exist: {one_line(in_flags(error))}") from error
 
 
-def not_saved(spec: StateSpec) -> Pairs:
+def describe_unsaved(spec: StateSpec) -> Pairs:
     """Return the lines that report what a failed or interrupted run did not save."""
-    missing = {name: folder for name, folder in _wanted(spec).items() if not (folder.is_dir() and _size(folder))}
+    unsaved = {
+        name: folder
+        for name, folder in _folders_to_save(spec).items()
+        if not (folder.is_dir() and _count_bytes(folder))
+    }
     return [
-        ("not saved", f"{as_typed(Setting(name, folder))}: the run did not succeed") for name, folder in missing.items()
+        ("not saved", f"{as_typed(Setting(name, folder))}: the run did not succeed") for name, folder in unsaved.items()
     ]
 
 
-def _wanted(spec: StateSpec) -> dict[str, Path]:
+def _folders_to_save(spec: StateSpec) -> dict[str, Path]:
     """Return the folders to save into, by the settings that name them."""
     folders = {"save_model": spec.save_model, "save_state": spec.save_state}
     return {name: folder for name, folder in folders.items() if folder is not None}
 
 
-def _size(folder: Path) -> int:
+def _count_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _go_on(resolved: ResolvedReplay, folder: Path, num_inputs: int, world: World) -> str:
+def _format_go_on_line(resolved: ResolvedReplay, folder: Path, num_inputs: int, world: World) -> str:
     spec = resolved.to_spec()
     inputs = replace(spec.inputs, skip_inputs=num_inputs)
     job = ChildJob(spec=replace(spec, inputs=inputs, state=StateSpec(load_state=folder)))
     return job.repeat_line(num_processes=world.world_size)
 
 
-# Compute digests of inputs and weights, so that a comparison can tell whether two runs used the same ones.
-
+# A digest of weights reads blocks of BLOCK_BYTES, at least MIN_BLOCKS_PER_FILE of them, at distances of at most
+# MAX_BLOCK_DISTANCE bytes.
 BLOCK_BYTES = 2**12
-BLOCKS_PER_FILE = 64  # at least
-MOST_BYTES_BETWEEN = 2**22
+MIN_BLOCKS_PER_FILE = 64
+MAX_BLOCK_DISTANCE = 2**22
 
 
-def digest_of_inputs(batch: MicroBatch) -> str:
-    """Return a digest of every tensor in a capture, independent of its file name."""
-    named: dict[str, Tensor | None] = {
+def digest_inputs(batch: MicroBatch) -> str:
+    """Return a digest of every tensor in a capture, independent of its file name, to compare the inputs of two runs."""
+    tensors: dict[str, Tensor | None] = {
         "sequences": batch.sequences_BS,
         "attention_mask": batch.attention_mask_BS,
         "action_mask": batch.action_mask_BA,
@@ -242,7 +255,7 @@ def digest_of_inputs(batch: MicroBatch) -> str:
         **dict(sorted(batch.extra_tensors.items())),
     }
     digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         if tensor is not None:
             flat = tensor.contiguous().reshape(-1)
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -250,18 +263,18 @@ def digest_of_inputs(batch: MicroBatch) -> str:
     return digest.hexdigest()
 
 
-def digest_of_weights(weights: Weights) -> str:
-    """Return the name of random weights, or a digest of a model folder's files, independent of where it lies."""
+def digest_weights(weights: Weights) -> str:
+    """Return a digest of the files that weights are read from, wherever they lie; without files the weights' name."""
     if isinstance(weights, FolderWeights):
-        return _digest_of_files(sorted(weights.folder.glob("*.safetensors")))
+        return _digest_files(sorted(weights.folder.glob("*.safetensors")))
     if isinstance(weights, CheckpointWeights):
-        return _digest_of_files(list(weights.files))
+        return _digest_files(list(weights.files))
     if isinstance(weights, StateWeights):
-        return _digest_of_files(sorted(path for path in weights.folder.rglob("*") if path.is_file()))
+        return _digest_files(sorted(path for path in weights.folder.rglob("*") if path.is_file()))
     return weights.describe()
 
 
-def _digest_of_files(paths: list[Path]) -> str:
+def _digest_files(paths: list[Path]) -> str:
     """Digest the names, the sizes and evenly spaced blocks of files.
 
     Training changes every tensor, and reading whole files would take minutes.
@@ -270,8 +283,9 @@ def _digest_of_files(paths: list[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
+        distance = min(max(size // MIN_BLOCKS_PER_FILE, BLOCK_BYTES), MAX_BLOCK_DISTANCE)
         with path.open("rb") as file:
-            for start in range(0, size, min(max(size // BLOCKS_PER_FILE, BLOCK_BYTES), MOST_BYTES_BETWEEN)):
+            for start in range(0, size, distance):
                 file.seek(start)
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()

@@ -15,15 +15,16 @@ from replay.objective.objective import Objective, described_loss
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import counted, engine_text
-from replay.resolution.job_defaults import inputs_folder, shown
-from replay.resolution.resolve import frozen_text
+from replay.resolution.job_defaults import find_inputs_folder, path_from_here
+from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
-from replay.runner.states import Earlier
+from replay.runner.states import EarlierPasses
 from replay.verdict.optimizer_settings import differences
 from replay.verdict.text import weights_line
 from replay.verdict.weight_check import SameWeights
 
-MOST_NAMED = 4  # in the header; run.json has all
+# The header names this many differences of the config; run.json has all.
+MAX_NAMED_DIFFERENCES = 4
 # Names of outputs and tokens, and what fills weights that are read from files: no forward computes otherwise for them.
 NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"} | {
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "chunk_size_feed_forward"),
@@ -34,12 +35,12 @@ NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_a
 class Header:
     """What is known of a run when its actor is open and no pass has run.
 
-    facts       the backend's
-    devices     names by rank
-    num_inputs  by rank
-    first       the first capture; None if it cannot be read
-    dropout     the settings of the model that make dropout
-    other_config  what the model's config has other than the job's
+    facts               what the backend says of itself
+    devices             names by rank
+    num_inputs          by rank
+    first_call          of the first input; None if it cannot be read
+    dropout             the settings of the model that make dropout
+    config_differences  what the model's config has other than the job's
     """
 
     resolved: ResolvedReplay
@@ -48,11 +49,11 @@ class Header:
     devices: Sequence[str]
     num_inputs: Sequence[int]
     objective: Objective | None
-    first: Call | None
-    earlier: Earlier
+    first_call: Call | None
+    earlier: EarlierPasses
     same_weights: SameWeights
     dropout: Sequence[str]
-    other_config: list[str]
+    config_differences: list[str]
     world: World
 
     def run_facts(self) -> dict[str, str | int]:
@@ -67,8 +68,8 @@ class Header:
             **self.facts,
             **({"attention_reason": resolved.attention_reason} if resolved.attention_reason else {}),
         }
-        if self.other_config:
-            facts["config_differences"] = "; ".join(self.other_config)
+        if self.config_differences:
+            facts["config_differences"] = "; ".join(self.config_differences)
         if self.objective is not None and self.objective.sha256 is not None:
             facts["loss_sha256"] = self.objective.sha256
         return facts
@@ -77,31 +78,31 @@ class Header:
         """Return the lines above the passes, by name."""
         resolved = self.resolved
         lines = {
-            "model": self._model(),
-            "backend": self._backend(),
+            "model": self._describe_model(),
+            "backend": self._describe_backend(),
             "device": ", ".join(f"{self.devices.count(name)} x {name}" for name in dict.fromkeys(self.devices)),
-            "inputs": self._inputs(),
+            "inputs": self._describe_inputs(),
         }
         if resolved.attention_reason:
             kernel = find_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
-        lines["loss"] = described_loss(self.objective, resolved, self.first)
-        lines |= header_line(self.other_config)
-        lines |= _adapter(resolved)
-        lines |= {"frozen": f"{frozen_text(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}
-        lines |= self._resumed()
-        lines |= self._first_look()
-        lines |= self._first_step()
-        lines |= self._snapshot()
+        lines["loss"] = described_loss(self.objective, resolved, self.first_call)
+        lines |= _config_line(self.config_differences)
+        lines |= _describe_adapter(resolved)
+        lines |= {"frozen": f"{describe_frozen(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}
+        lines |= self._describe_resumption()
+        lines |= self._describe_first_call()
+        lines |= self._describe_optimizer()
+        lines |= self._describe_snapshot()
         return lines
 
-    def _model(self) -> str:
+    def _describe_model(self) -> str:
         source = self.resolved.source
         layers, millions = source.config.get_text_config().num_hidden_layers, int(self.facts["num_parameters"]) / 1e6
         weights = source.weights.describe()
         return f"{source.name}, {layers} layers, {millions:,.4g} M parameters; weights {weights}"
 
-    def _backend(self) -> str:
+    def _describe_backend(self) -> str:
         facts, actor, head = self.facts, self.resolved.actor, self.resolved.source.head
         parallel = actor.parallel
         toggles = [
@@ -123,14 +124,14 @@ class Header:
         ]
         return f"{engine_text(actor.backend, facts['zero_stage'])}, {', '.join(toggles)}"
 
-    def _inputs(self) -> str:
-        numbers = self.num_inputs
-        num_each = counted(numbers[0], "input") + (" a rank" if len(numbers) > 1 else "")
-        if len(set(numbers)) > 1:
-            num_each = f"{', '.join(map(str, numbers))} inputs by rank"
-        return f"{num_each} from {shown(inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
+    def _describe_inputs(self) -> str:
+        num_by_rank = self.num_inputs
+        num_text = counted(num_by_rank[0], "input") + (" a rank" if len(num_by_rank) > 1 else "")
+        if len(set(num_by_rank)) > 1:
+            num_text = f"{', '.join(map(str, num_by_rank))} inputs by rank"
+        return f"{num_text} from {path_from_here(find_inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
 
-    def _resumed(self) -> dict[str, str]:
+    def _describe_resumption(self) -> dict[str, str]:
         """Under --resume, say where the run goes on."""
         if not self.resolved.state.resume:
             return {}
@@ -140,16 +141,20 @@ class Header:
         steps, passes = counted(earlier.num_steps, "step"), counted(num_passes, "pass")
         return {"resumed": f"behind {steps}, {earlier.num_passes} of {passes} on each rank"}
 
-    def _first_look(self) -> dict[str, str]:
+    def _describe_first_call(self) -> dict[str, str]:
         """Say whether weights match, and where the random states of dropout come from."""
-        first = self.first
-        if first is None:
+        first_call = self.first_call
+        if first_call is None:
             return {}
-        whose = "from the job's random states" if first.random else "by chance: no random states were recorded"
-        weights = {} if first.weights is None else {"recorded": weights_line(self.same_weights.check(first.weights))}
-        return weights | ({"dropout": f"{', '.join(self.dropout)}, {whose}"} if self.dropout else {})
+        origin = "from the job's random states" if first_call.random else "by chance: no random states were recorded"
+        weights = (
+            {}
+            if first_call.weights is None
+            else {"recorded": weights_line(self.same_weights.check(first_call.weights))}
+        )
+        return weights | ({"dropout": f"{', '.join(self.dropout)}, {origin}"} if self.dropout else {})
 
-    def _first_step(self) -> dict[str, str]:
+    def _describe_optimizer(self) -> dict[str, str]:
         """Under --step, say whether the job's first step used other settings than the replay will."""
         actor = self.resolved.actor
         if not self.resolved.measure.step:
@@ -157,14 +162,15 @@ class Header:
         for path in self.selection.inputs[: actor.num_accumulated]:
             try:
                 step = read_call(path).step
-            except CaptureError:  # the pass itself will report it
+            except CaptureError:
+                # The pass on this input will report why it cannot be read.
                 return {}
             if step is not None:
                 differing = differences(step, actor, 0)
                 return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
         return {}
 
-    def _snapshot(self) -> Mapping[str, str]:
+    def _describe_snapshot(self) -> Mapping[str, str]:
         """Say what --memory-snapshot is of, and what it costs."""
         if not self.resolved.measure.memory_snapshot:
             return {}
@@ -175,25 +181,24 @@ class Header:
 
 
 def _compile_text(actor: ActorSpec) -> str:
-    of_lengths = "" if actor.compile_lengths is CompileLengths.DYNAMIC else f", {actor.compile_lengths} lengths"
-    return f"compile {actor.compile}{of_lengths}"
+    lengths_text = "" if actor.compile_lengths is CompileLengths.DYNAMIC else f", {actor.compile_lengths} lengths"
+    return f"compile {actor.compile}{lengths_text}"
 
 
-def _adapter(resolved: ResolvedReplay) -> dict[str, str]:
+def _describe_adapter(resolved: ResolvedReplay) -> dict[str, str]:
     """Describe the actor's adapter, or say that the job's is not built."""
     if resolved.source.adapter is not None:
         return {"adapter": f"{resolved.source.adapter.describe()}; the rest is frozen"}
-    if not (adapters := read_adapter_configs(inputs_folder(resolved.inputs))):
+    if not (adapters := read_adapter_configs(find_inputs_folder(resolved.inputs))):
         return {}
-    named = counted(len(adapters), "adapter")
+    num_adapters = counted(len(adapters), "adapter")
     if resolved.actor.adapter == "none":
-        return {"adapter": f"not built; the job had {named}"}
-    return {
-        "adapter": f"not built: the job had {named}, which the weights are taken to have merged. Try: --adapter FOLDER"
-    }
+        return {"adapter": f"not built; the job had {num_adapters}"}
+    why = f"the job had {num_adapters}, which the weights are taken to have merged"
+    return {"adapter": f"not built: {why}. Try: --adapter FOLDER"}
 
 
-def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None) -> list[str]:
+def find_config_differences(spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None) -> list[str]:
     """List the settings in which the model of `--model` computes otherwise than the job's config says.
 
     captured  the config in the job's actor.json; None without one
@@ -203,33 +208,39 @@ def differences_from_job(spec: ActorSpec, source: ModelSource, captured: Mapping
     if spec.model is None or spec.is_custom or captured is None:
         return []
     try:
-        jobs = find_model(ActorSpec(num_layers=spec.num_layers), captured, "the job").config
-    except UsageError:  # a type that transformers does not have here, or fewer layers than are asked for
-        kinds = captured.get("model_type"), source.config.model_type
-        return [_config_difference("model_type", *kinds)] if kinds[0] != kinds[1] else []
-    there, here = strip_config(jobs), strip_config(source.config)
-    shared = [name for name in here if name in there and name not in NOT_COMPUTED]
-    shared.sort(key=lambda name: name != "model_type")  # which explains the others
-    return [one for name in shared for one in _different(name, there[name], here[name])]
+        job_config = find_model(ActorSpec(num_layers=spec.num_layers), captured, "the job").config
+    except UsageError:
+        # The transformers that is installed has no such model type, or the job's model has fewer layers than this run.
+        job_type, own_type = captured.get("model_type"), source.config.model_type
+        return [_describe_config_difference("model_type", job_type, own_type)] if job_type != own_type else []
+    job_settings, own_settings = strip_config(job_config), strip_config(source.config)
+    names = [name for name in own_settings if name in job_settings and name not in NOT_COMPUTED]
+    # Another model type explains all other differences, so it comes first.
+    names.sort(key=lambda name: name != "model_type")
+    return [text for name in names for text in _list_differences(name, job_settings[name], own_settings[name])]
 
 
-def header_line(differences: list[str]) -> dict[str, str]:
+def _config_line(differences: list[str]) -> dict[str, str]:
     """Return the line of the header; none if nothing differs."""
     if not differences:
         return {}
-    more = f"; and {len(differences) - MOST_NAMED} more, in run.json" if len(differences) > MOST_NAMED else ""
-    return {"config": f"other than the job's: {'; '.join(differences[:MOST_NAMED])}{more}"}
+    more = (
+        f"; and {len(differences) - MAX_NAMED_DIFFERENCES} more, in run.json"
+        if len(differences) > MAX_NAMED_DIFFERENCES
+        else ""
+    )
+    return {"config": f"other than the job's: {'; '.join(differences[:MAX_NAMED_DIFFERENCES])}{more}"}
 
 
-def _different(name: str, there: Any, here: Any) -> Iterator[str]:
+def _list_differences(name: str, job_value: Any, own_value: Any) -> Iterator[str]:
     """Yield what differs, of settings within settings one by one."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in dict.fromkeys([*here, *there]):
+    if isinstance(job_value, dict) and isinstance(own_value, dict):
+        for key in dict.fromkeys([*own_value, *job_value]):
             if key not in NOT_COMPUTED:
-                yield from _different(f"{name}.{key}", there.get(key), here.get(key))
-    elif there != here:
-        yield _config_difference(name, there, here)
+                yield from _list_differences(f"{name}.{key}", job_value.get(key), own_value.get(key))
+    elif job_value != own_value:
+        yield _describe_config_difference(name, job_value, own_value)
 
 
-def _config_difference(name: str, there: Any, here: Any) -> str:
-    return f"{name} {there} in the job, {here} here"
+def _describe_config_difference(name: str, job_value: Any, own_value: Any) -> str:
+    return f"{name} {job_value} in the job, {own_value} here"

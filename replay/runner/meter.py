@@ -25,33 +25,46 @@ from replay.profiling.shares import PHASE
 from replay.runlog.records import PhaseCost
 
 
-class Memory(NamedTuple):
+class MemoryCounts(NamedTuple):
     allocated_bytes: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
 
 
 class Instrument(Protocol):
-    """Clock and memory counters of one device."""
+    """Clock and memory counters of one device.
+
+    memory_kind      what the byte counts are of
+    is_asynchronous  the device works on its queue while the host runs ahead
+    """
 
     memory_kind: str
-    runs_behind: bool  # does the device work on while the host goes on?
+    is_asynchronous: bool
 
-    def settle(self) -> None: ...  # wait until the device has finished its work
-    def mark(self) -> Any: ...  # a point on the device's timeline
-    def seconds_between(self, start: Any, end: Any) -> float: ...  # between two marks, after settling
-    def reset_peak(self) -> None: ...
-    def memory(self) -> Memory: ...  # now, and the peak since the reset
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
+
+    def mark(self) -> Any:
+        """Return a point on the device's timeline, without waiting for the device."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks. Call it after `synchronize`."""
+
+    def reset_peak(self) -> None:
+        """Begin to count the memory peak anew."""
+
+    def read_memory(self) -> MemoryCounts:
+        """Return the memory in use now, and the peak since the reset."""
 
 
 class CudaInstrument:
     memory_kind = "cuda allocator"
-    runs_behind = True
+    is_asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def mark(self) -> torch.cuda.Event:
@@ -65,16 +78,17 @@ class CudaInstrument:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def memory(self) -> Memory:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # one call; the single getters flatten it each time
+    def read_memory(self) -> MemoryCounts:
+        # One call for all numbers: each of torch's getters for a single number reads and flattens the whole tree.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return Memory(allocated["current"], allocated["peak"], reserved["peak"])
+        return MemoryCounts(allocated["current"], allocated["peak"], reserved["peak"])
 
 
 class HostInstrument:
     """Measure the process's resident set: the peak of a phase if Linux can reset it, else the peak since the start."""
 
-    runs_behind = False
+    is_asynchronous = False
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self.clear_refs = proc / "clear_refs"
@@ -85,7 +99,7 @@ class HostInstrument:
         except OSError:
             self.memory_kind = "resident set since process start"
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def mark(self) -> float:
@@ -96,16 +110,29 @@ class HostInstrument:
 
     def reset_peak(self) -> None:
         if self.memory_kind == "resident set (VmHWM)":
-            self.clear_refs.write_text("5")  # proc(5): resets VmHWM to the current resident set
+            # proc(5): writing 5 resets VmHWM, the peak, to the current resident set.
+            self.clear_refs.write_text("5")
 
-    def memory(self) -> Memory:
+    def read_memory(self) -> MemoryCounts:
         try:
             lines = self.status.read_text().splitlines()
         except OSError:
-            unit = 1 if sys.platform == "darwin" else 1024
-            return Memory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None)
-        sizes = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
-        return Memory(int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024, None)
+            # getrusage(2) tells `ru_maxrss` in KiB on Linux and in bytes on macOS.
+            unit_bytes = 1 if sys.platform == "darwin" else 1024
+            return MemoryCounts(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes, None)
+        kibibytes = {
+            name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()
+        }
+        return MemoryCounts(int(kibibytes["VmRSS"]) * 1024, int(kibibytes["VmHWM"]) * 1024, None)
+
+
+class _MeasuredPhase(NamedTuple):
+    """The marks at the begin and end of a phase, memory at its end, and the seconds in which the host launched it."""
+
+    start: Any
+    end: Any
+    memory: MemoryCounts
+    host_seconds: float
 
 
 class Meter:
@@ -113,8 +140,8 @@ class Meter:
 
     def __init__(self, instrument: Instrument) -> None:
         self._instrument = instrument
-        self._phases: dict[str, tuple[Any, Any, Memory, float]] = {}
-        self._began = 0.0
+        self._phases: dict[str, _MeasuredPhase] = {}
+        self._pass_start_seconds = 0.0
 
     @classmethod
     def for_device(cls, device: torch.device) -> "Meter":
@@ -131,19 +158,19 @@ class Meter:
         """What the byte counts of a phase measure."""
         return self._instrument.memory_kind
 
-    def held_bytes(self) -> int | None:
+    def read_held_bytes(self) -> int | None:
         """Return the bytes that are in use now; None if the system tells peaks alone."""
-        return self._instrument.memory().allocated_bytes
+        return self._instrument.read_memory().allocated_bytes
 
-    def peak_bytes(self) -> int:
+    def read_peak_bytes(self) -> int:
         """Return the peak since the latest phase began."""
-        return self._instrument.memory().peak_allocated_bytes
+        return self._instrument.read_memory().peak_allocated_bytes
 
     def start_pass(self) -> None:
         """Start the clock after the device has finished earlier work, so that this pass is not charged for it."""
         self._phases = {}
-        self._instrument.settle()
-        self._began = time.perf_counter()
+        self._instrument.synchronize()
+        self._pass_start_seconds = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -151,33 +178,34 @@ class Meter:
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
         with record_function(PHASE + name):
-            start, began = self._instrument.mark(), time.perf_counter()
+            start, start_seconds = self._instrument.mark(), time.perf_counter()
             try:
                 yield
             finally:
-                host_seconds = time.perf_counter() - began
+                # Taken before the end mark: how long the host launched work, without the time to record the mark.
+                host_seconds = time.perf_counter() - start_seconds
                 end = self._instrument.mark()
-                self._phases[name] = (start, end, self._instrument.memory(), host_seconds)
+                self._phases[name] = _MeasuredPhase(start, end, self._instrument.read_memory(), host_seconds)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Exclude the time inside the block from the measurement; use it between two phases."""
-        self._instrument.settle()
+        self._instrument.synchronize()
         start = time.perf_counter()
         yield
-        self._instrument.settle()
-        self._began += time.perf_counter() - start
+        self._instrument.synchronize()
+        self._pass_start_seconds += time.perf_counter() - start
 
     def end_pass(self) -> tuple[dict[str, PhaseCost], float]:
         """Return the cost of each phase, and the host's seconds since `start_pass`, including the device's work."""
-        self._instrument.settle()
-        host_seconds = time.perf_counter() - self._began
+        self._instrument.synchronize()
+        host_seconds = time.perf_counter() - self._pass_start_seconds
         costs = {
             name: PhaseCost(
-                seconds=self._instrument.seconds_between(start, end),
-                **memory._asdict(),
-                host_seconds=launching if self._instrument.runs_behind else None,
+                seconds=self._instrument.seconds_between(phase.start, phase.end),
+                **phase.memory._asdict(),
+                host_seconds=phase.host_seconds if self._instrument.is_asynchronous else None,
             )
-            for name, (start, end, memory, launching) in self._phases.items()
+            for name, phase in self._phases.items()
         }
         return costs, host_seconds

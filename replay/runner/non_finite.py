@@ -30,194 +30,218 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import FirstNonFinite
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 
-MAX_SEARCHES = 4  # per run: once weights are not finite, every pass is affected
+# Of one run: once weights are not finite, every pass is affected, and a search costs up to two passes.
+MAX_SEARCHES = 4
 NOT_AGAIN = "nothing, when the pass was run again"
 WAS_STEPPED = "unknown: the step was taken with this gradient. Try: the same without --step"
 IN_WINDOW = "a gradient of this accumulation window. Try: --grad-accumulation 1"
 NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --deepcompile"
 
 
-def is_finite(record: PassRecord) -> bool:
+def has_finite_results(record: PassRecord) -> bool:
     """Are the loss and gradient norm finite? Callers skip an fp16 gradient norm: it overflows in healthy runs."""
     numbers = [
         *record.result.row_log_probs,
-        *(n for n in (record.result.loss, record.result.grad_norm) if n is not None),
+        *(number for number in (record.result.loss, record.result.grad_norm) if number is not None),
     ]
     return record.error is not None or all(map(math.isfinite, numbers))
 
 
-def first_non_finite(records: Iterable[PassRecord]) -> FirstNonFinite | None:
+def find_first_non_finite(records: Iterable[PassRecord]) -> FirstNonFinite | None:
     """Return the run's first non-finite tensor."""
     for record in records:
-        if (what := record.first_non_finite) is not None:
-            return FirstNonFinite(index=record.index, source=record.source, rank=record.rank, what=what)
+        if (tensor := record.first_non_finite) is not None:
+            return FirstNonFinite(index=record.index, source=record.source, rank=record.rank, what=tensor)
     return None
 
 
 @dataclass(kw_only=True, slots=True)
-class Search:
-    """Search for the first non-finite tensor on all ranks together. Calls `goes_on` after each layer."""
+class NonFiniteSearch:
+    """Search for the first non-finite tensor on all ranks together. Calls `report_progress` after each layer."""
 
     spec: ActorSpec
     world: World
-    goes_on: Callable[[], None]
-    num_left: int = MAX_SEARCHES
+    report_progress: Callable[[], None]
+    num_searches_left: int = MAX_SEARCHES
 
-    def is_wanted(self, ranks: Iterable[PassRecord]) -> bool:
+    def is_needed(self, rank_records: Iterable[PassRecord]) -> bool:
         """Is a search needed? The answer is the same on every rank, given the records of all ranks."""
-        ranks = list(ranks)
-        if self.num_left == 0 or any(record.first_non_finite is not None for record in ranks):
+        rank_records = list(rank_records)
+        if self.num_searches_left == 0 or any(record.first_non_finite is not None for record in rank_records):
             return False
-        return not all(is_finite(self._judged(record)) for record in ranks)
+        return not all(has_finite_results(self._without_fp16_norm(record)) for record in rank_records)
 
-    def _judged(self, record: PassRecord) -> PassRecord:
-        return (
-            replace(record, result=replace(record.result, grad_norm=None)) if self.spec.dtype is Dtype.FP16 else record
-        )
+    def _without_fp16_norm(self, record: PassRecord) -> PassRecord:
+        if self.spec.dtype is not Dtype.FP16:
+            return record
+        return replace(record, result=replace(record.result, grad_norm=None))
 
-    def is_any(self, loss: Tensor) -> bool:
-        """Is the loss of any rank not finite? Waits for the device."""
-        flag = (~torch.isfinite(loss.detach())).float().reshape(1)
+    def is_needed_for_loss(self, loss: Tensor) -> bool:
+        """Is a search needed because a rank's loss is not finite? Waits for the device. All ranks must call this."""
+        num_non_finite = (~torch.isfinite(loss.detach())).float().reshape(1)
         if self.world.world_size > 1:
-            dist.all_reduce(flag)
-        return bool(flag.item()) and self.num_left > 0
+            dist.all_reduce(num_non_finite)
+        return bool(num_non_finite.item()) and self.num_searches_left > 0
 
-    def run(self, backend: Backend, inputs: PassInputs, *, is_stepped: bool) -> str | None:
+    def find_first(self, backend: Backend, inputs: PassInputs, *, has_stepped: bool) -> str | None:
         """Return the first non-finite tensor on this rank, None if only other ranks have one.
 
-        inputs      those of a pass that has completed its backward
-        is_stepped  a step has changed the weights since
+        Parameters come first: what they make non-finite says nothing more. Then the forward is run again, and only if
+        that is finite on every rank, the backward too.
+
+        inputs       those of a pass that has completed its backward
+        has_stepped  a step has changed the weights since
 
         All ranks must call this.
         """
-        self.num_left -= 1
-        if is_stepped:
+        self.num_searches_left -= 1
+        if has_stepped:
             return WAS_STEPPED
-        if name := _of_weights(backend, self.goes_on):
+        if name := _find_non_finite_parameter(backend, self.report_progress):
             return f"parameter {name}"
         if self.spec.compile is Compile.DEEPCOMPILE:
             return NO_LAYERS
-        own = self._search(backend, inputs, backward=False)
-        if not any(self.world.gather(own is not None)):
+        tensor = self._search_repeated_pass(backend, inputs, runs_backward=False)
+        if not any(self.world.gather(tensor is not None)):
             if self.spec.num_accumulated > 1:
                 return IN_WINDOW
-            if inputs.backward and self.spec.dtype is not Dtype.FP16:
-                own = self._search(backend, inputs, backward=True)
-            if not any(self.world.gather(own is not None)):
+            # In fp16 gradients overflow in healthy runs: the loss scale is lowered after them.
+            if inputs.runs_backward and self.spec.dtype is not Dtype.FP16:
+                tensor = self._search_repeated_pass(backend, inputs, runs_backward=True)
+            if not any(self.world.gather(tensor is not None)):
                 return NOT_AGAIN
-        return own
+        return tensor
 
-    def _search(self, backend: Backend, inputs: PassInputs, *, backward: bool) -> str | None:
+    def _search_repeated_pass(self, backend: Backend, inputs: PassInputs, *, runs_backward: bool) -> str | None:
         """Run the pass once more, uncompiled and without an update, and look at every tensor of it."""
-        eager = torch.compiler.set_stance("force_eager") if self.spec.compile is Compile.BLOCKS else nullcontext()
-        parallel = {"tp": self.spec.parallel.tp, "tp_rank": self.world.mesh.get_local_rank("tp")}
-        again = replace(
+        is_compiled = self.spec.compile is Compile.BLOCKS
+        eager_mode = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        inputs = replace(
             inputs,
-            fed=replace(inputs.fed, head=None),
-            loss_of=inputs.loss_of if backward else torch.sum,
-            autograd=backward,
-            backward=backward,
-            weight=1.0,
-            ends_window=backward,
-            steps=False,
+            actor_inputs=replace(inputs.actor_inputs, head=None),
+            # Without a backward no loss is looked at.
+            compute_loss=inputs.compute_loss if runs_backward else torch.sum,
+            builds_graph=runs_backward,
+            runs_backward=runs_backward,
+            loss_weight=1.0,
+            ends_window=runs_backward,
+            takes_step=False,
         )
-        eye = _Eye(inputs=again, backend=backend, parallel=parallel, goes_on=self.goes_on)
+        observer = _NonFiniteObserver(
+            inputs=inputs,
+            backend=backend,
+            tp=self.spec.parallel.tp,
+            tp_rank=self.world.mesh.get_local_rank("tp"),
+            report_progress=self.report_progress,
+        )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), eager, eye.on(backend.model):
-            run_pass(backend, again, observers=[eye])
+        with torch.random.fork_rng(devices), eager_mode, observer.hook_modules(backend.model):
+            run_pass(backend, inputs, observers=[observer])
+        # FSDP2 leaves parameters gathered after a forward without a backward.
         for module in backend.model.modules():
-            if isinstance(module, FSDPModule):  # a forward without a backward leaves its parameters gathered
+            if isinstance(module, FSDPModule):
                 module.reshard()
-        return eye.first
+        return observer.first_tensor
 
 
 @dataclass(kw_only=True, slots=True)
-class _Eye(PassObserver):
-    """Watch the output and gradient of every module during one pass, through hooks."""
+class _NonFiniteObserver(PassObserver):
+    """Check the output of every module of one pass, and the gradient of each, through hooks.
+
+    first_tensor  names the first tensor that was not finite; None: none so far
+    """
 
     inputs: PassInputs
     backend: Backend
-    parallel: dict[str, int]
-    goes_on: Callable[[], None]
-    is_forward: bool = True
-    first: str | None = None
+    tp: int
+    tp_rank: int
+    report_progress: Callable[[], None]
+    is_in_forward: bool = True
+    first_tensor: str | None = None
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.look("log-probs", log_probs_BA)
-        self.is_forward = False
+        self.check("log-probs", log_probs_BA)
+        self.is_in_forward = False
 
     def after_backward(self) -> None:
-        if not self.inputs.backward:
+        if not self.inputs.runs_backward:
             return
         for name, gradient in self.backend.gradients():
-            if self.first is None and not _all_finite(gradient):
-                self.first = f"gradient of {name}"
-            self.goes_on()
+            if self.first_tensor is None and not _is_finite(gradient):
+                self.first_tensor = f"gradient of {name}"
+            self.report_progress()
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        named = [(name, module) for name, module in model.named_modules() if name]
-        handles = [module.register_forward_hook(partial(self._sees, name)) for name, module in named]
+    def hook_modules(self, model: nn.Module) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(partial(self._check_output, name))
+            for name, module in model.named_modules()
+            if name
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _sees(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.goes_on()
-        if not self.is_forward:  # recomputation by gradient checkpointing
+    def _check_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.report_progress()
+        # Gradient checkpointing computes outputs again in the backward.
+        if not self.is_in_forward:
             return
-        for tensor in _tensors_of(output):
-            self.look(f"output of {name}", tensor)
+        for tensor in _collect_tensors(output):
+            self.check(f"output of {name}", tensor)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._sees_gradient, name))
+                tensor.register_hook(partial(self._check_gradient, name))
 
-    def _sees_gradient(self, name: str, gradient: Tensor) -> None:
-        self.goes_on()
-        self.look(f"gradient of the output of {name}", gradient)
+    def _check_gradient(self, name: str, gradient: Tensor) -> None:
+        self.report_progress()
+        self.check(f"gradient of the output of {name}", gradient)
 
     @torch.no_grad()
-    def look(self, what: str, tensor: Tensor) -> None:
-        if self.first is None and (place := self._place(tensor)) is not None:
-            self.first = what + place
+    def check(self, name: str, tensor: Tensor) -> None:
+        if self.first_tensor is None and (position := self._describe_position(tensor)) is not None:
+            self.first_tensor = name + position
 
-    def _place(self, tensor: Tensor) -> str | None:
-        """Return the first position that is not finite, in words; None if there is none, or only in padding."""
-        if not tensor.is_floating_point() or _all_finite(tensor):
+    def _describe_position(self, tensor: Tensor) -> str | None:
+        """Return the first position that is not finite, in words; None if there is none, or only in padding.
+
+        The words are empty for a tensor whose rows cannot be told.
+        """
+        if not tensor.is_floating_point() or _is_finite(tensor):
             return None
-        index = self.inputs.fed.captured_index
-        tp, tp_rank = self.parallel["tp"], self.parallel["tp_rank"]
-        held = locate_token_rows(tensor, *index.shape, width=None, tp=tp, tp_rank=tp_rank)
-        if held is None:
+        captured_index_BS = self.inputs.actor_inputs.captured_index
+        rows = locate_token_rows(tensor, *captured_index_BS.shape, width=None, tp=self.tp, tp_rank=self.tp_rank)
+        if rows is None:
             return ""
-        own = index[:, held.first_token : held.first_token + held.values_BLF.shape[1]]
-        is_bad = ~torch.isfinite(held.values_BLF).all(dim=-1) & (own >= 0)
-        if not is_bad.any():
+        end_token = rows.first_token + rows.values_BLF.shape[1]
+        captured_index_BL = captured_index_BS[:, rows.first_token : end_token]
+        is_non_finite_BL = ~torch.isfinite(rows.values_BLF).all(dim=-1) & (captured_index_BL >= 0)
+        if not is_non_finite_BL.any():
             return None
-        row, token = divmod(int(own[is_bad].min()), self.inputs.num_columns)
-        if self.inputs.reverses:
-            row = self.inputs.fed.action_mask_BA.shape[0] - 1 - row
+        row, token = divmod(int(captured_index_BL[is_non_finite_BL].min()), self.inputs.captured_row_length)
+        if self.inputs.has_reversed_rows:
+            row = self.inputs.actor_inputs.action_mask_BA.shape[0] - 1 - row
         return f", row {row}, token {token}"
 
 
-def _tensors_of(output: Any) -> list[Tensor]:
+def _collect_tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(torch.isfinite(local).all())
 
 
-def _of_weights(backend: Backend, goes_on: Callable[[], None]) -> str | None:
+def _find_non_finite_parameter(backend: Backend, report_progress: Callable[[], None]) -> str | None:
     """Return the first parameter that is not finite. Gathers all parameters, so all ranks must call this."""
     first_name = None
     for name, tensor in backend.weights():
-        if first_name is None and not _all_finite(tensor):
+        if first_name is None and not _is_finite(tensor):
             first_name = name
-        goes_on()
+        report_progress()
     return first_name

@@ -30,7 +30,8 @@ from replay.watch.progress import Phase, Tracker
 if TYPE_CHECKING:
     from replay.profiling.memory import History
 
-CODE_OF_GUARD = re.compile(r"\s+# .*")  # behind a guard: the line of code that made it, and the stack there
+# Dynamo writes, after a guard, the line of code that made it and the stack there.
+GUARD_ORIGIN = re.compile(r"\s+# .*")
 
 
 class PositionMarker(PassObserver):
@@ -39,7 +40,7 @@ class PositionMarker(PassObserver):
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
-    def at(self, phase: Phase) -> None:
+    def phase_begins(self, phase: Phase) -> None:
         self._tracker.at(phase)
 
 
@@ -51,48 +52,48 @@ class FirstUseCounter(PassObserver):
         self._counters = FirstUses(device)
         self._kernel = kernel
 
-    def begin(self, inputs: PassInputs) -> None:
-        self._counters.begin(self._cudnn_calls(inputs.fed, backward=inputs.backward))
+    def before_pass(self, inputs: PassInputs) -> None:
+        self._counters.begin(self._cudnn_calls(inputs.actor_inputs, runs_backward=inputs.runs_backward))
 
-    def after_clock(self) -> None:
+    def after_measurement(self) -> None:
         self.first_uses = self._counters.end()
 
-    def _cudnn_calls(self, fed: ActorInputs, *, backward: bool) -> set[Hashable]:
-        """Return what tells the calls of cuDNN's attention in a pass from each other."""
+    def _cudnn_calls(self, actor_inputs: ActorInputs, *, runs_backward: bool) -> set[Hashable]:
+        """Return a key for each kind of call of cuDNN's attention in a pass: cuDNN makes a plan for each."""
         planned = find_form(self._kernel).plan_calls
         if planned is None:
             return set()
-        lengths = [] if fed.cu_seq_lens is None else fed.cu_seq_lens.diff().tolist()
-        rows, num_tokens = fed.input_ids.shape
-        return {(*call, backward) for call in planned(rows, num_tokens, lengths)}
+        lengths = [] if actor_inputs.cu_seq_lens is None else actor_inputs.cu_seq_lens.diff().tolist()
+        rows, num_tokens = actor_inputs.input_ids.shape
+        return {(*call, runs_backward) for call in planned(rows, num_tokens, lengths)}
 
 
 class CompilationCounter(PassObserver):
-    """Counts the graphs that torch.compile makes for a pass, also behind its clock, and its time inside the clock."""
+    """Counts the graphs that torch.compile makes in a whole pass, and its time until the clock stops."""
 
     def __init__(self) -> None:
         self.section = CompilationSection()
         self._num_graphs_before = 0
 
-    def begin(self, inputs: PassInputs) -> None:
+    def before_pass(self, inputs: PassInputs) -> None:
         self._num_graphs_before = count_graphs()
-        forget_compilations()
+        reset_compilations()
 
-    def after_clock(self) -> None:
+    def after_measurement(self) -> None:
         self.section = read_compilations()
 
     def close(self, error: BaseException | None) -> None:
         self.section = replace(self.section, new_graphs=count_graphs() - self._num_graphs_before)
 
 
-def forget_compilations() -> None:
-    """Have dynamo's own metrics begin anew."""
+def reset_compilations() -> None:
+    """Clear dynamo's own metrics."""
     if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
         utils.clear_compilation_metrics()
 
 
 def read_compilations() -> CompilationSection:
-    """Return what was compiled since: the seconds, and the function and the guard of each graph made again.
+    """Return what was compiled since the reset: the seconds, and function and guard of each graph that was made again.
 
     A guard reads `forward: 0/0: tensor 'hidden_states' size mismatch at index 1. expected 5`. Dynamo keeps the last 64
     graphs; a pass that compiles more has more seconds than are returned.
@@ -100,9 +101,9 @@ def read_compilations() -> CompilationSection:
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = [] if utils is None else utils.get_compilation_metrics()
     seconds = sum(metric.duration_us or 0 for metric in metrics) / 1e6
-    # torch 2.6 does not say the reason
-    named = [(metric.co_name, getattr(metric, "recompile_reason", None)) for metric in metrics]
-    reasons = [f"{name}: {CODE_OF_GUARD.sub('', one_line(reason))}" for name, reason in named if reason]
+    # The metrics of torch 2.6 have no reason.
+    reason_by_name = [(metric.co_name, getattr(metric, "recompile_reason", None)) for metric in metrics]
+    reasons = [f"{name}: {GUARD_ORIGIN.sub('', one_line(reason))}" for name, reason in reason_by_name if reason]
     return CompilationSection(compile_seconds=seconds, recompilations=reasons)
 
 
@@ -113,9 +114,9 @@ class TraceObserver(PassObserver):
         self._trace = trace
         self._ends_window = False
 
-    def begin(self, inputs: PassInputs) -> None:
+    def before_pass(self, inputs: PassInputs) -> None:
         self._ends_window = inputs.ends_window
-        self._trace.begin(inputs.fed)
+        self._trace.begin(inputs.actor_inputs)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._trace.end_forward(log_probs_BA)
@@ -125,16 +126,16 @@ class TraceObserver(PassObserver):
             self._trace.end_window()
 
 
-class GainProbe(PassObserver):
+class LossGainProbe(PassObserver):
     """Measures how far the loss moves with the log-probs, for the verdict's bound on it."""
 
     stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD})
 
     def __init__(self) -> None:
-        self.gain = 1.0
+        self.loss_gain = 1.0
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.gain = gain(loss, log_probs_BA)
+        self.loss_gain = gain(loss, log_probs_BA)
 
 
 class GradientProbe(PassObserver):
@@ -142,13 +143,13 @@ class GradientProbe(PassObserver):
 
     stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
 
-    def __init__(self, backend: Backend, wanted: Mapping[str, Sequence[Sample]]) -> None:
+    def __init__(self, backend: Backend, recorded_samples: Mapping[str, Sequence[Sample]]) -> None:
         self.samples: GradientSamples | None = None
         self._backend = backend
-        self._wanted = wanted
+        self._recorded_samples = recorded_samples
 
     def after_backward(self) -> None:
-        self.samples = gradient_samples(self._backend.gradients(), self._wanted)
+        self.samples = gradient_samples(self._backend.gradients(), self._recorded_samples)
 
 
 class SketchProbe(PassObserver):
@@ -169,22 +170,22 @@ class SketchProbe(PassObserver):
 class LossCheck(PassObserver):
     """Looks for the first tensor that is not finite before a step hides it, if a rank's loss is not finite.
 
-    is_wanted  tells from a loss whether to look; the same on every rank
-    search     returns what this rank found; None if only other ranks found one
+    is_needed  tells from a loss whether to look; the same on every rank
+    search     names the tensor on this rank; None if only other ranks have one
     """
 
-    def __init__(self, is_wanted: Callable[[Tensor], bool], search: Callable[[PassInputs], str | None]) -> None:
+    def __init__(self, is_needed: Callable[[Tensor], bool], search: Callable[[PassInputs], str | None]) -> None:
         self.first_non_finite: str | None = None
-        self._is_wanted = is_wanted
+        self._is_needed = is_needed
         self._search = search
         self._inputs: PassInputs | None = None
 
-    def begin(self, inputs: PassInputs) -> None:
+    def before_pass(self, inputs: PassInputs) -> None:
         self._inputs = inputs
 
     def before_step(self, loss: Tensor) -> None:
         assert self._inputs is not None
-        if self._is_wanted(loss):
+        if self._is_needed(loss):
             self.first_non_finite = self._search(self._inputs)
 
     def close(self, error: BaseException | None) -> None:
@@ -192,43 +193,51 @@ class LossCheck(PassObserver):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassObservers:
-    """What a run looks at in one pass; None: not in this one."""
+class RunObservers:
+    """The observers that a run has for one pass; None: not in this pass."""
 
     first_uses: FirstUseCounter
     compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker
-    gain: GainProbe | None
+    gain: LossGainProbe | None
     gradient: GradientProbe | None
     sketch: SketchProbe | None
-    check: LossCheck | None
+    loss_check: LossCheck | None
 
     @property
-    def each(self) -> list[PassObserver]:
-        """Those of this pass. Their order is that of their collectives, and the same on every rank."""
-        counters = (self.first_uses, self.compilation)
-        ordered = (*counters, self.trace, self.position, self.gain, self.gradient, self.sketch, self.check)
-        return [observer for observer in ordered if observer is not None]
+    def in_order(self) -> list[PassObserver]:
+        """The observers of this pass. Their order is that of their collectives, and the same on every rank."""
+        observers = (
+            self.first_uses,
+            self.compilation,
+            self.trace,
+            self.position,
+            self.gain,
+            self.gradient,
+            self.sketch,
+            self.loss_check,
+        )
+        return [observer for observer in observers if observer is not None]
 
     def add_to(self, record: PassRecord) -> PassRecord:
-        """Return the record of the pass with what they have seen. They are closed."""
+        """Return the record of the pass with what its observers have seen. Call it after they were closed."""
         return replace(
             record,
             compilation=self.compilation.section,
             first_uses=self.first_uses.first_uses,
-            first_non_finite=self.check.first_non_finite if self.check is not None else None,
+            first_non_finite=self.loss_check.first_non_finite if self.loss_check is not None else None,
         )
 
 
-class HistoryMarker(PassObserver):
+class AllocationHistoryMarker(PassObserver):
     """Marks the borders of a pass in the history of its allocations."""
 
     def __init__(self, history: "History", model: PreTrainedModel) -> None:
         self._history = history
         self._model = model
 
-    def at(self, phase: Phase) -> None:
+    def phase_begins(self, phase: Phase) -> None:
         if phase is Phase.WAITING:
             self._history.forward_ended()
         elif phase is Phase.SETTLING:

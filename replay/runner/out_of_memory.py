@@ -26,37 +26,50 @@ from replay.profiling.shares import Holder, HolderKind, Saving
 from replay.profiling.text import saved
 from replay.runlog.records import PassRecord
 
-LEAST = 3  # passes that a fit of a peak to tokens takes
-MOST = 24  # passes whose inputs are read for it
-NO_PARTS = "of a model with an adapter no backend declares what its parts take"
-SNAPSHOT = ". --memory-snapshot runs the pass once more and says what held its memory"
+MIN_PASSES_TO_FIT = 3
+# Of more passes the inputs are not read: they would only cost time.
+MAX_PASSES_TO_READ = 24
+WHY_NOT_WITH_ADAPTER = "of a model with an adapter no backend declares what its parts take"
+SNAPSHOT_HINT = ". --memory-snapshot runs the pass once more and says what held its memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needed:
-    """What a pass would have needed by a fit, in bytes, and what it would need with other options."""
+class PredictedNeed:
+    """What a pass would have needed by a fit, in bytes, and what it would need with other options.
+
+    num_measured  passes that the fit is made from
+    error         the most that such a fit was off on passes held out of it; None: too few to hold any out
+    """
 
     num_measured: int
     peak_bytes: int
-    error: float | None  # the most that such a fit was off on passes held out of it; None: too few to hold any out
+    error: float | None
     savings: Sequence[Saving]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """The first pass that ran out of memory on one rank, in bytes."""
+    """The first pass that ran out of memory on one rank, in bytes.
+
+    Weights, gradients and optimizer are what a rank holds whatever it is fed, as the backend declares it; None with an
+    adapter.
+
+    device_bytes  all memory of the device; None on a CPU
+    needed        None: nothing is predicted
+    why_not       why nothing is predicted
+    """
 
     index: int
     rank: int
-    weights_bytes: int | None  # that a rank holds whatever it is fed, as the backend declares it; None with an adapter
+    weights_bytes: int | None
     gradients_bytes: int | None
     optimizer_bytes: int | None
-    device_bytes: int | None  # of all memory; None on a CPU
-    needed: Needed | None
-    why_not: str = ""  # why nothing is predicted
+    device_bytes: int | None
+    needed: PredictedNeed | None
+    why_not: str = ""
 
     def lines(self, *, has_snapshot: bool) -> Pairs:
-        hint = "" if has_snapshot else SNAPSHOT
+        hint = "" if has_snapshot else SNAPSHOT_HINT
         where = f"pass {self.index + 1}, rank {self.rank}"
         lasting = ", ".join(
             f"{gibibytes(size)} GiB of {name}"
@@ -75,19 +88,19 @@ class OutOfMemory:
                 ("memory", f"{where}: {held}{device}"),
                 ("would need", f"not predicted: {self.why_not}{hint}"),
             ]
-        needed, off = self.needed, ""
-        if needed.error is not None:
-            off = f", at most {needed.error:.1%} off on a third of them, held out"
-        by = f"by a fit to {counted(needed.num_measured, 'measured pass')}{off}"
+        need, error_text = self.needed, ""
+        if need.error is not None:
+            error_text = f", at most {need.error:.1%} off on a third of them, held out"
+        basis = f"by a fit to {counted(need.num_measured, 'measured pass')}{error_text}"
         return [
-            ("memory", f"{where} would need {gibibytes(needed.peak_bytes)} GiB {by}{device}"),
-            ("would need", f"by prediction, {saved(needed.savings)}{hint}"),
+            ("memory", f"{where} would need {gibibytes(need.peak_bytes)} GiB {basis}{device}"),
+            ("would need", f"by prediction, {saved(need.savings)}{hint}"),
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What is known of a run without a snapshot."""
+class OutOfMemoryAnalysis:
+    """Tells from a run's records what a pass that ran out of memory would have needed, without a snapshot."""
 
     actor: ActorSpec
     measure: MeasureSpec
@@ -97,13 +110,13 @@ class Known:
     has_adapter: bool
     has_whole_logits: bool
 
-    def of(self, records: Sequence[PassRecord], model: PreTrainedModel) -> OutOfMemory | None:
+    def describe_first_failure(self, records: Sequence[PassRecord], model: PreTrainedModel) -> OutOfMemory | None:
         """Return what is known of the first pass that ran out, given the records of one rank; None if none did."""
         failed = next((record for record in records if record.ran_out_of_memory), None)
         if failed is None:
             return None
-        needed = NO_PARTS if self.has_adapter else self._needed(failed, records, model)
-        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._held_bytes().items()}
+        need = WHY_NOT_WITH_ADAPTER if self.has_adapter else self._predict_need(failed, records, model)
+        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._declared_bytes().items()}
         device = self.world.device
         return OutOfMemory(
             index=failed.index,
@@ -112,94 +125,103 @@ class Known:
             gradients_bytes=held.get(HolderKind.GRADIENTS),
             optimizer_bytes=held.get(HolderKind.OPTIMIZER),
             device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-            needed=needed if isinstance(needed, Needed) else None,
-            why_not="" if isinstance(needed, Needed) else needed,
+            needed=need if isinstance(need, PredictedNeed) else None,
+            why_not="" if isinstance(need, PredictedNeed) else need,
         )
 
-    def _needed(self, failed: PassRecord, records: Sequence[PassRecord], model: PreTrainedModel) -> Needed | str:
-        """Return what is predicted, or why nothing can be."""
+    def _predict_need(
+        self, failed: PassRecord, records: Sequence[PassRecord], model: PreTrainedModel
+    ) -> PredictedNeed | str:
+        """Return what is predicted, or why nothing can be.
+
+        The peaks of passes of the same kind that finished are fitted to their rows and tokens, and the fit predicts the
+        peak of the failed pass, in the phase that needs most. A prediction that does not grow with the tokens, or lies
+        below a peak that was measured, is not worth telling. What grows is activations and logits; the rest is what the
+        backend declares. From these holders comes what each option would save.
+        """
         finished = {
             record.index: record
             for record in records
             if record.error is None and record.input.trains == failed.input.trains
         }
-        if len(finished) < LEAST:
+        if len(finished) < MIN_PASSES_TO_FIT:
             passes = counted(len(finished), "pass")
-            return f"{passes} of its kind finished, and a fit of peaks to tokens takes {LEAST}"
+            return f"{passes} of its kind finished, and a fit of peaks to tokens takes {MIN_PASSES_TO_FIT}"
         indices = [*finished, failed.index]
+        # The failed pass is read with the others, so that its rows and tokens are counted alike.
         shapes, _ = read_shapes([self.inputs[index] for index in indices], str(self.measure.loss))
         by_index = {indices[shape.number]: shape for shape in shapes}
         if failed.index not in by_index:
             return "its input cannot be read"
-        shape = by_index.pop(failed.index)
-        chosen = spread([_numbered(one, index) for index, one in by_index.items()], MOST)
-        measured = [_measured(one, finished[one.number]) for one in chosen]
-        measured = [one for one in measured if one.cost.peaks.keys() == measured[-1].cost.peaks.keys()]
-        fitted = Model.of(measured)
-        predictor = fitted.predictors[shape.trains]  # all are of its kind
-        peaks = predictor.cost(shape).peaks
+        failed_shape = by_index.pop(failed.index)
+        chosen_shapes = spread([replace(shape, number=index) for index, shape in by_index.items()], MAX_PASSES_TO_READ)
+        measured_passes = [_pair_with_cost(shape, finished[shape.number]) for shape in chosen_shapes]
+        # A fit takes passes of the same phases.
+        phases = measured_passes[-1].cost.peaks.keys()
+        measured_passes = [measured for measured in measured_passes if measured.cost.peaks.keys() == phases]
+        cost_model = Model.of(measured_passes)
+        predictor = cost_model.predictors[failed_shape.trains]
+        peaks = predictor.cost(failed_shape).peaks
         phase = max(peaks, key=lambda name: peaks[name])
         peak = peaks[phase]
         fit = predictor.peaks[phase]
         growing = peak - max(fit.floor, fit.coefficients[0])
         if growing <= 0:
             return "the peaks of the measured passes do not grow with their tokens"
-        if peak < max(one.cost.peak_bytes for one in measured):
+        if peak < max(measured.cost.peak_bytes for measured in measured_passes):
             return "passes that finished had a higher peak than is predicted of it"
         size = PassSize.of(
             model,
             self.config,
             self.actor,
-            shape.fed_tokens(predictor.rows) // self.actor.parallel.ring,
+            failed_shape.fed_tokens(predictor.rows) // self.actor.parallel.ring,
             trains=failed.input.trains is not False,
         )
-        return Needed(
-            num_measured=len(measured),
+        return PredictedNeed(
+            num_measured=len(measured_passes),
             peak_bytes=int(peak),
-            error=None if fitted.error is None else fitted.error.most_of_peak,
-            savings=savings(self._holders(peak, growing, phase, size), self.actor, size),
+            error=None if cost_model.error is None else cost_model.error.most_of_peak,
+            savings=savings(self._estimate_holders(peak, growing, phase, size), self.actor, size),
         )
 
-    def _holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
-        held = dict(self._held_bytes())
+    def _estimate_holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
+        held = dict(self._declared_bytes())
         if phase == "forward" and self.actor.num_accumulated == 1:
             held[HolderKind.GRADIENTS] = 0.0
         lasting = peak - growing
-        for kind in held:  # no more than the fit says that there is
+        # Together they take no more than the fit leaves for what does not grow.
+        for kind in held:
             held[kind] = min(held[kind], lasting)
             lasting -= held[kind]
         held[HolderKind.HEAD] = min(size.logits_bytes, growing) if self.has_whole_logits else 0.0
         held[HolderKind.ACTIVATIONS] = growing - held[HolderKind.HEAD]
-        held[HolderKind.PROCESS] = lasting  # buffers, and on a CPU the process
+        # What is left over is buffers, and on a CPU the process itself.
+        held[HolderKind.PROCESS] = lasting
         return [Holder(kind=kind, name="", num_bytes=int(size), count=1) for kind, size in held.items()]
 
-    def _held_bytes(self) -> Mapping[HolderKind, float]:
+    def _declared_bytes(self) -> Mapping[HolderKind, float]:
         """Return what a rank holds whatever it is fed, as the backend declares it."""
         actor = self.actor
         holding = find_declaration(actor.backend).predict_memory(actor, self.measure.step)
-        share = 1 - 1 / self.world.num_data_ranks
-        number = count_parameters(self.config) / actor.parallel.tp
-        backward = self.measure.backward
+        share_elsewhere = 1 - 1 / self.world.num_data_ranks
+        num_parameters = count_parameters(self.config) / actor.parallel.tp
 
-        def of(part: Callable[[BytesPerParameter], float]) -> float:
-            return number * (part(holding.total) - share * part(holding.partitioned))
+        def sum_bytes(part: Callable[[BytesPerParameter], float]) -> float:
+            return num_parameters * (part(holding.total) - share_elsewhere * part(holding.partitioned))
 
-        weights, masters = of(lambda held: held.weights), of(lambda held: held.masters)
+        weights, masters = sum_bytes(lambda held: held.weights), sum_bytes(lambda held: held.masters)
         return {
-            HolderKind.WEIGHTS: weights or masters,  # the model may compute with casts of its masters
-            HolderKind.OPTIMIZER: of(lambda held: held.moments) + (masters if weights else 0.0),
-            HolderKind.GRADIENTS: of(lambda held: held.gradients) if backward else 0.0,
+            # A model may hold its masters alone, and compute with casts of them.
+            HolderKind.WEIGHTS: weights or masters,
+            HolderKind.OPTIMIZER: sum_bytes(lambda held: held.moments) + (masters if weights else 0.0),
+            HolderKind.GRADIENTS: sum_bytes(lambda held: held.gradients) if self.measure.backward else 0.0,
         }
 
 
-def _numbered(shape: Shape, number: int) -> Shape:
-    return replace(shape, number=number)
-
-
-def _measured(shape: Shape, record: PassRecord) -> Measured:
+def _pair_with_cost(shape: Shape, record: PassRecord) -> Measured:
     phases = record.cost.phases.items()
     cost = Cost(
-        seconds={name: one.seconds for name, one in phases},
-        peaks={name: float(one.peak_allocated_bytes) for name, one in phases},
+        seconds={name: phase.seconds for name, phase in phases},
+        peaks={name: float(phase.peak_allocated_bytes) for name, phase in phases},
     )
     return Measured(shape=shape, fed_tokens=record.input.fed_tokens, cost=cost)

@@ -27,25 +27,25 @@ from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import one_line
-from replay.resolution.windows import Round, weight_of
+from replay.resolution.windows import InputRound, compute_token_weight, training_rounds
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
-from replay.runner.checkpoint import digest_of_inputs
-from replay.runner.first_uses import Expectations, with_second_run
+from replay.runner.checkpoint import digest_inputs
+from replay.runner.first_uses import ExpectedTimes, add_second_run
 from replay.runner.meter import Meter
-from replay.runner.non_finite import Search
+from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
     CompilationCounter,
     FirstUseCounter,
-    GainProbe,
     GradientProbe,
     LossCheck,
-    PassObservers,
+    LossGainProbe,
     PositionMarker,
+    RunObservers,
     SketchProbe,
     TraceObserver,
 )
-from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, inputs_for, run_pass
+from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
 from replay.tracing.writer import RunTrace
 from replay.verdict.job_values import (
     Recorded,
@@ -62,61 +62,62 @@ from replay.watch.progress import Phase, Tracker
 
 
 @dataclass(kw_only=True, slots=True)
-class Window:
-    """The open accumulation window of one rank. It has the same passes on every rank.
+class AccumulationWindow:
+    """The accumulation window that is open on one rank. It has the same passes on every rank.
 
-    size    passes of each data rank in a window
-    rounds  the inputs that all data ranks replay at the same time; empty: unknown
-    begin   index of the window's first pass
-    wanted  gradient samples that the job recorded in the window, by the replay's name of the parameter
+    size              passes of each data rank in a window
+    rounds            the inputs that all data ranks replay at the same time; empty: unknown
+    first_index       index of the window's first pass
+    num_passes        passes of the window that have run
+    recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
     """
 
     size: int
-    rounds: Sequence[Round] = ()
-    begin: int = 0
+    rounds: Sequence[InputRound] = ()
+    first_index: int = 0
     num_passes: int = 0
-    wanted: dict[str, list[Sample]] = field(default_factory=dict)
+    recorded_samples: dict[str, list[Sample]] = field(default_factory=dict)
 
-    def enter(self, index: int, recorded: Mapping[str, Sample]) -> None:
+    def enter_pass(self, index: int, recorded: Mapping[str, Sample]) -> None:
         """Begin a window with pass `index` if none is open, and take on the samples recorded with the pass."""
         if not self.num_passes:
-            self.begin, self.wanted = index, {}
+            self.first_index, self.recorded_samples = index, {}
         for name, sample in recorded.items():
-            self.wanted.setdefault(name, []).append(sample)
+            self.recorded_samples.setdefault(name, []).append(sample)
 
-    def is_last(self, *, backward: bool) -> bool:
-        """Does the window end with the next pass?"""
-        return backward and self.num_passes + 1 == self.size
+    def ends_with_next_pass(self, *, runs_backward: bool) -> bool:
+        return runs_backward and self.num_passes + 1 == self.size
 
-    def has_run(self, *, backward: bool) -> None:
+    def count_pass(self, *, runs_backward: bool) -> None:
         """Count a pass that succeeded."""
-        self.num_passes = 0 if self.is_last(backward=backward) else self.num_passes + backward
+        is_last = self.ends_with_next_pass(runs_backward=runs_backward)
+        self.num_passes = 0 if is_last else self.num_passes + runs_backward
 
-    def break_off(self) -> None:
+    def discard(self) -> None:
         """Forget the window: a pass of it failed, and its gradient is gone."""
         self.num_passes = 0
 
     def has_gradient_samples(self, index: int) -> bool:
         """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""
-        return any(passes.has_gradients for passes in self.rounds[self.begin : index + 1])
+        return any(input_round.has_gradients for input_round in self.rounds[self.first_index : index + 1])
 
-    def token_weight(self, index: int, data_rank: int) -> float:
+    def find_token_weight(self, index: int, data_rank: int) -> float:
         """Return the weight of pass `index` of a data rank by tokens; 1 where the rounds do not tell."""
         if index >= len(self.rounds):
             return 1.0
-        return weight_of(self.rounds, index, data_rank, self.begin, self.size)
+        return compute_token_weight(self.rounds, index, data_rank, self.first_index, self.size)
 
-    def token_counts(self) -> list[int]:
+    def count_tokens(self) -> list[int]:
         """Return the tokens of the loss in each pass of the window, of all data ranks; empty if unknown."""
-        window = [passes for passes in self.rounds[self.begin :] if passes.trains][: self.size]
-        return [number for passes in window for number in passes.num_tokens]
+        window = training_rounds(self.rounds, self.first_index, self.size)
+        return [num_tokens for input_round in window for num_tokens in input_round.num_tokens]
 
 
 class ReopeningError(RuntimeError):
     """Raised if the actor could not be opened again after a pass failed."""
 
 
-class ReopenedActor:
+class ReopenableActor:
     """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass."""
 
     def __init__(
@@ -124,25 +125,26 @@ class ReopenedActor:
         spec: ActorSpec,
         source: ModelSource,
         world: World,
-        load_state: Path | None = None,
+        state_folder: Path | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
         self._arguments = (spec, source, world, on_progress)
-        self._load_state = load_state
-        self.backend: Backend = self._opened()
+        self._state_folder = state_folder
+        self.backend: Backend = self._open_backend()
 
-    def _opened(self) -> Backend:
+    def _open_backend(self) -> Backend:
         backend = open_backend(*self._arguments)
-        if self._load_state is not None:
-            backend.load_state(self._load_state)
+        if self._state_folder is not None:
+            backend.load_state(self._state_folder)
         return backend
 
     def reopen(self) -> None:
+        # The old backend gives its memory back before the new one asks for as much.
         self.backend.close()
         del self.backend
         free_closed_backends(failed=True)
         try:
-            self.backend = self._opened()
+            self.backend = self._open_backend()
         except Exception as error:
             raise ReopeningError(
                 f"the actor could not be opened again after the failed pass: {in_flags(error)}"
@@ -150,19 +152,24 @@ class ReopenedActor:
 
 
 class Replayer:
-    """Feed captures to the actor, and track the accumulation window. Opens the actor again after a failed pass."""
+    """Replay captures through an actor, one after another, and keep track of the accumulation window.
+
+    `replay` reads a capture, runs its pass and returns the record of the pass. What a later decision of all ranks may
+    ask for besides works on the latest pass: `add_first_non_finite` and `add_second_run` run it once more. After a pass
+    that failed, `reopen_after_failure` opens the actor again.
+    """
 
     def __init__(
         self,
         spec: ResolvedReplay,
         world: World,
-        actor: ReopenedActor,
+        actor: ReopenableActor,
         meter: Meter,
         tracker: Tracker,
         same_weights: SameWeights,
         trace: RunTrace | None = None,
-        rounds: Sequence[Round] = (),
-        folder: Path | None = None,
+        rounds: Sequence[InputRound] = (),
+        log_folder: Path | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -171,61 +178,75 @@ class Replayer:
         self.tracker = tracker
         self.same_weights = same_weights
         self.trace = trace
-        self.window = Window(size=spec.actor.num_accumulated, rounds=rounds)
-        self.details_folder = folder if spec.measure.keeps_details else None
-        self.search = Search(spec=spec.actor, world=world, goes_on=tracker.goes_on)
-        self.num_settled = 0  # inputs replayed before the open accumulation window
+        self.window = AccumulationWindow(size=spec.actor.num_accumulated, rounds=rounds)
+        self.details_folder = log_folder if spec.measure.keeps_details else None
+        self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.goes_on)
+        # Inputs of this rank whose accumulation windows have ended.
+        self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
         self._first_uses = FirstUseCounter(world.device, spec.kernel)
-        self._expectations = Expectations()
-        self._latest: PassInputs | None = None
-        self._broke_off = False
+        self._expected_times = ExpectedTimes()
+        self._latest_inputs: PassInputs | None = None
+        self._has_failed_pass = False
         self._objective = Objective.of(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
-        self._is_random = bool(find_acting_dropouts(strip_config(self.source.config)))
+        self._has_dropout = bool(find_acting_dropouts(strip_config(self.source.config)))
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
 
-    def mend(self) -> None:
+    def reopen_after_failure(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
-        if self._broke_off:
+        if self._has_failed_pass:
             self.actor.reopen()
             if self.trace:
                 self.trace.attach(self.actor.backend)
-            self._broke_off = False
+            self._has_failed_pass = False
 
-    def with_first_non_finite(self, record: PassRecord) -> PassRecord:
-        """Return `record` of the latest pass with the first non-finite tensor added. All ranks must call this."""
-        assert self._latest is not None
+    def add_first_non_finite(self, record: PassRecord) -> PassRecord:
+        """Return `record` of the latest pass with its first non-finite tensor. All ranks must call this."""
+        assert self._latest_inputs is not None
         self.tracker.at(Phase.LOOKING)
-        found = self.search.run(self.actor.backend, self._latest, is_stepped=self._latest.steps)
-        return replace(record, first_non_finite=found)
+        has_stepped = self._latest_inputs.takes_step
+        tensor = self.non_finite_search.find_first(self.actor.backend, self._latest_inputs, has_stepped=has_stepped)
+        return replace(record, first_non_finite=tensor)
 
-    def wants_again(self, ranks: Sequence[PassRecord]) -> bool:
-        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
-        wanted = self.spec.actor.num_accumulated == 1 and self._expectations.is_far_off(ranks)
-        if not wanted:
-            self._expectations.learn(ranks)
-        return wanted
+    def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
+        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank.
 
-    def with_second_run(self, record: PassRecord, ranks: Sequence[PassRecord]) -> PassRecord:
+        A pass that needs none tells how long later passes should take.
+        """
+        is_needed = self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
+        if not is_needed:
+            self._expected_times.learn(rank_records)
+        return is_needed
+
+    def add_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
         """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
 
         All ranks must call this.
         """
-        assert self._latest is not None
+        assert self._latest_inputs is not None
         self.tracker.at(Phase.LOOKING)
-        again = replace(self._latest, weight=1.0, ends_window=self._latest.backward, steps=False)
+        ends_window = self._latest_inputs.runs_backward
+        inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window, takes_step=False)
+        # The random generators go on as if there had been no second run.
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            cost = run_pass(self.actor.backend, again, self._clock).cost
-        seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
-        self._expectations.learn(ranks, max(seconds))
-        return with_second_run(record, seconds, ranks)
+            cost = run_pass(self.actor.backend, inputs, self._clock).cost
+        rank_seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
+        self._expected_times.learn(rank_records, max(rank_seconds))
+        return add_second_run(record, rank_seconds, rank_records)
 
-    def replay(self, index: int, path: Path, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
-        """Run forward, and backward and step if enabled, on one input. An error is recorded and returned.
+    def replay(
+        self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()
+    ) -> tuple[Pass, Exception | None]:
+        """Replay the capture in `path` as pass `index`.
 
-        observers  of this pass, besides those that the run asks for
+        The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
+        then the pass runs and its results are added. The record grows step by step, so that the record of a pass that
+        fails has all that was known before. The error is returned, not raised: it is in the record, and the caller
+        decides with the other ranks what it means for the run.
+
+        extra_observers  look at this pass, besides the observers that the run has for every pass
         """
         record = PassRecord(
             index=index,
@@ -240,176 +261,209 @@ class Replayer:
         try:
             call = read_call(path)
             batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
-            section = InputSection(
-                rows=batch.num_rows,
-                padded_tokens=batch.num_padded_tokens,
-                real_tokens=batch.num_real_tokens,
-                row_tokens=batch.attention_mask_BS.sum(dim=1).tolist(),
-                input_digest=digest_of_inputs(batch),
-                trains=batch.trains,
-            )
-            record = replace(record, input=section)
+            record = replace(record, input=_describe_input(batch))
             weights = self.same_weights.check(call.weights)
             recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
             recorded = without_router_loss(recorded, call, self.source.config)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = tokens_for(self.spec.measure.loss, add_model_positions(batch, self.source.config))
-            record, replayed = self._replay(record, call, batch, observers)
+            record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
             return Pass(record, recorded, replayed), None
         except SystemExit as error:
-            left = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
-            failed = replace(record, error=str(left), error_type="SystemExit")
-            return Pass(failed, recorded, Replayed()), left
+            # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
+            exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+            failed = replace(record, error=str(exit_error), error_type="SystemExit")
+            return Pass(failed, recorded, Replayed()), exit_error
         except Exception as error:
             failed = replace(record, error=one_line(in_flags(error)), error_type=type(error).__name__)
             return Pass(failed, recorded, Replayed()), error
 
-    def _replay(
-        self, record: PassRecord, call: Call, batch: MicroBatch, observers: Sequence[PassObserver]
+    def _run_micro_batch(
+        self, record: PassRecord, call: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
     ) -> tuple[PassRecord, Replayed]:
-        """Run the pass of a capture that was read, and return its record, and what a verdict needs besides."""
-        gradients = call.step.gradients if call.step is not None else None
-        self.window.enter(record.index, self.same_weights.by_own_name(gradients) if gradients is not None else {})
-        inputs = self._inputs(record.index, call, batch)
-        self._latest = inputs
+        """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
-        looked_at = self._observers(record.index, inputs)
+        The window takes the pass on, the micro-batch is laid out on the device, and `run_pass` runs it under the
+        observers of this run. A failure discards the window. After a pass that succeeded, its log-probs, its results
+        and what the observers saw go into the record, and details and trace are written.
+        """
+        gradients = call.step.gradients if call.step is not None else None
+        recorded_samples = self.same_weights.by_own_name(gradients) if gradients is not None else {}
+        self.window.enter_pass(record.index, recorded_samples)
+        inputs = self._prepare_inputs(record.index, call, batch)
+        self._latest_inputs = inputs
+
+        run_observers = self._choose_observers(record.index, inputs)
+        observers = [*extra_observers, *run_observers.in_order]
         try:
-            outcome = run_pass(self.actor.backend, inputs, self._clock, [*observers, *looked_at.each])
+            outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
-            self.window.break_off()
-            self._broke_off = True
+            self.window.discard()
+            self._has_failed_pass = True
             raise
-        self.window.has_run(backward=inputs.backward)
+        self.window.count_pass(runs_backward=inputs.runs_backward)
+
+        gain, gradient = run_observers.gain, run_observers.gradient
         replayed = replace(
-            self._replayed(outcome, inputs, call, batch),
-            loss_gain=looked_at.gain.gain if looked_at.gain is not None else 1.0,
-            gradient=looked_at.gradient.samples if looked_at.gradient is not None else None,
+            self._collect_log_probs(outcome, inputs, call, batch),
+            loss_gain=gain.loss_gain if gain is not None else 1.0,
+            gradient=gradient.samples if gradient is not None else None,
         )
         if self.details_folder is not None:
             token_log_probs.keep(self.details_folder, record.index, record.rank, replayed.action_log_probs)
-        order = -1 if inputs.reverses else 1
-        result = ResultSection(
-            loss=outcome.loss.item(),
-            row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::order],
-            row_action_tokens=inputs.fed.action_mask_BA.sum(dim=1).tolist()[::order],
-            weight=inputs.weight,
-            grad_norm=outcome.grad_norm,
+        fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
+        record = run_observers.add_to(
+            replace(
+                record,
+                input=replace(record.input, fed_tokens=fed_tokens),
+                cost=outcome.cost,
+                result=_describe_result(outcome, inputs),
+            )
         )
-        fed_tokens = inputs.fed.input_ids.numel() * self.spec.actor.parallel.ring
-        record = replace(record, input=replace(record.input, fed_tokens=fed_tokens), cost=outcome.cost, result=result)
-        record = looked_at.add_to(record)
         if self.trace:
-            self.trace.write(record.index, record.source, num_columns=inputs.num_columns)
+            self.trace.write(record.index, record.source, num_columns=inputs.captured_row_length)
         if not self.window.num_passes:
-            self.num_settled = record.index + 1
+            self.num_inputs_completed = record.index + 1
         return record, replayed
 
-    def _observers(self, index: int, inputs: PassInputs) -> PassObservers:
+    def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
         backend, ends_window = self.actor.backend, inputs.ends_window
         has_samples = ends_window and self.window.has_gradient_samples(index)
         folder = self.details_folder if ends_window else None
-        return PassObservers(
+        return RunObservers(
             first_uses=self._first_uses,
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
-            gain=GainProbe() if self._objective is not None else None,
-            gradient=GradientProbe(backend, self.window.wanted) if has_samples else None,
+            gain=LossGainProbe() if self._objective is not None else None,
+            gradient=GradientProbe(backend, self.window.recorded_samples) if has_samples else None,
             sketch=SketchProbe(backend, folder, index, self.world) if folder is not None else None,
-            check=LossCheck(self.search.is_any, self._search_before_step) if inputs.steps else None,
+            loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
+            if inputs.takes_step
+            else None,
         )
 
-    def _inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
+    def _prepare_inputs(self, index: int, call: Call, batch: MicroBatch) -> PassInputs:
         """Lay a micro-batch out on the device, with its loss, and its place in the window. All ranks must call this."""
-        reverses, measure = self.spec.inputs.reverse_rows, self.spec.measure
-        backward = batch.trains and measure.backward
-        ends_window = self.window.is_last(backward=backward)
-        recorded = self._recorded_for_objective(call, batch)
-        fed = inputs_for(with_rows_reversed(batch) if reverses else batch, self.spec.actor, self.source, self.world)
-        fed = replace(fed, has_uniform_gradient=backward and recorded is None)
-        if recorded is not None:
-            fed = replace(fed, kept_logits=self._kept_logits)
+        has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
+        runs_backward = batch.trains and measure.backward
+        ends_window = self.window.ends_with_next_pass(runs_backward=runs_backward)
+        objective_record = self._read_objective_record(call, batch)
+        laid_out_batch = with_rows_reversed(batch) if has_reversed_rows else batch
+        actor_inputs = prepare_actor_inputs(laid_out_batch, self.spec.actor, self.source, self.world)
+        if objective_record is None:
+            actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
+            compute_loss: Callable[[Tensor], Tensor] = partial(_compute_stand_in_loss, actor_inputs)
+        else:
+            actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
+            compute_loss = self._make_objective_loss(actor_inputs, objective_record)
         return PassInputs(
-            fed=fed,
-            loss_of=partial(_stand_in, fed) if recorded is None else self._objective_of(fed, recorded),
-            trains=batch.trains,
-            autograd=batch.trains,
-            backward=backward,
-            weight=self._weight(index, recorded),
+            actor_inputs=actor_inputs,
+            compute_loss=compute_loss,
+            train_mode=batch.trains,
+            builds_graph=batch.trains,
+            runs_backward=runs_backward,
+            loss_weight=self._choose_loss_weight(index, objective_record),
             ends_window=ends_window,
-            steps=ends_window and measure.step,
-            random=call.random if self._is_random else {},
-            num_columns=batch.sequences_BS.shape[1],
-            reverses=reverses,
+            takes_step=ends_window and measure.step,
+            random_states=call.random if self._has_dropout else {},
+            captured_row_length=batch.sequences_BS.shape[1],
+            has_reversed_rows=has_reversed_rows,
         )
 
-    def _recorded_for_objective(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
+    def _read_objective_record(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
         """Return what the job's objective is computed from; None without one. Raises ObjectiveError if it lacks it."""
         if self._objective is None:
             return None
-        recorded = RecordedForObjective.of(call, batch)
-        self._objective.check(recorded)
-        return recorded
+        objective_record = RecordedForObjective.of(call, batch)
+        self._objective.check(objective_record)
+        return objective_record
 
-    def _weight(self, index: int, recorded: RecordedForObjective | None) -> float:
+    def _choose_loss_weight(self, index: int, objective_record: RecordedForObjective | None) -> float:
         """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
         num_passes = self.window.size * self.world.num_data_ranks
-        if recorded is not None:
+        if objective_record is not None:
             assert self._objective is not None
-            return num_passes / recorded.num_job_ranks if self._objective.is_share_of_window else 1.0
+            return num_passes / objective_record.num_job_ranks if self._objective.is_share_of_window else 1.0
         if num_passes == 1 or self.spec.measure.window is not WindowWeights.TOKENS:
             return 1.0
-        return self.window.token_weight(index, self.world.data_rank)
+        return self.window.find_token_weight(index, self.world.data_rank)
 
-    def _objective_of(self, fed: ActorInputs, recorded: RecordedForObjective) -> Callable[[Tensor], Tensor]:
+    def _make_objective_loss(
+        self, actor_inputs: ActorInputs, objective_record: RecordedForObjective
+    ) -> Callable[[Tensor], Tensor]:
         """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
         assert self._objective is not None
-        objective, on_device = self._objective, recorded.to(self.world.device)
-        reverses, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
-        counts = self.window.token_counts() or [int(fed.action_mask_BA.sum())]
+        objective, record_on_device = self._objective, objective_record.to(self.world.device)
+        has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
+        token_counts = self.window.count_tokens() or [int(actor_inputs.action_mask_BA.sum())]
 
-        def in_captured_order(tensor: Tensor) -> Tensor:
-            return tensor.flip(0) if reverses else tensor
+        def restore_row_order(tensor: Tensor) -> Tensor:
+            return tensor.flip(0) if has_reversed_rows else tensor
 
-        def loss_of(log_probs_BA: Tensor) -> Tensor:
+        def compute_loss(log_probs_BA: Tensor) -> Tensor:
             return objective(
                 ObjectiveInputs(
-                    log_probs_BA=in_captured_order(log_probs_BA),
-                    action_mask_BA=in_captured_order(fed.action_mask_BA),
-                    recorded=on_device,
-                    num_window_tokens=sum(counts),
-                    num_window_passes=len(counts),
+                    log_probs_BA=restore_row_order(log_probs_BA),
+                    action_mask_BA=restore_row_order(actor_inputs.action_mask_BA),
+                    recorded=record_on_device,
+                    num_window_tokens=sum(token_counts),
+                    num_window_passes=len(token_counts),
                     kept_logits=kept_logits,
-                    is_fed_in_reverse=reverses,
+                    is_fed_in_reverse=has_reversed_rows,
                 )
             )
 
-        return loss_of
+        return compute_loss
 
     def _search_before_step(self, inputs: PassInputs) -> str | None:
         """Search the forward alone: the window's gradient is still to be stepped with."""
-        return self.search.run(self.actor.backend, replace(inputs, backward=False), is_stepped=False)
+        forward = replace(inputs, runs_backward=False)
+        return self.non_finite_search.find_first(self.actor.backend, forward, has_stepped=False)
 
-    def _replayed(self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch) -> Replayed:
-        """Collect the log-probs that the job recorded, or all where they are written down."""
-        own_BA, first = find_own_targets(with_rows_reversed(batch) if inputs.reverses else batch)
-        action_mask_BA, is_reversed = inputs.fed.action_mask_BA, inputs.reverses
-        has_all_tokens = any(name.endswith("_values") for name in call.outputs)
+    def _collect_log_probs(self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch) -> Replayed:
+        """Collect the log-probs of the tokens that the job recorded, and those of all tokens where they are needed."""
+        is_reversed = inputs.has_reversed_rows
+        predicts_own_BA, first_column = find_own_targets(with_rows_reversed(batch) if is_reversed else batch)
+        action_mask_BA = inputs.actor_inputs.action_mask_BA
+        needs_all_tokens = self.details_folder is not None or any(name.endswith("_values") for name in call.outputs)
         return Replayed(
             token_log_probs=sampled_log_probs(
                 outcome.log_probs_BA,
-                action_mask_BA & own_BA.to(self.world.device),
+                action_mask_BA & predicts_own_BA.to(self.world.device),
                 token_places(call, *batch.sequences_BS.shape),
-                first=first,
+                first=first_column,
                 is_reversed=is_reversed,
             ),
             action_log_probs=action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
-            if has_all_tokens or self.details_folder is not None
+            if needs_all_tokens
             else (),
         )
 
 
-def _stand_in(fed: ActorInputs, log_probs_BA: Tensor) -> Tensor:
-    return negated_mean(log_probs_BA, fed)
+def _describe_input(batch: MicroBatch) -> InputSection:
+    return InputSection(
+        rows=batch.num_rows,
+        padded_tokens=batch.num_padded_tokens,
+        real_tokens=batch.num_real_tokens,
+        row_tokens=batch.attention_mask_BS.sum(dim=1).tolist(),
+        input_digest=digest_inputs(batch),
+        trains=batch.trains,
+    )
+
+
+def _describe_result(outcome: PassOutcome, inputs: PassInputs) -> ResultSection:
+    """Return loss, gradient norm, and the sums of the rows, in the order of the captured rows."""
+    row_step = -1 if inputs.has_reversed_rows else 1
+    return ResultSection(
+        loss=outcome.loss.item(),
+        row_log_probs=outcome.log_probs_BA.double().sum(dim=1).tolist()[::row_step],
+        row_action_tokens=inputs.actor_inputs.action_mask_BA.sum(dim=1).tolist()[::row_step],
+        weight=inputs.loss_weight,
+        grad_norm=outcome.grad_norm,
+    )
+
+
+def _compute_stand_in_loss(actor_inputs: ActorInputs, log_probs_BA: Tensor) -> Tensor:
+    return negated_mean(log_probs_BA, actor_inputs)

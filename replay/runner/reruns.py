@@ -1,9 +1,10 @@
-"""Run a pass once more, behind all others and outside the log: under the profiler, or with its allocations' history.
+"""Run a pass once more, after all others and outside the log: under the profiler, or with its allocations' history.
 
-    found = Reruns(...).found(records)
+    results = Reruns(...).run_requested(records)
 
-A pass that failed on one of several ranks cannot be run again: the others stand in it. So on several ranks
-`replay` keeps the history of each pass, and a rank that ran out of memory writes what held it before the run ends.
+A pass that failed on one of several ranks cannot be run again: the other ranks wait in its collectives. So on several
+ranks `replay` keeps the allocation history of each pass, and a rank that runs out of memory writes what held its memory
+before the run ends.
 """
 
 import sys
@@ -25,8 +26,8 @@ from replay.profiling.text import holder_table, memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
 from replay.runner.meter import Meter
-from replay.runner.observers import HistoryMarker
-from replay.runner.out_of_memory import Known, OutOfMemory
+from replay.runner.observers import AllocationHistoryMarker
+from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import PassObserver
 from replay.verdict.judge import Pass
@@ -37,19 +38,27 @@ if TYPE_CHECKING:
     from replay.profiling.memory import History
 
 
-SAME_PEAK = 0.99  # of the highest, on a CPU: what a pass frees stays resident, and hides how much later ones need
+# On a CPU passes count as equal from this share of the highest peak on: what a pass frees stays resident, and hides how
+# much later ones need.
+EQUAL_PEAK_SHARE = 0.99
 
-FoundT = TypeVar("FoundT", Profile, MemoryPeak)
+ResultT = TypeVar("ResultT", Profile, MemoryPeak)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What passes that ran once more have shown, and why one that was asked for is not there."""
+class RerunResults:
+    """What passes that ran once more have shown.
 
-    profile: Profile | None = None  # of --profile
-    memory: MemoryPeak | None = None  # of --memory-snapshot
-    ran_out: OutOfMemory | None = None
-    missing: Pairs = field(default_factory=list)
+    profile        of --profile
+    memory         of --memory-snapshot
+    out_of_memory  what is known of a pass that ran out of memory
+    missing_lines  why a result that was asked for is not there
+    """
+
+    profile: Profile | None = None
+    memory: MemoryPeak | None = None
+    out_of_memory: OutOfMemory | None = None
+    missing_lines: Pairs = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,37 +74,39 @@ class Reruns:
     meter: Meter
     replayer: Replayer
 
-    def found(self, records: Sequence[PassRecord]) -> Found:
+    def run_requested(self, records: Sequence[PassRecord]) -> RerunResults:
         """Do what --profile and --memory-snapshot ask for, given the records of all passes."""
         profile: Profile | None = None
         memory: MemoryPeak | None = None
-        missing: Pairs = []
+        missing_lines: Pairs = []
         if self.spec.measure.profile:
-            profile, why = self._kept_apart(lambda: self._profiled(records))
-            missing += [("profiled", why)] if profile is None else []
+            profile, reason = self._contain_errors(lambda: self._profile_slowest_pass(records))
+            missing_lines += [("profiled", reason)] if profile is None else []
         if self.spec.measure.memory_snapshot:
-            memory, why = self._kept_apart(lambda: self._memory(records))
-            missing += [("peak held", why)] if memory is None else []
-        ran_out = self.known_of(records)
-        if memory is not None and ran_out is not None and ran_out.needed is not None:
-            memory = replace(memory, ranks=[replace(one, savings=[]) for one in memory.ranks])
-        return Found(profile=profile, memory=memory, ran_out=ran_out, missing=missing)
+            memory, reason = self._contain_errors(lambda: self._snapshot_highest_peak(records))
+            missing_lines += [("peak held", reason)] if memory is None else []
+        out_of_memory = self.analyze_out_of_memory(records)
+        # The prediction for the pass that ran out says already what other options would save.
+        if memory is not None and out_of_memory is not None and out_of_memory.needed is not None:
+            memory = replace(memory, ranks=[replace(rank, savings=[]) for rank in memory.ranks])
+        return RerunResults(profile=profile, memory=memory, out_of_memory=out_of_memory, missing_lines=missing_lines)
 
-    def _kept_apart(self, find: Callable[[], tuple[FoundT | None, str]]) -> tuple[FoundT | None, str]:
-        """Call `find`. In a process alone an error of its own is said and leaves the run's report as it is."""
+    def _contain_errors(self, rerun: Callable[[], tuple[ResultT | None, str]]) -> tuple[ResultT | None, str]:
+        """Return what `rerun` returns. In a single process its error becomes the reason, and the report stays whole."""
         try:
-            return find()
+            return rerun()
         except Exception as error:
+            # On several ranks the others wait for this one in a collective, so the run has to end.
             if self.world.world_size > 1:
-                raise  # the other ranks wait for this one
-            return None, f"unknown: {_named(error)}"
+                raise
+            return None, f"unknown: {_describe_error(error)}"
 
-    def known_of(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
+    def analyze_out_of_memory(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""
-        own = [record for record in records if record.rank == self.world.rank]
+        own_records = [record for record in records if record.rank == self.world.rank]
         head = self.source.head
-        known = Known(
-            actor=self._advised,
+        analysis = OutOfMemoryAnalysis(
+            actor=self._actor_to_advise,
             measure=self.spec.measure,
             has_whole_logits=head is None or bool(head.why_whole),
             world=self.world,
@@ -103,182 +114,203 @@ class Reruns:
             inputs=self.inputs,
             has_adapter=self.source.adapter is not None,
         )
-        return known.of(own, self.replayer.actor.backend.model)
+        return analysis.describe_first_failure(own_records, self.replayer.actor.backend.model)
 
     @property
-    def _advised(self) -> ActorSpec:
+    def _actor_to_advise(self) -> ActorSpec:
         """The options to advise on: not --whole-logits where something else needs whole logits."""
         actor = self.spec.actor
         return replace(actor, whole_logits=False) if self.spec.wants_logits else actor
 
-    def _profiled(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
+    def _profile_slowest_pass(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""
         from replay.profiling.profiler import profiled
 
-        place = summarize(records).slowest
-        index = place.index if place is not None else max(_finished(records), default=None)
+        slowest = summarize(records).slowest
+        index = slowest.index if slowest is not None else max(_finished_indices(records), default=None)
         if index is None:
             return None, "nothing: no pass finished"
         errors: list[Exception] = []
 
         def run() -> bool:
-            _, error = self._once_more(index)
+            _, error = self._replay_again(index)
             errors.extend([error] if error is not None else [])
             return error is None
 
-        self._into_window(records, index)
+        self._restore_window(records, index)
         device = self.world.device
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
         rank = profiled(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
         if errors:
-            self._stop_ranks(errors[0], index)
-            return None, f"nothing: pass {index + 1} failed when it was run once more: {_named(errors[0])}"
+            self._stop_other_ranks(errors[0], index)
+            return None, f"nothing: pass {index + 1} failed when it was run once more: {_describe_error(errors[0])}"
         assert rank is not None
         profile = Profile(
             index=index, source=self.inputs[index].name, device=device.type, ranks=self.world.gather(rank)
         )
         return profile, ""
 
-    def _memory(self, records: Sequence[PassRecord]) -> tuple[MemoryPeak | None, str]:
+    def _snapshot_highest_peak(self, records: Sequence[PassRecord]) -> tuple[MemoryPeak | None, str]:
         """Run the pass that ran out of memory, else that with the highest peak, with the history of its allocations."""
-        if (index := _with_highest_peak(records, self.world.device.type)) is None:
+        if (index := _find_highest_peak(records, self.world.device.type)) is None:
             return None, "unknown: no pass finished"
         source = self.inputs[index].name
-        self._into_window(records, index)
-        own = [one for one in records if (one.index, one.rank, one.error) == (index, self.world.rank, None)]
-        rank, _, error = self._with_history(
+        self._restore_window(records, index)
+        finished_before = [
+            record for record in records if (record.index, record.rank, record.error) == (index, self.world.rank, None)
+        ]
+        rank, _, error = self._replay_with_history(
             index,
             source,
-            lambda observers: self._once_more(index, observers),
-            is_once_more=True,
-            before=peak_bytes(own[0]) if own else None,
+            lambda observers: self._replay_again(index, observers),
+            is_rerun=True,
+            peak_before=peak_bytes(finished_before[0]) if finished_before else None,
         )
         assert rank is not None
         if error is not None:
-            self._stop_ranks(error, index)
+            self._stop_other_ranks(error, index)
         return MemoryPeak(index=index, source=source, ranks=self.world.gather(rank)), ""
 
-    def watched(self, index: int, path: Path) -> tuple[Pass, Exception | None]:
-        """Run a pass for the first time; on several ranks under --memory-snapshot with its history."""
+    def replay_first_time(self, index: int, path: Path) -> tuple[Pass, Exception | None]:
+        """Run a pass for the first time; on several ranks under --memory-snapshot with its allocation history."""
         if not self.spec.measure.memory_snapshot or self.world.world_size == 1:
             return self.replayer.replay(index, path)
-        _, own, error = self._with_history(
-            index, path.name, lambda observers: self.replayer.replay(index, path, observers), is_once_more=False
+        _, own, error = self._replay_with_history(
+            index, path.name, lambda observers: self.replayer.replay(index, path, observers), is_rerun=False
         )
         return own, error
 
-    def _with_history(
+    def _replay_with_history(
         self,
         index: int,
         source: str,
         replay: Callable[[Sequence[PassObserver]], tuple[Pass, Exception | None]],
         *,
-        is_once_more: bool,
-        before: int | None = None,
+        is_rerun: bool,
+        peak_before: int | None = None,
     ) -> tuple[MemoryProfile | None, Pass, Exception | None]:
-        """Call `replay` with the history on. A rank of several that ran out says what held its memory."""
+        """Call `replay` while allocations are recorded. A rank of several that ran out says what held its memory.
+
+        replay       runs the pass under the observers that it is given
+        is_rerun     the pass ran before, so that its history is wanted even if it does not run out of memory
+        peak_before  the peak of this rank when the pass ran before; None: it did not, or it failed
+
+        Returns what held the memory of this rank at the peak, None in a first run that did not run out, and what
+        `replay` returned.
+        """
         from replay.profiling.memory import held_at_peak
 
-        done: list[tuple[Pass, Exception | None]] = []
-        is_alone = self.world.world_size == 1
-        ending = "pickle" if self.world.device.type == "cuda" else "json.gz"
-        with ExitStack() as unbroken:
+        results: list[tuple[Pass, Exception | None]] = []
+        is_single_process = self.world.world_size == 1
+        suffix = "pickle" if self.world.device.type == "cuda" else "json.gz"
+        with ExitStack() as stack:
 
             def run(history: "History") -> Exception | None:
-                own, error = replay([HistoryMarker(history, self.replayer.actor.backend.model)])
-                done.append((own, error))
+                own, error = replay([AllocationHistoryMarker(history, self.replayer.actor.backend.model)])
+                results.append((own, error))
                 record = own.record
                 history.num_tokens = (
                     record.input.fed_tokens or record.input.real_tokens
                 ) // self.spec.actor.parallel.ring
                 history.trains = record.input.trains is not False
-                history.peak = peak_bytes(record) or self.meter.peak_bytes()
-                if is_out_of_memory(error) and not is_alone:
-                    unbroken.enter_context(self.watch.unbroken())
+                history.peak = peak_bytes(record) or self.meter.read_peak_bytes()
+                # Another rank's failure must not end this rank before it has printed what held its memory.
+                if is_out_of_memory(error) and not is_single_process:
+                    stack.enter_context(self.watch.unbroken())
                 return error
 
             rank = held_at_peak(
                 run,
                 self.replayer.actor.backend.model,
                 self.source.config,
-                self._advised,
+                self._actor_to_advise,
                 self.world.device,
-                self.folder / f"rank{self.world.rank}.memory.{ending}",
+                self.folder / f"rank{self.world.rank}.memory.{suffix}",
                 rank=self.world.rank,
-                resident=self.meter.held_bytes,
-                before=before,
-                only_if_it_ran_out=not is_once_more,
+                resident=self.meter.read_held_bytes,
+                before=peak_before,
+                only_if_it_ran_out=not is_rerun,
             )
-            if rank is not None and rank.ran_out is not None and not is_alone:
-                self._tell(MemoryPeak(index=index, source=source, ranks=[rank], is_once_more=is_once_more))
-        return rank, *done[0]
+            if rank is not None and rank.ran_out is not None and not is_single_process:
+                self._print_memory_holders(MemoryPeak(index=index, source=source, ranks=[rank], is_once_more=is_rerun))
+        return rank, *results[0]
 
-    def tell_ran_out(self, records: Sequence[PassRecord]) -> None:
+    def print_out_of_memory(self, records: Sequence[PassRecord]) -> None:
         """Say what this rank's pass would have needed, if it ran out of memory: the run ends without a report."""
-        if (ran_out := self.known_of(records)) is not None:
+        if (out_of_memory := self.analyze_out_of_memory(records)) is not None:
             with self.watch.unbroken():
-                print_pairs(open_console(sys.stderr), ran_out.lines(has_snapshot=self.spec.measure.memory_snapshot))
+                print_pairs(
+                    open_console(sys.stderr), out_of_memory.lines(has_snapshot=self.spec.measure.memory_snapshot)
+                )
 
-    def _tell(self, memory: MemoryPeak) -> None:
-        """Say, and write, what held the memory of this rank: the run ends without a report."""
+    def _print_memory_holders(self, memory: MemoryPeak) -> None:
+        """Print what held the memory of this rank, and write it into the log folder: the run ends without a report."""
         with (self.folder / f"rank{self.world.rank}.memory.txt").open("w", encoding="utf-8") as file:
             for out in (open_console(file), open_console(sys.stderr)):
                 print_line(out, f"rank {self.world.rank} ran out of memory in pass {memory.index + 1}")
                 print_table(out, holder_table(memory))
                 print_pairs(out, memory_remarks(memory))
 
-    def _into_window(self, records: Sequence[PassRecord], index: int) -> None:
-        """Bring the accumulation window to where it was before that pass ran first: its gradient is there, too."""
-        self.replayer.mend()
-        if not self.spec.measure.backward or self.spec.actor.num_accumulated == 1:
+    def _restore_window(self, records: Sequence[PassRecord], index: int) -> None:
+        """Bring the accumulation window, with its gradient, to where it was before pass `index` ran first."""
+        self.replayer.reopen_after_failure()
+        num_accumulated = self.spec.actor.num_accumulated
+        if not self.spec.measure.backward or num_accumulated == 1:
             return
-        done = [
+        trained_indices = [
             record.index
             for record in records
             if record.rank == self.world.rank and record.input.trains and record.error is None
         ]
-        while self.replayer.window.num_passes and self._fills(done[-1]):
+        # First the window that the run left open is filled and ends, with any pass; then the passes follow that the
+        # window of pass `index` had before it.
+        while self.replayer.window.num_passes and self._fill_window(trained_indices[-1]):
             pass
-        before = [one for one in done if one < index]
-        for one in before[len(before) - len(before) % self.spec.actor.num_accumulated :]:
-            self._fills(one)
+        earlier_indices = [trained_index for trained_index in trained_indices if trained_index < index]
+        num_in_window = len(earlier_indices) % num_accumulated
+        for earlier_index in earlier_indices[len(earlier_indices) - num_in_window :]:
+            self._fill_window(earlier_index)
 
-    def _fills(self, index: int) -> bool:
-        _, error = self._once_more(index)
+    def _fill_window(self, index: int) -> bool:
+        """Run a pass to have its gradient in the window. Return whether it succeeded."""
+        _, error = self._replay_again(index)
         if error is not None:
-            self._stop_ranks(error, index)
-            self.replayer.mend()
+            self._stop_other_ranks(error, index)
+            self.replayer.reopen_after_failure()
         return error is None
 
-    def _once_more(self, index: int, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
+    def _replay_again(self, index: int, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
         self.watch.tracker.has_passed(len(self.inputs), Phase.PROFILING)
         return self.replayer.replay(len(self.inputs), self.inputs[index], observers)
 
-    def _stop_ranks(self, error: Exception, index: int) -> None:
-        """End the run if there are several ranks: the others stand in the pass that failed on this one."""
+    def _stop_other_ranks(self, error: Exception, index: int) -> None:
+        """End the run if there are several ranks: the others wait in the pass that failed on this one."""
         if self.world.world_size > 1:
             text = f"rank {self.world.rank}: pass {index + 1} failed when it was run once more, behind all passes"
             print_pairs(open_console(sys.stderr), [("once more", f"{text}, whose records are in {self.folder}")])
             self.watch.stop_all(error)
 
 
-def _with_highest_peak(records: Sequence[PassRecord], device_type: str) -> int | None:
+def _find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int | None:
     """Return the pass that ran out of memory, else that with the highest peak; of equal ones on a CPU the largest."""
-    out = [record.index for record in records if record.ran_out_of_memory]
+    failed_indices = [record.index for record in records if record.ran_out_of_memory]
     finished = [record for record in records if record.error is None]
-    if out or not finished:
-        return out[0] if out else None
-    place, top = summarize(records).highest_peak, max(finished, key=peak_bytes)
-    index, highest = (top.index, peak_bytes(top)) if place is None else (place.index, place.value)
+    if failed_indices or not finished:
+        return failed_indices[0] if failed_indices else None
+    counted_peak, highest = summarize(records).highest_peak, max(finished, key=peak_bytes)
+    if counted_peak is None:
+        index, highest_bytes = highest.index, float(peak_bytes(highest))
+    else:
+        index, highest_bytes = counted_peak.index, counted_peak.value
     if device_type != "cpu":
         return index
-    equal = [record for record in finished if peak_bytes(record) >= SAME_PEAK * highest]
-    return max(equal, key=lambda record: record.input.fed_tokens).index
+    equal_records = [record for record in finished if peak_bytes(record) >= EQUAL_PEAK_SHARE * highest_bytes]
+    return max(equal_records, key=lambda record: record.input.fed_tokens).index
 
 
-def _finished(records: Sequence[PassRecord]) -> list[int]:
+def _finished_indices(records: Sequence[PassRecord]) -> list[int]:
     return [record.index for record in records if record.error is None]
 
 
-def _named(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(in_flags(error))}"

@@ -1,4 +1,4 @@
-"""Hold a replay and what it came to: as it ended here, or as its log tells; also of one that failed or goes on."""
+"""Hold a replay and what it came to, as it ended here or as its log tells, and judge its passes against the job."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, counted, one_line
 from replay.profiling.shares import MemoryPeak, Profile
-from replay.resolution.job_defaults import inputs_folder
+from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import folder_of, lines_so_far
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, reason_to_leave_out, summarize
 from replay.runner import rounding_floor
 from replay.runner.out_of_memory import OutOfMemory
-from replay.runner.rounding_floor import Again
+from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job import Floor
 from replay.verdict.findings import Setting
 from replay.verdict.job_values import is_mixture
@@ -36,14 +36,14 @@ from replay.verdict.text import verdict_lines
 from replay.verdict.training_remarks import remarks_on_training
 from replay.verdict.weight_check import SameWeights
 
-Section = TypeVar("Section")
+SectionT = TypeVar("SectionT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """One replay: its log's folder, run.json, and passes by number and rank.
 
-    problems  why the log is not whole
+    problems  why its log is not whole
     """
 
     folder: Path
@@ -64,8 +64,8 @@ class Run:
         problems: list[str] = []
         records: list[PassRecord] = []
         for rank in range(len(file.start.devices)):
-            own, problem = lines_so_far(folder / f"rank{rank}.jsonl")
-            records += own
+            rank_records, problem = lines_so_far(folder / f"rank{rank}.jsonl")
+            records += rank_records
             problems += [problem] if problem else []
         records.sort(key=lambda record: (record.index, record.rank))
         if file.exit_code is None:
@@ -114,10 +114,10 @@ class Run:
 
     def marks(self) -> dict[int, str]:
         """Return why passes are left out of the statistics, by pass."""
-        ranks: dict[int, list[PassRecord]] = {}
+        records_by_pass: dict[int, list[PassRecord]] = {}
         for record in self.records:
-            ranks.setdefault(record.index, []).append(record)
-        reasons = {index: reason_to_leave_out(peers) for index, peers in ranks.items()}
+            records_by_pass.setdefault(record.index, []).append(record)
+        reasons = {index: reason_to_leave_out(rank_records) for index, rank_records in records_by_pass.items()}
         return {index: reason for index, reason in reasons.items() if reason}
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,13 +128,12 @@ class Run:
     def _end(self) -> RunEnd:
         return self.file.end or RunEnd(statistics=self.statistics)
 
-    def _section(self, kind: type[Section], name: str, values: Values | None) -> Section | None:
+    def _section(self, kind: type[SectionT], name: str, values: Values | None) -> SectionT | None:
         return read_section(kind, values, source=f"{self.folder / RUN_FILE}: {name}")
 
 
-# Judge the passes of a run against the job, within the rounding that is measured where it matters.
-
-IN_FORWARD = "in forward"  # of `Incident.place`
+# How `Incident.place` names a forward.
+IN_FORWARD = "in forward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +144,15 @@ class Conclusion:
     remarks: Pairs
 
 
-def setting_of(spec: ResolvedReplay, same_weights: SameWeights, world: World, facts: Mapping[str, object]) -> Setting:
+def describe_setting(
+    spec: ResolvedReplay, same_weights: SameWeights, world: World, facts: Mapping[str, object]
+) -> Setting:
     """Return what the passes are judged in: numbers, ranks and kernels of this run."""
     source = spec.source
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
     kernel = {
         "attention": str(facts["attention_kernel"]),
-        "kernels": _kind_of(str(facts.get("kernels", ""))),
+        "kernels": _name_kernels(str(facts.get("kernels", ""))),
         "dtype": dtype,
     }
     return Setting(
@@ -171,96 +172,113 @@ def setting_of(spec: ResolvedReplay, same_weights: SameWeights, world: World, fa
 
 
 def conclude(
-    again: Again, passes: Sequence[Pass], setting: Setting, *, is_resumed: bool, broke_off: bool
+    repeater: RunRepeater, passes: Sequence[Pass], setting: Setting, *, is_resumed: bool, ended_early: bool
 ) -> Conclusion:
     """Judge the passes against the job, measuring the rounding floor first where the dtype is coarse.
 
-    again       runs them once more
-    is_resumed  passes of an earlier process are not among them
+    repeater     runs the passes once more
+    is_resumed   passes of an earlier process are not among them
+    ended_early  inputs were left
 
     All ranks must call this.
     """
-    measure = again.spec.measure
-    opinion: Verdict | None = None
+    measure = repeater.spec.measure
+    fp32_verdict: Verdict | None = None
     remarks: Pairs = []
-    measures = measure.noise_floor or measure.second_opinion
-    if measures and not (is_resumed or broke_off) and rounding_floor.is_worth_it(again, passes):
-        setting, opinion, remarks = _rounded(again, passes, setting)
-    verdict = judge(with_incidents(passes, inputs_folder(again.spec.inputs)), setting)
-    if opinion is not None and _is_worse(opinion, verdict):
-        verdict = replace(opinion, environment=verdict.environment)
+    is_measuring = measure.noise_floor or measure.second_opinion
+    if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
+        setting, fp32_verdict, remarks = _measure_rounding(repeater, passes, setting)
+    verdict = judge(add_incidents(passes, find_inputs_folder(repeater.spec.inputs)), setting)
+    if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
+        verdict = replace(fp32_verdict, environment=verdict.environment)
     if not is_resumed:
-        is_whole = not broke_off and again.selection.is_whole
+        is_whole = not ended_early and repeater.selection.is_whole
         remarks = [*remarks_on_training(passes, verdict, is_whole=is_whole), *remarks]
     return Conclusion(verdict=verdict, remarks=remarks)
 
 
-def _rounded(again: Again, passes: Sequence[Pass], setting: Setting) -> tuple[Setting, Verdict | None, Pairs]:
+def _measure_rounding(
+    repeater: RunRepeater, passes: Sequence[Pass], setting: Setting
+) -> tuple[Setting, Verdict | None, Pairs]:
     """Return `setting` with the measured rounding floors, and the fp32 verdict if one was requested.
 
-    If the floor cannot be measured, a remark says so and the formula bounds apply. All ranks must call this.
+    The floors come from a second replay that differs in rounding alone; under --step they are measured anew for each
+    pass. With dropout they hold only if both replays drew the same masks. The fp32 verdict judges a replay in fp32,
+    with the distance between that replay and this one as its floors. If anything cannot be measured, a remark says so
+    and the formula's bounds apply.
+
+    All ranks must call this.
     """
     remarks: Pairs = []
-    opinion: Verdict | None = None
-    spec = again.spec
+    fp32_verdict: Verdict | None = None
+    spec = repeater.spec
+    inputs_folder = find_inputs_folder(spec.inputs)
     free_closed_backends()
     try:
         if spec.measure.noise_floor:
             floors: Mapping[str, Floor] = {}
             step_floors: Mapping[int, Mapping[str, Floor]] = {}
             if spec.measure.step:
-                step_floors = rounding_floor.grown(again, passes)
-                first = step_floors[min(step_floors)]
+                step_floors = rounding_floor.measure_step_floors(repeater, passes)
+                first_floors = step_floors[min(step_floors)]
             else:
-                first = floors = rounding_floor.measured(again, passes, inputs_folder(spec.inputs))
-            if setting.dropout and not rounding_floor.have_same_masks(first, setting, passes):
-                unknown = "another attention kernel draws other dropout masks"
-                remarks.append(("rounding", f"not measured: {unknown}"))
-                setting = replace(setting, unknown_rounding=unknown)
+                first_floors = floors = rounding_floor.measure_floors(repeater, passes, inputs_folder)
+            if setting.dropout and not rounding_floor.have_same_masks(first_floors, setting, passes):
+                why_unknown = "another attention kernel draws other dropout masks"
+                remarks.append(("rounding", f"not measured: {why_unknown}"))
+                setting = replace(setting, unknown_rounding=why_unknown)
             else:
                 setting = replace(setting, floors=floors, step_floors=step_floors)
-            if again.why_one_kernel is not None:
-                setting = replace(setting, unknown_rounding=again.why_one_kernel)
+            if repeater.why_kernel_must_stay is not None:
+                setting = replace(setting, unknown_rounding=repeater.why_kernel_must_stay)
         if spec.measure.second_opinion:
-            fp32 = again.passes(rounding_floor.in_fp32(spec), len(again.selection.inputs))
-            # this run's own distance from the more precise one
-            apart = rounding_floor.floors_of(passes, fp32)
-            if setting.dropout and not rounding_floor.have_same_masks(apart, setting, passes):
-                apart = {}
-            opinion = judge(fp32, replace(setting, floors=apart))
-            remarks.append(("in fp32", verdict_lines(opinion)[0][1]))
+            num_passes = len(repeater.selection.inputs)
+            fp32_passes = repeater.replay_inputs(rounding_floor.make_fp32_variant(spec), num_passes)
+            # The fp32 replay is judged within this run's own distance from it, which is this run's rounding.
+            floors = rounding_floor.compute_floors(passes, fp32_passes)
+            if setting.dropout and not rounding_floor.have_same_masks(floors, setting, passes):
+                floors = {}
+            fp32_verdict = judge(fp32_passes, replace(setting, floors=floors))
+            remarks.append(("in fp32", verdict_lines(fp32_verdict)[0][1]))
     except Exception as error:
-        if again.world.world_size > 1:
-            raise  # the other ranks wait for this one
-        unknown = f"{type(error).__name__}: {one_line(in_flags(error))}"
-        remarks.append(("rounding", f"not measured: {unknown}"))
-        setting = replace(setting, unknown_rounding=unknown)
-    return setting, opinion, remarks
+        # On several ranks the others wait for this one in a collective, so the run has to end.
+        if repeater.world.world_size > 1:
+            raise
+        why_unknown = f"{type(error).__name__}: {one_line(in_flags(error))}"
+        remarks.append(("rounding", f"not measured: {why_unknown}"))
+        setting = replace(setting, unknown_rounding=why_unknown)
+    return setting, fp32_verdict, remarks
 
 
-def _is_worse(one: Verdict, other: Verdict) -> bool:
-    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED, Outcome.CANNOT_TELL)
-    return order.index(one.outcome) < order.index(other.outcome)
+def _is_worse(verdict: Verdict, other: Verdict) -> bool:
+    worst_first = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED, Outcome.CANNOT_TELL)
+    return worst_first.index(verdict.outcome) < worst_first.index(other.outcome)
 
 
-def _kind_of(kernels: str) -> str:
-    """Return the word that captures have for what a backend says that it fused: model or liger."""
+def _name_kernels(kernels: str) -> str:
+    """Return the word that captures have, model or liger, for the kernels that a backend names in its facts."""
     return "liger" if kernels.startswith("fused") else "model"
 
 
-def with_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
-    """Name the incident of each pass that has no number of the job's. The folder is looked at if there is one."""
+def add_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
+    """Name the incident of each pass of which the job recorded no number. The folder is read only if there is one."""
     if all(recorded is None or recorded.claims for _, recorded, _ in passes):
         return passes
     try:
         records = read_incidents(folder)
-    except (CaptureError, OSError):  # `replay inspect` names the file
+    except (CaptureError, OSError):
+        # `replay inspect` names the file that cannot be read.
         return passes
-    ended = [one for record in records for one in record.incidents if one.place == IN_FORWARD and _ends_job(one)]
-    found = {(name, one.forward): one for one in ended for name in one.files}
+    incidents = {
+        (name, incident.forward): incident
+        for record in records
+        for incident in record.incidents
+        if incident.place == IN_FORWARD and _ends_job(incident)
+        for name in incident.files
+    }
     return [
-        Pass(record, replace(recorded, broke_off=_how_it_broke_off(found[record.source, recorded.step])), replayed)
-        if recorded is not None and not recorded.claims and (record.source, recorded.step) in found
+        Pass(record, replace(recorded, broke_off=_describe_incident(incidents[record.source, recorded.step])), replayed)
+        if recorded is not None and not recorded.claims and (record.source, recorded.step) in incidents
         else Pass(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]
@@ -270,7 +288,7 @@ def _ends_job(incident: Incident) -> bool:
     return incident.ends_job or incident.what == "died"
 
 
-def _how_it_broke_off(incident: Incident) -> str:
+def _describe_incident(incident: Incident) -> str:
     is_error = incident.what in ("exception", "out of memory")
     how = one_line(incident.message) if is_error else f"{incident.what}, {incident.where}"
     return f"the job broke off in the forward of this pass: {how}"

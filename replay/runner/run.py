@@ -19,21 +19,21 @@ from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_table
 from replay.output.text import short_names_differ
 from replay.resolution.resolve import resolve
-from replay.resolution.selection import Selection, first_call, select
+from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import Logbook, create_folder
-from replay.runner.checkpoint import Saver, loaded_source, refuse_folders, state_to_load
+from replay.runner.checkpoint import Saver, find_state_to_load, load_state_weights, refuse_folders
 from replay.runner.meter import Meter
-from replay.runner.replayer import ReopenedActor
-from replay.runner.result import Run, setting_of
+from replay.runner.replayer import ReopenableActor
+from replay.runner.result import Run, describe_setting
 from replay.runner.session import Session
-from replay.runner.states import Earlier, FolderStates, States
+from replay.runner.states import EarlierPasses, FolderStateStore, StateStore
 from replay.runner.text import Console, choice_table
 from replay.verdict.weight_check import SameWeights
 from replay.watch.stacks import outlast
 from replay.watch.watcher import Watch, watching
 
 
-def run(spec: ReplaySpec, *, show_traceback: bool, states: States | None = None) -> Run:
+def run(spec: ReplaySpec, *, show_traceback: bool, states: StateStore | None = None) -> Run:
     """Replay as `spec` says. The exit code of the run is 0 only if every pass succeeded and every file could be read.
 
     states  where those of --save-every are kept; None: below --save-state
@@ -50,24 +50,29 @@ def explain(spec: ReplaySpec) -> int:
     Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(spec.actor.parallel) as world:
-        resolved = _Prepared.of(spec, world).resolved
+        resolved = _PreparedReplay.prepare(spec, world).resolved
         if world.rank == 0:
             print_table(open_console(), choice_table(resolved.choices))
     return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Prepared:
-    """A replay that is resolved, and not begun."""
+class _PreparedReplay:
+    """A replay that is resolved, and not begun.
+
+    first_call  of the first input; None if it cannot be read
+    objective   None: the loss is the negated mean log-prob
+    """
 
     resolved: ResolvedReplay
     selection: Selection
     meter: Meter
-    first: Call | None  # the first capture; None if it cannot be read
-    objective: Objective | None  # None: the loss is the negated mean log-prob
+    first_call: Call | None
+    objective: Objective | None
 
     @classmethod
-    def of(cls, spec: ReplaySpec, world: World) -> Self:
+    def prepare(cls, spec: ReplaySpec, world: World) -> Self:
+        """Select the inputs and make every choice of the run. Raises UsageError, on all ranks, for what cannot run."""
         selection = select(
             spec.inputs,
             world.data_rank,
@@ -78,36 +83,42 @@ class _Prepared:
             padding_predicts=may_count_after_padding(spec),
         )
         meter = Meter.for_device(world.device)
-        if spec.measure.memory_snapshot and meter.held_bytes() is None:
+        if spec.measure.memory_snapshot and meter.read_held_bytes() is None:
             snapshot = Setting("memory_snapshot")
             why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
             raise UsageError(snapshot, why, f"Try: without {snapshot}")
-        first = first_call(selection)
+        first_call = read_first_call(selection)
         objective = Objective.of(spec)
-        _check_objective(objective, first)
-        resolved = resolve(spec, selection, first, world, objective)
-        return cls(resolved=resolved, selection=selection, meter=meter, first=first, objective=objective)
+        _check_objective(objective, first_call)
+        resolved = resolve(spec, selection, first_call, world, objective)
+        return cls(resolved=resolved, selection=selection, meter=meter, first_call=first_call, objective=objective)
 
 
-def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: States | None = None) -> Run:
-    """Run a replay in a world that is already open, and leave it open."""
-    prepared = _Prepared.of(spec, world)
+def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: StateStore | None = None) -> Run:
+    """Run a replay in a world that is already open, and leave it open.
+
+    First everything that can be refused is: options, inputs, folders to save into, the state to go on from. Only then
+    comes the log folder. Under the watch the actor opens, the passes run, and the actor is closed; the verdict and the
+    report follow. What ended the run early is raised at the end, when all is reported.
+    """
+    prepared = _PreparedReplay.prepare(spec, world)
     resolved, selection = prepared.resolved, prepared.selection
-    original, measure = resolved.source, resolved.measure
-    states = states or FolderStates.of(resolved.state)
+    original_source, measure = resolved.source, resolved.measure
+    states = states or FolderStateStore.from_spec(resolved.state)
     refuse_folders(resolved.state, world, states)
-    latest = states.latest(world) if states is not None and resolved.state.resume else None
-    earlier = Earlier.read(latest, selection, world) if latest is not None else Earlier()
-    state = earlier.folder or state_to_load(resolved.state)
-    source = loaded_source(resolved, original, world, state)
+    latest_state = states.find_latest(world) if states is not None and resolved.state.resume else None
+    earlier = EarlierPasses.read(latest_state, selection, world) if latest_state is not None else EarlierPasses()
+    state_folder = earlier.folder or find_state_to_load(resolved.state)
+    source = load_state_weights(resolved, original_source, world, state_folder)
     resolved = resolved.variant(why="the state that is loaded", source=source)
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
-    folder.mkdir(parents=True, exist_ok=True)  # on nodes that share no disk with rank 0
+    # Rank 0 made the folder; on nodes that share no disk with it there is none yet.
+    folder.mkdir(parents=True, exist_ok=True)
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
-        actor = _open(resolved, source, world, folder, state, watch, console)
+        actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
         resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         same_weights = SameWeights(source)
@@ -123,47 +134,47 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             logbook=Logbook(folder, world.rank),
             console=console,
             same_weights=same_weights,
-            setting=setting_of(resolved, same_weights, world, actor.backend.facts()),
+            setting=describe_setting(resolved, same_weights, world, actor.backend.facts()),
             saver=Saver(
-                spec=resolved, source=source, world=world, logs=folder, states=states, num_steps=earlier.num_steps
+                spec=resolved, source=source, world=world, log_folder=folder, states=states, num_steps=earlier.num_steps
             ),
             earlier=earlier,
             objective=prepared.objective,
-            begun_with=source if earlier.folder is None else original,
+            original_source=source if earlier.folder is None else original_source,
         )
-        session.describe(actor, prepared.first)
-        session.repeat_earlier()
-        done = session.replay_each(actor)
-        if done.ended is None:
+        session.begin_log(actor, prepared.first_call)
+        session.log_earlier_passes()
+        replayed = session.replay_inputs(actor)
+        if replayed.end_reason is None:
             actor.backend.close()
-        del actor  # the measurements below need its memory
-        conclusion = session.conclude(done)
-        replayed = session.report(done, conclusion)
-        if done.ended is not None:
-            raise done.ended
-        return replayed
+        # The verdict may measure the rounding floor, which opens other actors and needs the memory of this one.
+        del actor
+        conclusion = session.conclude(replayed)
+        finished_run = session.report(replayed, conclusion)
+        if replayed.end_reason is not None:
+            raise replayed.end_reason
+        return finished_run
 
 
-def _open(
+def _open_actor(
     spec: ResolvedReplay,
     source: ModelSource,
     world: World,
     folder: Path,
-    state: Path | None,
+    state_folder: Path | None,
     watch: Watch,
     console: Console | None,
-) -> ReopenedActor:
+) -> ReopenableActor:
     """Open the actor. If this raises a usage error, remove the log folder."""
-
     num_parameters = count_parameters(source.config) if console and console.has_bar else 0
 
-    def goes_on(num_filled: int) -> None:
+    def report_progress(num_filled: int) -> None:
         watch.tracker.goes_on()
         if console:
-            console.opening(num_filled, num_parameters)
+            console.show_opening(num_filled, num_parameters)
 
     try:
-        actor = ReopenedActor(spec.actor, source, world, state, goes_on)
+        actor = ReopenableActor(spec.actor, source, world, state_folder, report_progress)
     except Exception as reason:
         if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -172,11 +183,11 @@ def _open(
     return actor
 
 
-def _check_objective(objective: Objective | None, first: Call | None) -> None:
+def _check_objective(objective: Objective | None, first_call: Call | None) -> None:
     """Raise UsageError if the first capture lacks what the objective needs."""
-    if objective is None or first is None:
+    if objective is None or first_call is None:
         return
     try:
-        objective.check(Recorded.of(first, first.micro_batch()))
+        objective.check(Recorded.of(first_call, first_call.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
         raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error

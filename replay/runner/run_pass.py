@@ -5,8 +5,9 @@
 A replay, its second run of a slow pass, the search for the first NaN, a profile, `diagnose` and `mismatch` all run
 their passes here. What differs between them is in the inputs, the clock and the observers.
 
-The order of collectives in a pass, which is the same on every rank: the ranks meet; those of the forward; those of
-probes after it; the ranks meet; those of the backward; those of probes after it; those of the window's end.
+The order of collectives in a pass is the same on every rank: the ranks wait for each other; the collectives of the
+forward; those of probes after it; the ranks wait for the slowest; the collectives of the backward; those of probes
+after it; those of the window's end.
 
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
@@ -36,42 +37,43 @@ from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
 from replay.watch.progress import Phase
 
-WAIT = "wait"
+# The phase of waiting for the slowest rank. It is in no record: `MeterClock.stop` makes it `wait_seconds`.
+WAIT_PHASE = "wait"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
-    """A micro-batch laid out on the device, and what is done with it.
+    """A micro-batch laid out on the device, and what a pass does with it.
 
-    fed          what the actor is given
-    loss_of      the loss of the log-probs [B, A]
-    trains       the model's train mode, instead of its eval mode
-    autograd     the forward builds a graph
-    backward     the loss is differentiated
-    weight       factor on the loss in the backward
-    ends_window  the accumulation window ends with this pass
-    steps        with a step of the optimizer
-    random       initial states of the random generators; empty: they are left as they are
-    num_columns  of the captured rows
-    reverses     rows are fed from the last to the first
+    actor_inputs         token ids, masks and positions, as the actor's forward takes them
+    compute_loss         returns the loss of log-probs [B, A]
+    train_mode           the forward runs in the model's train mode; otherwise in its eval mode
+    builds_graph         the forward builds an autograd graph
+    runs_backward        the pass differentiates the loss
+    loss_weight          the factor on the loss in the backward
+    ends_window          the accumulation window ends with this pass
+    takes_step           the optimizer steps at the end of the window
+    random_states        what the random generators are set to before the forward; empty: they are left as they are
+    captured_row_length  tokens in a row of the capture, including padding
+    has_reversed_rows    the rows stand from the last of the capture to its first
     """
 
-    fed: ActorInputs
-    loss_of: Callable[[Tensor], Tensor]
-    trains: bool
-    autograd: bool
-    backward: bool
-    weight: float = 1.0
+    actor_inputs: ActorInputs
+    compute_loss: Callable[[Tensor], Tensor]
+    train_mode: bool
+    builds_graph: bool
+    runs_backward: bool
+    loss_weight: float = 1.0
     ends_window: bool = False
-    steps: bool = False
-    random: RandomStates = field(default_factory=RandomStates)
-    num_columns: int
-    reverses: bool = False
+    takes_step: bool = False
+    random_states: RandomStates = field(default_factory=RandomStates)
+    captured_row_length: int
+    has_reversed_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutcome:
-    """What a pass computed, without its graph. `grad_norm` is that of its window, if it ended there."""
+    """What a pass computed, without its graph. `grad_norm` is the window's; None in a pass that does not end one."""
 
     log_probs_BA: Tensor
     loss: Tensor
@@ -80,7 +82,7 @@ class PassOutcome:
 
 
 class PassObserver:
-    """Look at a pass without changing what it computes. Each method does nothing unless an observer has its own.
+    """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
     Every rank has the same observers in the same order, since a probe may gather from all ranks. An observer keeps no
     tensor after `close`. `stops_clock_after` are the phases after which it makes the device work, or waits for it.
@@ -88,11 +90,11 @@ class PassObserver:
 
     stops_clock_after: ClassVar[frozenset[Phase]] = frozenset()
 
-    def begin(self, inputs: PassInputs) -> None:
-        """Prepare for a pass, before the ranks meet."""
+    def before_pass(self, inputs: PassInputs) -> None:
+        """Prepare for a pass, before the ranks wait for each other."""
 
-    def at(self, phase: Phase) -> None:
-        """Hear that a phase begins. On the host alone: this is inside the clock."""
+    def phase_begins(self, phase: Phase) -> None:
+        """Note that a phase begins. The clock runs meanwhile, so this must not wait for the device."""
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         """Look at what the forward computed, with its graph."""
@@ -103,7 +105,7 @@ class PassObserver:
     def before_step(self, loss: Tensor) -> None:
         """Look at a loss before the optimizer steps with its gradient."""
 
-    def after_clock(self) -> None:
+    def after_measurement(self) -> None:
         """Read counters: all of the pass that is measured has ended."""
 
     def close(self, error: BaseException | None) -> None:
@@ -113,22 +115,33 @@ class PassObserver:
 class Clock(Protocol):
     """Measures a pass, or does not."""
 
-    def meet(self) -> None: ...  # of all ranks, so that none begins before the others
-    def start(self) -> None: ...
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-    def wait(self) -> None: ...  # for the slowest rank's forward, so that no later phase is charged for it
-    def paused(self) -> AbstractContextManager[None]: ...
-    def stop(self) -> CostSection: ...
+    def wait_for_all_ranks(self) -> None:
+        """Return when every rank has come here, so that none begins the pass before the others."""
+
+    def start(self) -> None:
+        """Begin to measure the pass."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Charge the time inside the block to the phase `name`."""
+
+    def wait_for_slowest_rank(self) -> None:
+        """Return when every rank has ended its forward, and charge no later phase for the waiting."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Measure nothing inside the block."""
+
+    def stop(self) -> CostSection:
+        """Return what the pass has cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeterClock:
-    """Measures a pass of all ranks, which meet before it and after the forward."""
+    """Measures a pass of all ranks, which wait for each other before it and after the forward."""
 
     meter: Meter
     world: World
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         self.world.meet()
 
     def start(self) -> None:
@@ -137,24 +150,24 @@ class MeterClock:
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.meter.phase(name)
 
-    def wait(self) -> None:
+    def wait_for_slowest_rank(self) -> None:
         if self.world.world_size > 1:
-            with self.meter.phase(WAIT):
+            with self.meter.phase(WAIT_PHASE):
                 self.world.meet()
 
-    def paused(self) -> AbstractContextManager[None]:
-        return self.meter.paused()
+    def pause(self) -> AbstractContextManager[None]:
+        return self.meter.pause()
 
     def stop(self) -> CostSection:
         phases, seconds = self.meter.end_pass()
-        wait = phases.pop(WAIT, None)
+        wait = phases.pop(WAIT_PHASE, None)
         return CostSection(phases=phases, seconds=seconds, wait_seconds=wait.seconds if wait else None)
 
 
-class Untimed:
-    """Measures nothing, and lets the ranks meet where the model makes them."""
+class NullClock:
+    """Measures nothing. The ranks wait for each other only in the collectives of the model."""
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         pass
 
     def start(self) -> None:
@@ -163,10 +176,10 @@ class Untimed:
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self) -> None:
+    def wait_for_slowest_rank(self) -> None:
         pass
 
-    def paused(self) -> AbstractContextManager[None]:
+    def pause(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def stop(self) -> CostSection:
@@ -174,109 +187,124 @@ class Untimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Observers:
-    """Tells the observers of a pass, in their order, how far it has come."""
+class ObserverNotifier:
+    """Tells the observers of a pass, one after another, how far it has come."""
 
-    each: Sequence[PassObserver]
+    observers: Sequence[PassObserver]
     clock: Clock
 
     @contextmanager
-    def of(self, inputs: PassInputs) -> Iterator[None]:
-        """Begin and close every observer, also if the pass fails."""
+    def follow_pass(self, inputs: PassInputs) -> Iterator[None]:
+        """Prepare every observer for the pass inside the block, and close all of them, also if the pass fails."""
         error: BaseException | None = None
-        for observer in self.each:
-            observer.begin(inputs)
+        for observer in self.observers:
+            observer.before_pass(inputs)
         try:
             yield
         except BaseException as reason:
             error = reason
             raise
         finally:
-            for observer in self.each:
+            for observer in self.observers:
                 observer.close(error)
-            del error  # its frames hold the pass's tensors
+            # The frames of the error's traceback hold the tensors of the pass.
+            del error
 
-    def at(self, phase: Phase) -> None:
-        for observer in self.each:
-            observer.at(phase)
+    def phase_begins(self, phase: Phase) -> None:
+        for observer in self.observers:
+            observer.phase_begins(phase)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self._look(Phase.FORWARD, lambda observer: observer.after_forward(log_probs_BA, loss))
+        self._notify_after(Phase.FORWARD, lambda observer: observer.after_forward(log_probs_BA, loss))
 
     def after_backward(self) -> None:
-        self._look(Phase.BACKWARD, lambda observer: observer.after_backward())
+        self._notify_after(Phase.BACKWARD, lambda observer: observer.after_backward())
 
     def before_step(self, loss: Tensor) -> None:
-        for observer in self.each:
+        for observer in self.observers:
             observer.before_step(loss)
 
-    def after_clock(self) -> None:
-        for observer in self.each:
-            observer.after_clock()
+    def after_measurement(self) -> None:
+        for observer in self.observers:
+            observer.after_measurement()
 
-    def _look(self, phase: Phase, look: Callable[[PassObserver], None]) -> None:
-        """Let all observers look after a phase; first those that do not stop the clock, then the others."""
-        probes = [observer for observer in self.each if phase in observer.stops_clock_after]
-        for observer in self.each:
+    def _notify_after(self, phase: Phase, notify: Callable[[PassObserver], None]) -> None:
+        """Notify first the observers that leave the clock running, then, with the clock paused, the others."""
+        probes = [observer for observer in self.observers if phase in observer.stops_clock_after]
+        for observer in self.observers:
             if phase not in observer.stops_clock_after:
-                look(observer)
+                notify(observer)
         if probes:
-            with self.clock.paused():
+            with self.clock.pause():
                 for probe in probes:
-                    look(probe)
+                    notify(probe)
 
 
 def run_pass(
     backend: Backend, inputs: PassInputs, clock: Clock | None = None, observers: Sequence[PassObserver] = ()
 ) -> PassOutcome:
-    """Run one pass: forward, and backward and the window's end where `inputs` ask for them.
+    """Run one pass: the forward, and the backward and the end of the accumulation window where `inputs` ask for them.
 
-    clock  None: the pass is not measured
+    The ranks wait for each other and start the clock together. The forward computes log-probs and the loss; then all
+    ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the gradient of the
+    window. If the window ends here with a step, the optimizer steps inside the clock; if it ends without one, its
+    gradient norm is read and its gradients are cleared after the clock has stopped. Before each phase and after forward
+    and backward the observers have their turn.
+
+    clock      measures the pass; None: the pass is not measured
+    observers  look at the pass; the same ones in the same order on every rank
 
     All ranks must call this. Raises what the model, the loss or an observer raises.
     """
-    clock = clock or Untimed()
-    told = Observers(observers, clock)
+    clock = clock or NullClock()
+    notifier = ObserverNotifier(observers, clock)
     grad_norm: float | None = None
     try:
-        with told.of(inputs), torch.set_grad_enabled(inputs.autograd):
-            clock.meet()
-            if inputs.random:
-                restore_random_states(inputs.random)
-            told.at(Phase.FORWARD)
+        with notifier.follow_pass(inputs), torch.set_grad_enabled(inputs.builds_graph):
+            clock.wait_for_all_ranks()
+            if inputs.random_states:
+                restore_random_states(inputs.random_states)
+
+            notifier.phase_begins(Phase.FORWARD)
             clock.start()
             with clock.phase("forward"):
-                log_probs_BA = backend.forward(inputs.fed, trains=inputs.trains)
-                loss = inputs.loss_of(log_probs_BA)
-            told.after_forward(log_probs_BA, loss)
-            told.at(Phase.WAITING)
-            clock.wait()
-            if inputs.backward:
-                told.at(Phase.BACKWARD)
+                log_probs_BA = backend.forward(inputs.actor_inputs, trains=inputs.train_mode)
+                loss = inputs.compute_loss(log_probs_BA)
+            notifier.after_forward(log_probs_BA, loss)
+
+            notifier.phase_begins(Phase.WAITING)
+            clock.wait_for_slowest_rank()
+
+            if inputs.runs_backward:
+                notifier.phase_begins(Phase.BACKWARD)
                 with clock.phase("backward"):
-                    backend.backward(loss if inputs.weight == 1 else loss * inputs.weight)
-            told.after_backward()
-            if inputs.steps:
-                told.before_step(loss)
-                told.at(Phase.STEP)
+                    # A weight of 1 is not multiplied with: the product would be one more kernel in a measured phase.
+                    backend.backward(loss if inputs.loss_weight == 1 else loss * inputs.loss_weight)
+            notifier.after_backward()
+
+            if inputs.takes_step:
+                notifier.before_step(loss)
+                notifier.phase_begins(Phase.STEP)
                 with clock.phase("step"):
                     grad_norm = backend.end_window(step=True)
-            told.at(Phase.SETTLING)
+
+            notifier.phase_begins(Phase.SETTLING)
             cost = clock.stop()
-            told.after_clock()
-            told.at(Phase.ENDING)
-            # Without a step this reads the norm and clears the gradients, which training does not do: it is unmeasured.
-            if inputs.ends_window and not inputs.steps:
+            notifier.after_measurement()
+
+            notifier.phase_begins(Phase.ENDING)
+            # Training never ends a window without a step, so what this takes is not measured.
+            if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=False)
         return PassOutcome(log_probs_BA=log_probs_BA.detach(), loss=loss.detach(), grad_norm=grad_norm, cost=cost)
     finally:
         # Kept logits hold the pass's graph, and with it an actor that is to be closed if the pass failed.
-        if inputs.fed.kept_logits is not None:
-            inputs.fed.kept_logits.drop()
+        if inputs.actor_inputs.kept_logits is not None:
+            inputs.actor_inputs.kept_logits.drop()
 
 
-def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
-    """Return `batch` on the device, laid out, padded and sliced as the source and the spec say.
+def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:
+    """Return `batch` on the device, laid out, padded and sliced as the model source and the spec say.
 
     Raises CaptureError if it is not valid input for the model. All ranks must call this.
     """
@@ -295,7 +323,8 @@ def inputs_for(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: W
         why = f": a row of {num_tokens} tokens is longer than each of {Setting('pad_tokens', spec.pad_tokens)}"
         raise CaptureError(batch.origin.source, why, f"Add a length of at least {num_tokens}")
     inputs = pad_to(inputs, length)
-    if spec.parallel.sequence_parallel:  # a rank would count its own part of a row
+    if spec.parallel.sequence_parallel:
+        # A model that makes its own positions would count them from the begin of this rank's part of a row.
         inputs = replace(inputs, makes_positions=False)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None

@@ -18,21 +18,21 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import VerdictRule
 from replay.output.text import Pairs, counted, not_recorded
 from replay.processes.exit_code import repeat_for_torchrun
-from replay.resolution.job_defaults import inputs_folder
+from replay.resolution.job_defaults import find_inputs_folder
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook
-from replay.runner.checkpoint import Saver, SavingError, digest_of_weights, not_saved
-from replay.runner.header import Header, differences_from_job
+from replay.runner.checkpoint import Saver, SavingError, describe_unsaved, digest_weights
+from replay.runner.header import Header, find_config_differences
 from replay.runner.meter import Meter
-from replay.runner.non_finite import first_non_finite
-from replay.runner.replayer import ReopenedActor, ReopeningError, Replayer
-from replay.runner.reruns import Found, Reruns
+from replay.runner.non_finite import find_first_non_finite
+from replay.runner.replayer import ReopenableActor, ReopeningError, Replayer
+from replay.runner.reruns import RerunResults, Reruns
 from replay.runner.result import Conclusion, Run, conclude
-from replay.runner.rounding_floor import Again
-from replay.runner.states import Earlier
+from replay.runner.rounding_floor import RunRepeater
+from replay.runner.states import EarlierPasses
 from replay.runner.text import Console
 from replay.tracing.writer import RunTrace
 from replay.verdict.findings import Setting
@@ -43,30 +43,44 @@ from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
 
-def _not_replayed(num_inputs: int) -> Pairs:
+def _describe_unreplayed(num_inputs: int) -> Pairs:
     """Say that a training ended with a pass that failed, if there were inputs left."""
     why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
     return [("ended", f"{counted(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """The result of the passes: records of all ranks, what was saved, and why the run ended early, if it did."""
+class ReplayedInputs:
+    """What the passes of a run came to.
+
+    passes           of all ranks
+    saved_lines      what was saved, in lines of the summary
+    end_reason       why the run ended early; None: it did not
+    reruns           what --profile and --memory-snapshot asked for
+    earlier_records  of passes that had run before this process began
+    """
 
     passes: Sequence[Pass]
-    saved: Pairs
-    ended: BaseException | None
-    found: Found = field(default_factory=Found)  # by --profile and --memory-snapshot
-    earlier: Sequence[PassRecord] = ()  # of passes that were done before this process began
+    saved_lines: Pairs
+    end_reason: BaseException | None
+    reruns: RerunResults = field(default_factory=RerunResults)
+    earlier_records: Sequence[PassRecord] = ()
 
     @property
     def records(self) -> list[PassRecord]:
-        return [*self.earlier, *(record for record, _, _ in self.passes)]
+        return [*self.earlier_records, *(record for record, _, _ in self.passes)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The parts of one run on this rank. All ranks must call its methods, in order."""
+    """The parts of one run on this rank. All ranks must call its methods, in order.
+
+    source           the model, with the weights that the first pass of this process begins with
+    console          on rank 0; None on the others
+    earlier          what the run had done before this process began, under --resume
+    objective        None: the loss is the negated mean log-prob
+    original_source  the model, with the weights that the first pass in the log began with
+    """
 
     world: World
     spec: ResolvedReplay
@@ -77,21 +91,20 @@ class Session:
     show_traceback: bool
     meter: Meter
     logbook: Logbook
-    console: Console | None  # on rank 0
+    console: Console | None
     same_weights: SameWeights
     setting: Setting
     saver: Saver
-    earlier: Earlier  # under --resume
-    objective: Objective | None  # None: the loss is the negated mean log-prob
-    begun_with: ModelSource  # before the first pass in the log
+    earlier: EarlierPasses
+    objective: Objective | None
+    original_source: ModelSource
 
-    def describe(self, actor: ReopenedActor, first: Call | None) -> None:
+    def begin_log(self, actor: ReopenableActor, first_call: Call | None) -> None:
         """Begin run.json and print the header, on rank 0."""
         world, source = self.world, self.source
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
-            folder_of_inputs = inputs_folder(self.spec.inputs)
             header = Header(
                 resolved=self.spec,
                 selection=self.selection,
@@ -99,33 +112,41 @@ class Session:
                 devices=devices,
                 num_inputs=num_inputs,
                 objective=self.objective,
-                first=first,
+                first_call=first_call,
                 earlier=self.earlier,
                 same_weights=self.same_weights,
                 dropout=self.setting.dropout,
-                other_config=differences_from_job(self.spec.actor, source, read_actor_config(folder_of_inputs)),
+                config_differences=find_config_differences(
+                    self.spec.actor, source, read_actor_config(find_inputs_folder(self.spec.inputs))
+                ),
                 world=world,
             )
             self.logbook.begin(
                 self.spec,
                 facts=header.run_facts(),
-                work=RunWork(weights=digest_of_weights(self.begun_with.weights), config=_config_of(source)),
+                work=RunWork(weights=digest_weights(self.original_source.weights), config=_read_lasting_config(source)),
                 inputs=self.selection.describe(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
-            self.console.header(header.lines(), num_passes=len(self.selection.inputs))
-        # run.json exists before any rank can fail
+            self.console.print_header(header.lines(), num_passes=len(self.selection.inputs))
+        # After this gather run.json exists, so that any rank that fails can write its failure into it.
         self.logbook.run = world.gather(self.logbook.run)[0]
 
-    def repeat_earlier(self) -> None:
-        """Begin this rank's log with the passes that were done before."""
+    def log_earlier_passes(self) -> None:
+        """Begin this rank's log with the passes that ran before this process."""
         for record in self.earlier.records:
             if record.rank == self.world.rank:
                 self.logbook.write(record)
 
-    def replay_each(self, actor: ReopenedActor) -> Done:
-        """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for."""
+    def replay_inputs(self, actor: ReopenableActor) -> ReplayedInputs:
+        """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for.
+
+        A pass that fails ends a training, since it loses the steps so far; otherwise the actor is opened again and the
+        next input follows. After the last pass come, on all ranks together: the states and models to save, then the
+        passes that run once more for --profile and --memory-snapshot. Ctrl-C, or an actor that cannot be opened again,
+        ends the run early with what there is.
+        """
         spec, world, tracker = self.spec, self.world, self.watch.tracker
         trace = RunTrace.of(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
         replayer = Replayer(
@@ -140,34 +161,46 @@ class Session:
             self.folder,
         )
         passes: list[Pass] = []
-        saved: Pairs = []
-        begin = replayer.num_settled = self.earlier.num_passes
+        saved_lines: Pairs = []
+        num_inputs = len(self.selection.inputs)
+        first_index = replayer.num_inputs_completed = self.earlier.num_passes
         try:
-            for index, path in islice(enumerate(self.selection.inputs), begin, None):
-                ranks, error = self._replay_one(replayer, index, path, [record for record, _, _ in passes])
-                passes += ranks
+            for index, path in islice(enumerate(self.selection.inputs), first_index, None):
+                rank_passes, error = self._replay_input(replayer, index, path, [record for record, _, _ in passes])
+                passes += rank_passes
                 has_failed = error is not None
-                del error  # its frames hold the pass's tensors
+                # The frames of the error's traceback hold the tensors of the pass.
+                del error
                 if has_failed and spec.measure.step:
-                    saved = [*_not_replayed(len(self.selection.inputs) - index - 1), *not_saved(spec.state)]
+                    saved_lines = [*_describe_unreplayed(num_inputs - index - 1), *describe_unsaved(spec.state)]
                     break
-                replayer.mend()
-                if self.saver.is_due(has_stepped=ranks[world.rank].record.result.grad_norm is not None):
+                replayer.reopen_after_failure()
+                if self.saver.is_due(has_stepped=rank_passes[world.rank].record.result.grad_norm is not None):
                     tracker.at(Phase.SAVING)
-                    self.saver.keep(actor.backend, replayer.num_settled)
-            tracker.has_passed(len(self.selection.inputs), Phase.OUT_OF_INPUTS)
+                    self.saver.save_state(actor.backend, replayer.num_inputs_completed)
+            tracker.has_passed(num_inputs, Phase.OUT_OF_INPUTS)
             self.watch.meet()
-            tracker.has_passed(len(self.selection.inputs), Phase.SAVING)
+            tracker.has_passed(num_inputs, Phase.SAVING)
             if not any(record.error for record, _, _ in passes):
-                num_passes = begin + len(passes) // world.world_size
-                saved = self.saver.at_end(actor.backend, replayer.num_settled, num_passes)
-            found = self._reruns(replayer).found([*self.earlier.records, *(record for record, _, _ in passes)])
-            tracker.has_passed(len(self.selection.inputs), Phase.CLOSING)
+                num_passes = first_index + len(passes) // world.world_size
+                saved_lines = self.saver.save_at_end(actor.backend, replayer.num_inputs_completed, num_passes)
+            records = [*self.earlier.records, *(record for record, _, _ in passes)]
+            reruns = self._reruns(replayer).run_requested(records)
+            tracker.has_passed(num_inputs, Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
+            # On several ranks a rank that could not save must not go on alone: the others wait for it in a collective.
             if isinstance(reason, SavingError) and world.world_size > 1:
-                raise  # the other ranks wait for this one
-            return Done(passes=passes, saved=saved, ended=reason, earlier=self.earlier.records)
-        return Done(passes=passes, saved=saved, ended=None, found=found, earlier=self.earlier.records)
+                raise
+            return ReplayedInputs(
+                passes=passes, saved_lines=saved_lines, end_reason=reason, earlier_records=self.earlier.records
+            )
+        return ReplayedInputs(
+            passes=passes,
+            saved_lines=saved_lines,
+            end_reason=None,
+            reruns=reruns,
+            earlier_records=self.earlier.records,
+        )
 
     def _reruns(self, replayer: Replayer) -> Reruns:
         return Reruns(
@@ -181,70 +214,80 @@ class Session:
             replayer=replayer,
         )
 
-    def _replay_one(
-        self, replayer: Replayer, index: int, path: Path, before: Sequence[PassRecord]
+    def _replay_input(
+        self, replayer: Replayer, index: int, path: Path, earlier_records: Sequence[PassRecord]
     ) -> tuple[list[Pass], Exception | None]:
         """Replay one input on every rank. A pass that fails ends a run of several ranks.
 
-        before  records of this run's earlier passes
+        Each rank writes its record at once, so that it is in the log if another rank fails. Then all ranks look at all
+        records and decide alike whether to search the pass for its first non-finite tensor, and whether to run it a
+        second time; what that tells replaces the record in the log.
+
+        earlier_records  of this process's passes so far
         """
-        own, error = self._reruns(replayer).watched(index, path)
+        own, error = self._reruns(replayer).replay_first_time(index, path)
         self.logbook.write(own.record)
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
-            self._reruns(replayer).tell_ran_out([*before, own.record])
+            self._reruns(replayer).print_out_of_memory([*earlier_records, own.record])
             self.watch.stop_all(error)
         self.watch.tracker.at(Phase.GATHERING)
-        ranks: list[Pass] = self.world.gather(own)
-        if replayer.search.is_wanted([rank.record for rank in ranks]):
-            own = own._replace(record=replayer.with_first_non_finite(own.record))
+        rank_passes: list[Pass] = self.world.gather(own)
+        if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
+            own = own._replace(record=replayer.add_first_non_finite(own.record))
             self.logbook.write_again(own.record)
-            ranks = self.world.gather(own)
-        if replayer.wants_again(records := [rank.record for rank in ranks]):
-            own = own._replace(record=replayer.with_second_run(own.record, records))
+            rank_passes = self.world.gather(own)
+        rank_records = [rank_pass.record for rank_pass in rank_passes]
+        if replayer.needs_second_run(rank_records):
+            own = own._replace(record=replayer.add_second_run(own.record, rank_records))
             self.logbook.write_again(own.record)
-            ranks = self.world.gather(own)
+            rank_passes = self.world.gather(own)
         if self.console:
-            self.console.passed([rank.record for rank in ranks])
-        return ranks, error
+            self.console.show_pass([rank_pass.record for rank_pass in rank_passes])
+        return rank_passes, error
 
-    def conclude(self, done: Done) -> Conclusion:
+    def conclude(self, replayed: ReplayedInputs) -> Conclusion:
         """Judge the passes against the job. All ranks must call this."""
-        again = Again(
+        repeater = RunRepeater(
             world=self.world,
             spec=self.spec,
             selection=self.selection,
             tracker=self.watch.tracker,
             has_dropout=bool(self.setting.dropout),
         )
-        is_resumed = self.earlier.folder is not None
-        return conclude(again, done.passes, self.setting, is_resumed=is_resumed, broke_off=done.ended is not None)
+        return conclude(
+            repeater,
+            replayed.passes,
+            self.setting,
+            is_resumed=self.earlier.folder is not None,
+            ended_early=replayed.end_reason is not None,
+        )
 
-    def report(self, done: Done, conclusion: Conclusion) -> Run:
+    def report(self, replayed: ReplayedInputs, conclusion: Conclusion) -> Run:
         """Return the run; on rank 0 finish run.json and print the summary."""
-        is_refused = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+        is_not_reproduced = conclusion.verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
         is_strict = self.spec.measure.verdict is VerdictRule.STRICT
-        failed = done.ended or self.selection.damaged or any(record.error for record in done.records)
-        exit_code = 1 if failed or (is_refused and is_strict) else 0
-        if isinstance(done.ended, KeyboardInterrupt):
+        has_failed = replayed.end_reason or self.selection.damaged or any(record.error for record in replayed.records)
+        exit_code = 1 if has_failed or (is_not_reproduced and is_strict) else 0
+        if isinstance(replayed.end_reason, KeyboardInterrupt):
             exit_code = INTERRUPTED
-        if failed:
-            damaged, broken = len(self.selection.damaged), [record for record in done.records if record.error]
+        if has_failed:
+            num_damaged, failed = len(self.selection.damaged), [record for record in replayed.records if record.error]
             repeat_for_torchrun(
-                f"replay: {counted(len(broken), 'pass')} failed and {counted(damaged, 'file')} "
-                f"{'is' if damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
+                f"replay: {counted(len(failed), 'pass')} failed and {counted(num_damaged, 'file')} "
+                f"{'is' if num_damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
             )
         end = RunEnd(
-            statistics=summarize(done.records),
+            statistics=summarize(replayed.records),
             verdict=conclusion.verdict.to_dict(),
-            profile=to_json(done.found.profile),
-            memory=to_json(done.found.memory),
-            out_of_memory=to_json(done.found.ran_out),
-            first_non_finite=first_non_finite(done.records),
+            profile=to_json(replayed.reruns.profile),
+            memory=to_json(replayed.reruns.memory),
+            out_of_memory=to_json(replayed.reruns.out_of_memory),
+            first_non_finite=find_first_non_finite(replayed.records),
         )
         file = self.logbook.finish(end, exit_code=exit_code)
-        run = Run(folder=self.folder, file=file, records=done.records)
+        run = Run(folder=self.folder, file=file, records=replayed.records)
         if self.console:
             self.console.finish(
                 run,
@@ -254,15 +297,15 @@ class Session:
                     *not_recorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],
-                saved=done.saved or not_saved(self.spec.state),
-                missing=done.found.missing,
+                saved_lines=replayed.saved_lines or describe_unsaved(self.spec.state),
+                missing_lines=replayed.reruns.missing_lines,
             )
         self.logbook.close()
         return run
 
 
-def _config_of(source: ModelSource) -> dict[str, object]:
-    """Return the model's config, with its adapter, as two runs have to share it."""
+def _read_lasting_config(source: ModelSource) -> dict[str, object]:
+    """Return what two runs have to share of the model's config, with its adapter."""
     adapter = source.adapter
-    adapted = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
-    return strip_config(source.config) | adapted
+    adapter_config = {} if adapter is None else {"adapter": {"name": adapter.name, **adapter.settings}}
+    return strip_config(source.config) | adapter_config

@@ -25,25 +25,25 @@ from replay.runlog.records import PassRecord
 PREFIX = "step-"
 
 
-def name_of(num_steps: int) -> str:
+def name_state_folder(num_steps: int) -> str:
     return f"{PREFIX}{num_steps:06d}"
 
 
-def passes_file(folder: Path, rank: int) -> Path:
+def name_passes_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.jsonl"
 
 
-class States(Protocol):
+class StateStore(Protocol):
     """Where the states of a run are kept. All ranks must call its methods, but `check`, which is for rank 0."""
 
     @property
     def has_folder(self) -> bool:
-        """Are they below --save-state, for --load-state to find?"""
+        """Are the states below --save-state, for --load-state to find?"""
 
     def check(self) -> None:
         """Raise UsageError unless states can be kept here. Under --resume, clear up what a killed run left."""
 
-    def latest(self, world: World) -> Path | None:
+    def find_latest(self, world: World) -> Path | None:
         """Return the folder of the latest whole state, or None if there is none."""
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
@@ -54,7 +54,7 @@ class States(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FolderStates:
+class FolderStateStore:
     """The states below a folder that all ranks share."""
 
     folder: Path
@@ -62,7 +62,7 @@ class FolderStates:
     has_folder = True
 
     @classmethod
-    def of(cls, spec: StateSpec) -> Self | None:
+    def from_spec(cls, spec: StateSpec) -> Self | None:
         """Return where --save-every keeps its states; None without it."""
         if spec.save_every is None:
             return None
@@ -70,50 +70,55 @@ class FolderStates:
         return cls(folder=spec.save_state, is_resumed=spec.resume)
 
     def check(self) -> None:
-        given = Setting("save_state", self.folder)
+        setting = Setting("save_state", self.folder)
         if not self.is_resumed:
-            if whole_states(self.folder):
-                other = given.with_value(f"{self.folder}-2")
-                raise UsageError(given, "holds the states of a run", f"Try: {Setting('resume', True)}, or {other}")
+            if find_whole_states(self.folder):
+                other = setting.with_value(f"{self.folder}-2")
+                raise UsageError(setting, "holds the states of a run", f"Try: {Setting('resume', True)}, or {other}")
             check_folder(self.folder, "save_state")
             try:
                 self.folder.mkdir(exist_ok=True)
             except OSError as error:
-                raise UsageError(given, f": {error.strerror}", "Give a folder where you may write") from None
+                raise UsageError(setting, f": {error.strerror}", "Give a folder where you may write") from None
             return
         check_folder(self.folder / "any", "save_state")
         if (self.folder / STATE_FILE).is_file():
             why = f"is one state, not those of {Setting('save_every')}"
-            raise UsageError(given, why, f"Try: {Setting('load_state', self.folder)}")
+            raise UsageError(setting, why, f"Try: {Setting('load_state', self.folder)}")
         for unfinished in self.folder.glob(f".{PREFIX}*.unfinished-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def latest(self, world: World) -> Path | None:
-        found = whole_states(self.folder) if world.rank == 0 else []
-        latest: Path | None = world.from_first(found[-1] if found else None)
+    def find_latest(self, world: World) -> Path | None:
+        folders = find_whole_states(self.folder) if world.rank == 0 else []
+        latest: Path | None = world.from_first(folders[-1] if folders else None)
         return latest
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
-        with create_whole_folder(self.folder / name_of(num_steps), world) as unfinished:
+        with create_whole_folder(self.folder / name_state_folder(num_steps), world) as unfinished:
             write(unfinished)
         if world.rank == 0:
-            for old in whole_states(self.folder)[:-KEPT_STATES]:
-                shutil.rmtree(old, ignore_errors=True)
+            for old_folder in find_whole_states(self.folder)[:-KEPT_STATES]:
+                shutil.rmtree(old_folder, ignore_errors=True)
 
 
-def whole_states(folder: Path) -> list[Path]:
+def find_whole_states(folder: Path) -> list[Path]:
     """Return the folders of the states below `folder`, the latest last."""
     return sorted(path.parent for path in folder.glob(f"{PREFIX}*/{STATE_FILE}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Earlier:
-    """What the run had done when its latest state was saved; nothing, if this is its beginning."""
+class EarlierPasses:
+    """What the run had done when its latest state was saved; nothing, if this is its beginning.
+
+    folder      of the state
+    num_passes  on each rank
+    records     of all ranks
+    """
 
     folder: Path | None = None
     num_steps: int = 0
-    num_passes: int = 0  # on each rank
-    records: Sequence[PassRecord] = ()  # of all ranks
+    num_passes: int = 0
+    records: Sequence[PassRecord] = ()
 
     @classmethod
     def read(cls, folder: Path, selection: Selection, world: World) -> Self:
@@ -122,25 +127,31 @@ class Earlier:
         Raises UsageError if they were of another number of ranks, or on other inputs.
         """
         state = SavedState.read(folder)
-        here = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
-        if (state.world_size, state.tp, state.ring) != here:
+        num_ranks, num_tp, num_ring = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
+        if (state.world_size, state.tp, state.ring) != (num_ranks, num_tp, num_ring):
             resume, tp, ring = Setting("resume"), Setting("tp"), Setting("ring")
             saved = f"{state.world_size} ranks with {tp.with_value(state.tp)} {ring.with_value(state.ring)}"
-            present = f"{here[0]} with {tp.with_value(here[1])} {ring.with_value(here[2])}"
+            present = f"{num_ranks} with {tp.with_value(num_tp)} {ring.with_value(num_ring)}"
             why = f": {folder} was saved by {saved}, and here are {present}"
-            anew = f"{Setting('load_state', folder)} {Setting('skip_inputs', state.num_inputs)}"
-            raise UsageError(resume, why, f"Try: as there; or {anew}, a run of its own")
+            new_run = f"{Setting('load_state', folder)} {Setting('skip_inputs', state.num_inputs)}"
+            raise UsageError(resume, why, f"Try: as there; or {new_run}, a run of its own")
         records = [
-            record for rank in range(world.world_size) for record in read_lines(passes_file(folder, rank), "replay")
+            record
+            for rank in range(world.world_size)
+            for record in read_lines(name_passes_file(folder, rank), "replay")
         ]
-        own = [record.source for record in records if record.rank == world.rank]
+        earlier_names = [record.source for record in records if record.rank == world.rank]
         names = [path.name for path in selection.inputs]
+        # There may be fewer inputs now than passes then.
+        names += ["none"] * len(earlier_names)
         problem = None
-        for index, (there, now) in enumerate(zip(own, [*names, *["none"] * len(own)], strict=False), start=1):
-            if there != now:
-                problem = f"{Setting('resume')}: pass {index} in {folder} was on {there}, and here it is on {now}"
+        for number, (earlier_name, name) in enumerate(zip(earlier_names, names, strict=False), start=1):
+            if earlier_name != name:
+                problem = (
+                    f"{Setting('resume')}: pass {number} in {folder} was on {earlier_name}, and here it is on {name}"
+                )
                 break
         if problem := next(filter(None, world.gather(problem)), None):
             raise UsageError(f"{problem}. Try: the inputs and options of the run that was begun")
         num_steps = sum(record.result.grad_norm is not None for record in records if record.rank == world.rank)
-        return cls(folder=folder, num_steps=num_steps, num_passes=len(own), records=records)
+        return cls(folder=folder, num_steps=num_steps, num_passes=len(earlier_names), records=records)

@@ -1,4 +1,4 @@
-"""Format a run as text: its passes, failures, and the summary of time and memory."""
+"""Format a run as text (its passes, failures, and the summary of time and memory) and print it on rank 0."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,23 +25,25 @@ from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
 from replay.runner.result import Run
 
-MAX_SPREAD = 0.1  # of the median; a larger inter-quartile range brings a warning
-MAX_WIDTH = 100  # columns of the pass table
-LEFT_OUT_FIRST = ("padded", "rows", "wait ms")  # columns dropped first if the table is wider
-SHORT = {"forward": "fwd", "backward": "bwd"}
+# A warning comes if the inter-quartile range of the pass times is a larger share of their median.
+MAX_SPREAD = 0.1
+# Characters in a line of the pass table; if it is wider, these columns go first.
+MAX_WIDTH = 100
+DROPPED_COLUMNS = ("padded", "rows", "wait ms")
+SHORT_PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
 def choice_table(choices: Sequence[Choice]) -> Columns:
     """Return a row for each setting: its value, who chose it, and why."""
     return {
-        "setting": [_named_setting(choice.setting) for choice in choices],
+        "setting": [_name_option(choice.setting) for choice in choices],
         "value": [_value_text(choice.value) for choice in choices],
         "chosen by": [choice.by.value for choice in choices],
         "why": [choice.why for choice in choices],
     }
 
 
-def _named_setting(setting: str) -> str:
+def _name_option(setting: str) -> str:
     """Return the option that sets it; a name without a point, of what no option sets, stays."""
     _, point, field = setting.rpartition(".")
     return f"--{field.replace('_', '-')}" if point else setting
@@ -53,37 +55,39 @@ def _value_text(value: object) -> str:
 
 def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
     """Return a row per pass and rank. A column appears only if it has content, and if there is room."""
-    records = sorted(records, key=lambda r: (r.index, r.rank))
-    phases = [name for name in PHASES if any(name in r.cost.phases for r in records)]
-    columns: Columns = {"pass": [str(r.index + 1) for r in records]}
-    if len({r.rank for r in records}) > 1:
-        columns["rank"] = [str(r.rank) for r in records]
-    columns["input"] = [r.source if full_names else short_names(r.source) for r in records]
-    columns["rows"] = [str(r.input.rows) for r in records]
-    columns["padded"] = [f"{r.input.padded_tokens:,}" for r in records]
-    columns["real"] = [f"{r.input.real_tokens:,}" for r in records]
+    records = sorted(records, key=lambda record: (record.index, record.rank))
+    phases = [name for name in PHASES if any(name in record.cost.phases for record in records)]
+    columns: Columns = {"pass": [str(record.index + 1) for record in records]}
+    if len({record.rank for record in records}) > 1:
+        columns["rank"] = [str(record.rank) for record in records]
+    columns["input"] = [record.source if full_names else short_names(record.source) for record in records]
+    columns["rows"] = [str(record.input.rows) for record in records]
+    columns["padded"] = [f"{record.input.padded_tokens:,}" for record in records]
+    columns["real"] = [f"{record.input.real_tokens:,}" for record in records]
     for name in phases:
-        seconds = [r.cost.phases[name].seconds if name in r.cost.phases else None for r in records]
-        columns[f"{SHORT.get(name, name)} ms"] = [milliseconds(s) for s in seconds]
-    if any(r.cost.wait_seconds is not None for r in records):
-        columns["wait ms"] = [milliseconds(r.cost.wait_seconds) for r in records]
+        phase_seconds = [record.cost.phases[name].seconds if name in record.cost.phases else None for record in records]
+        columns[f"{SHORT_PHASES.get(name, name)} ms"] = [milliseconds(seconds) for seconds in phase_seconds]
+    if any(record.cost.wait_seconds is not None for record in records):
+        columns["wait ms"] = [milliseconds(record.cost.wait_seconds) for record in records]
     if phases:
         columns["peak GiB"] = [
-            gibibytes(max((cost.peak_allocated_bytes for cost in r.cost.phases.values()), default=None))
-            for r in records
+            gibibytes(max((cost.peak_allocated_bytes for cost in record.cost.phases.values()), default=None))
+            for record in records
         ]
-    columns["loss"] = ["-" if r.result.loss is None else f"{r.result.loss:.5f}" for r in records]
-    if any(r.result.grad_norm is not None for r in records):
-        columns["grad norm"] = ["-" if r.result.grad_norm is None else f"{r.result.grad_norm:.4g}" for r in records]
-    if any(notes := [_note(r) for r in records]):
+    columns["loss"] = ["-" if record.result.loss is None else f"{record.result.loss:.5f}" for record in records]
+    if any(record.result.grad_norm is not None for record in records):
+        columns["grad norm"] = [
+            "-" if record.result.grad_norm is None else f"{record.result.grad_norm:.4g}" for record in records
+        ]
+    if any(notes := [_describe_note(record) for record in records]):
         columns["note"] = notes
-    for name in () if full_names else LEFT_OUT_FIRST:
+    for name in () if full_names else DROPPED_COLUMNS:
         if max(map(len, table_lines(columns))) > MAX_WIDTH:
             columns.pop(name, None)
     return columns
 
 
-def _note(record: PassRecord) -> str:
+def _describe_note(record: PassRecord) -> str:
     marks = ["warm-up"] if record.warmup else []
     compiled = record.compilation.new_graphs or FirstUse.COMPILED in record.first_uses
     marks += ["compiled"] if compiled else []
@@ -93,43 +97,47 @@ def _note(record: PassRecord) -> str:
     return ", ".join(marks)
 
 
-def progress(ranks: Sequence[PassRecord]) -> str:
+def format_progress(rank_records: Sequence[PassRecord]) -> str:
     """Format one pass: phase times on its slowest rank, the first rank's loss and input."""
     slowest = {
-        name: max((r.cost.phases[name].seconds for r in ranks if name in r.cost.phases), default=None)
+        name: max(
+            (record.cost.phases[name].seconds for record in rank_records if name in record.cost.phases), default=None
+        )
         for name in PHASES
     }
-    parts = [f"{name} {milliseconds(s)} ms" for name, s in slowest.items() if s is not None]
-    parts += [] if ranks[0].result.loss is None else [f"loss {ranks[0].result.loss:.5f}"]
-    parts += ["warm-up"] if ranks[0].warmup else []
-    parts += [f"failed on rank {r.rank}: {r.error_type}" for r in ranks if r.error is not None]
-    return ", ".join([*parts, ranks[0].source])
+    parts = [f"{name} {milliseconds(seconds)} ms" for name, seconds in slowest.items() if seconds is not None]
+    parts += [] if rank_records[0].result.loss is None else [f"loss {rank_records[0].result.loss:.5f}"]
+    parts += ["warm-up"] if rank_records[0].warmup else []
+    parts += [
+        f"failed on rank {record.rank}: {record.error_type}" for record in rank_records if record.error is not None
+    ]
+    return ", ".join([*parts, rank_records[0].source])
 
 
-def failures(records: Sequence[PassRecord]) -> Pairs:
+def list_failures(records: Sequence[PassRecord]) -> Pairs:
     """Name each failed pass."""
     return [
-        ("failed", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.error_type}: {r.error}")
-        for r in records
-        if r.error is not None
+        ("failed", f"{_describe_pass(record)}: {record.error_type}: {record.error}")
+        for record in records
+        if record.error is not None
     ]
 
 
-def counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
+def list_counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
     text = f"{statistics.num_counted} of {counted(statistics.num_passes, 'pass')}"
     if statistics.left_out:
         text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
         if statistics.left_out.get(FAILED) == statistics.num_passes > 0:
             return [("counted", f"{text}. No pass counted, so there are no statistics")]
-        way_out = "more inputs, or --warmup 0"
+        advice = "more inputs, or --warmup 0"
         if all_damaged:
-            way_out = "other inputs; `capture check FOLDER` says which files can be read"
+            advice = "other inputs; `capture check FOLDER` says which files can be read"
         elif FIRST_USES[FirstUse.PLAN] in statistics.left_out:
-            way_out = "--epochs 2: the second time, cuDNN has its plan for each length"
+            advice = "--epochs 2: the second time, cuDNN has its plan for each length"
         elif TRACED in statistics.left_out:
-            way_out = "the run without --trace"
-        text += f". No pass counted, so there are no statistics. Try: {way_out}"
+            advice = "the run without --trace"
+        text += f". No pass counted, so there are no statistics. Try: {advice}"
     return [("counted", text)]
 
 
@@ -137,38 +145,42 @@ def phase_table(statistics: Statistics) -> Columns:
     """Return a row per phase and one for the whole pass: median, IQR, p95, peak. Needs a counted pass."""
     assert statistics.highest_peak is not None
     phases = statistics.phases.values()
+    medians = [*(phase.median_seconds for phase in phases), statistics.median_seconds]
+    iqrs = [*(phase.iqr_seconds for phase in phases), statistics.iqr_seconds]
+    p95s = [*(phase.p95_seconds for phase in phases), statistics.p95_seconds]
+    peaks = [*(phase.peak_allocated_bytes for phase in phases), statistics.highest_peak.value]
     return {
         "": [*statistics.phases, "pass"],
-        "median ms": [milliseconds(s) for s in (*(p.median_seconds for p in phases), statistics.median_seconds)],
-        "IQR ms": [milliseconds(s) for s in (*(p.iqr_seconds for p in phases), statistics.iqr_seconds)],
-        "p95 ms": [milliseconds(s) for s in (*(p.p95_seconds for p in phases), statistics.p95_seconds)],
-        "peak GiB": [gibibytes(b) for b in (*(p.peak_allocated_bytes for p in phases), statistics.highest_peak.value)],
+        "median ms": [milliseconds(seconds) for seconds in medians],
+        "IQR ms": [milliseconds(seconds) for seconds in iqrs],
+        "p95 ms": [milliseconds(seconds) for seconds in p95s],
+        "peak GiB": [gibibytes(num_bytes) for num_bytes in peaks],
     }
 
 
-def slowest(statistics: Statistics) -> Pairs:
+def name_slowest(statistics: Statistics) -> Pairs:
     """Name the slowest pass that counts."""
-    pass_ = statistics.slowest
-    return [] if pass_ is None else [("slowest", f"{milliseconds(pass_.value)} ms, {_where(pass_)}")]
+    place = statistics.slowest
+    return [] if place is None else [("slowest", f"{milliseconds(place.value)} ms, {_describe_pass(place)}")]
 
 
-def summary(statistics: Statistics, memory_kind: str) -> Pairs:
+def list_totals(statistics: Statistics, memory_kind: str) -> Pairs:
     """Return the summary besides the phases. What was not measured is left out."""
-    pairs = _spread(statistics)
+    pairs = _warn_of_spread(statistics)
     if statistics.real_tokens_per_second is not None:
         pairs.append(("speed", f"{statistics.real_tokens_per_second:,.0f} real tokens/s"))
     if statistics.padding_share is not None:
-        fed = statistics.padding_time_share
-        of_time = "" if fed is None else f"; {fed:.1%} of the ranks' time went to padding that was fed"
-        pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens{of_time}"))
+        time_share = statistics.padding_time_share
+        time_text = "" if time_share is None else f"; {time_share:.1%} of the ranks' time went to padding that was fed"
+        pairs.append(("padding", f"{statistics.padding_share:.1%} of the inputs' tokens{time_text}"))
     if statistics.wait_share is not None:
         pairs.append(("waiting", f"{statistics.wait_share:.1%} of the ranks' time, for the slowest rank"))
     if (peak := statistics.highest_peak) is not None:
-        pairs.append(("peak", f"{gibibytes(peak.value)} GiB, {memory_kind}, {_where(peak)}"))
+        pairs.append(("peak", f"{gibibytes(peak.value)} GiB, {memory_kind}, {_describe_pass(peak)}"))
     return pairs
 
 
-def _spread(statistics: Statistics) -> Pairs:
+def _warn_of_spread(statistics: Statistics) -> Pairs:
     """Warn if pass times vary so much that the median says little about a single pass."""
     if not statistics.median_seconds or statistics.iqr_seconds is None:
         return []
@@ -177,11 +189,11 @@ def _spread(statistics: Statistics) -> Pairs:
     return [("spread", f"half of the passes lie {share:.0%} of the median apart: {why}")] if share > MAX_SPREAD else []
 
 
-def _where(place: Place) -> str:
+def _describe_pass(place: Place | PassRecord) -> str:
     return f"pass {place.index + 1}, rank {place.rank}, {place.source}"
 
 
-def left_behind(selection: Selection) -> Pairs:
+def list_unreplayed(selection: Selection) -> Pairs:
     """List the inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
@@ -195,21 +207,23 @@ def left_behind(selection: Selection) -> Pairs:
     return pairs
 
 
-def not_finite(records: Sequence[PassRecord]) -> Pairs:
+def list_non_finite(records: Sequence[PassRecord]) -> Pairs:
     """Name the first tensor with a NaN or an infinity in each pass that was searched."""
     searched = [record for record in records if record.first_non_finite is not None]
-    return [("not finite", f"pass {r.index + 1}, rank {r.rank}, {r.source}: {r.first_non_finite}") for r in searched]
+    return [("not finite", f"{_describe_pass(record)}: {record.first_non_finite}") for record in searched]
 
-
-# Print a run: on a terminal with a progress bar and colours; elsewhere plain lines, which are not wrapped.
 
 TICK_SECONDS = 0.25
 MILLION = 10**6
-LONG_MILLIONS = 50  # of parameters; fewer are filled within a second or two
+# Fewer parameters are filled within a second or two, so that no progress bar is worth showing.
+MIN_MILLIONS_FOR_BAR = 50
 
 
 class Console:
-    """Print on rank 0, in this order: header, a line per pass, the answer, the table of passes, the summary."""
+    """Print on rank 0, in this order: header, a line per pass, the answer, the table of passes, the summary.
+
+    On a terminal there is a progress bar instead of the lines per pass, and colours; elsewhere no line is wrapped.
+    """
 
     def __init__(self, *, quiet: bool, full_names: bool = False, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
@@ -224,16 +238,17 @@ class Console:
     def has_bar(self) -> bool:
         return self._out.is_terminal and not self._quiet
 
-    def opening(self, num_filled: int, num_parameters: int) -> None:
-        """Show that the actor is being opened, and that `num_filled` more of its parameters have their values."""
-        self._num_filled += num_filled
-        is_long = num_parameters >= LONG_MILLIONS * MILLION
-        if self.has_bar and is_long and time.monotonic() >= self._next_tick:
+    def show_opening(self, num_more: int, num_parameters: int) -> None:
+        """Show that the actor is being opened, and that `num_more` more of its parameters have their values."""
+        self._num_filled += num_more
+        is_large = num_parameters >= MIN_MILLIONS_FOR_BAR * MILLION
+        if self.has_bar and is_large and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK_SECONDS
-            num_done = min(self._num_filled, num_parameters)  # some are filled twice
-            self._bar.show(num_done // MILLION, num_parameters // MILLION, "million parameters filled")
+            # Some parameters are filled twice.
+            num_filled = min(self._num_filled, num_parameters)
+            self._bar.show(num_filled // MILLION, num_parameters // MILLION, "million parameters filled")
 
-    def header(self, lines: Mapping[str, str], *, num_passes: int) -> None:
+    def print_header(self, lines: Mapping[str, str], *, num_passes: int) -> None:
         """Print what the results belong to: model, weights, backend, device, inputs."""
         self._num_passes = num_passes
         if not self._quiet:
@@ -242,15 +257,15 @@ class Console:
             print_line(self._out)
         self._bar = ProgressBar(self._out.file)
 
-    def passed(self, ranks: Sequence[PassRecord]) -> None:
+    def show_pass(self, rank_records: Sequence[PassRecord]) -> None:
         """Print one pass of all ranks: in the progress bar on a terminal, otherwise as a line."""
         if self._quiet:
             return
-        said, number = self._named(progress(ranks)), ranks[0].index + 1
+        text, number = self._shorten_names(format_progress(rank_records)), rank_records[0].index + 1
         if self.has_bar:
-            self._bar.show(number, self._num_passes, said)
+            self._bar.show(number, self._num_passes, text)
         else:
-            print_line(self._out, f"pass {number} of {self._num_passes}: {said}")
+            print_line(self._out, f"pass {number} of {self._num_passes}: {text}")
 
     def finish(
         self,
@@ -258,44 +273,44 @@ class Console:
         selection: Selection,
         *,
         verdict: Pairs,
-        saved: Pairs,
-        missing: Pairs,
+        saved_lines: Pairs,
+        missing_lines: Pairs,
     ) -> None:
         """Print the answer (verdict, failures, slowest pass), the table of passes, and the summary.
 
-        missing  what passes that ran once more should have shown and did not, and why
+        missing_lines  what passes that ran once more should have shown and did not, and why
         """
         out, records, statistics = self._out, run.records, run.statistics
-        profile, memory, ran_out = run.profile, run.memory, run.out_of_memory
+        profile, memory, out_of_memory = run.profile, run.memory, run.out_of_memory
         shows_passes = not self._quiet and records
         if shows_passes:
             self._bar.clear() if out.is_terminal else print_line(out)
-        print_pairs(out, [(name, self._named(text)) for name, text in verdict])
-        print_pairs(out, not_finite(records))
-        print_pairs(out, failures(records))
-        print_pairs(out, [] if ran_out is None else ran_out.lines(has_snapshot=memory is not None))
+        print_pairs(out, [(name, self._shorten_names(text)) for name, text in verdict])
+        print_pairs(out, list_non_finite(records))
+        print_pairs(out, list_failures(records))
+        print_pairs(out, [] if out_of_memory is None else out_of_memory.lines(has_snapshot=memory is not None))
         print_pairs(out, damaged_files(selection.damaged))
-        print_pairs(out, [(name, self._named(text)) for name, text in slowest(statistics)])
+        print_pairs(out, [(name, self._shorten_names(text)) for name, text in name_slowest(statistics)])
         if shows_passes:
             print_line(out)
             print_table(out, pass_table(records, full_names=self._full_names))
             print_line(out)
-        print_pairs(out, counts(statistics, all_damaged=bool(selection.damaged) and not records))
+        print_pairs(out, list_counts(statistics, all_damaged=bool(selection.damaged) and not records))
         if statistics.num_counted:
             print_table(out, phase_table(statistics))
-        totals = summary(statistics, run.start.memory_kind) + left_behind(selection)
-        print_pairs(out, [(name, self._named(text)) for name, text in totals])
+        totals = list_totals(statistics, run.start.memory_kind) + list_unreplayed(selection)
+        print_pairs(out, [(name, self._shorten_names(text)) for name, text in totals])
         if profile is not None:
             print_line(out)
             print_table(out, share_table(profile))
             print_line(out)
             print_table(out, kernel_table(profile))
-            print_pairs(out, [(name, self._named(text)) for name, text in remarks(profile)])
+            print_pairs(out, [(name, self._shorten_names(text)) for name, text in remarks(profile)])
         if memory is not None:
             print_line(out)
             print_table(out, holder_table(memory))
-            print_pairs(out, [(name, self._named(text)) for name, text in memory_remarks(memory)])
-        print_pairs(out, [*missing, *saved, ("log", str(run.folder))])
+            print_pairs(out, [(name, self._shorten_names(text)) for name, text in memory_remarks(memory)])
+        print_pairs(out, [*missing_lines, *saved_lines, ("log", str(run.folder))])
 
-    def _named(self, text: str) -> str:
+    def _shorten_names(self, text: str) -> str:
         return text if self._full_names else short_names(text)

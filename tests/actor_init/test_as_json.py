@@ -138,9 +138,9 @@ FLOORS = {"loss": Floor(value=1.5e-7, num_values=2), "row_log_probs": Floor(valu
 
 def test_a_state_and_floors_are_read(tmp_path: Path) -> None:
     STATE.write(tmp_path)
-    rounding_floor._write(tmp_path, "0123456789ab", FLOORS)
+    rounding_floor._write_floors(tmp_path, "0123456789ab", FLOORS)
     assert SavedState.read(tmp_path) == STATE
-    assert rounding_floor._known(tmp_path, "0123456789ab") == FLOORS
+    assert rounding_floor._read_floors(tmp_path, "0123456789ab") == FLOORS
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_state_and_floors_are_read(tmp_path: Path) -> None:
         (
             "rounding.json",
             ("1.5e-07", "true"),
-            lambda folder: rounding_floor._known(folder, "0123456789ab"),
+            lambda folder: rounding_floor._read_floors(folder, "0123456789ab"),
             "loss.value is true",
         ),
     ],
@@ -159,7 +159,7 @@ def test_a_damaged_file_names_the_field(
     tmp_path: Path, name: str, edit: tuple[str, str], read: Callable[[Path], Any], complaint: str
 ) -> None:
     STATE.write(tmp_path)
-    rounding_floor._write(tmp_path, "0123456789ab", FLOORS)
+    rounding_floor._write_floors(tmp_path, "0123456789ab", FLOORS)
     text = (tmp_path / name).read_text()
     assert edit[0] in text
     (tmp_path / name).write_text(text.replace(*edit, 1))

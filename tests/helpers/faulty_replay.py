@@ -231,14 +231,14 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
             register_optimizer_step_pre_hook(strike)
         return negated_mean(log_probs_BA, inputs)
 
-    mend = Replayer.mend
+    reopen_after_failure = Replayer.reopen_after_failure
 
-    def mended(replayer: Replayer) -> None:
+    def fail_and_reopen(replayer: Replayer) -> None:
         if num_calls == FAULTY_PASS and phase == "end":
             strike()
-        mend(replayer)
+        reopen_after_failure(replayer)
 
-    type.__setattr__(Replayer, "mend", mended)
+    type.__setattr__(Replayer, "reopen_after_failure", fail_and_reopen)
     return loss
 
 

@@ -34,8 +34,8 @@ from replay.objective.objective import tokens_for
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
 from replay.output.text import Check, Status, counted, engine_text, line
-from replay.resolution.job_defaults import find_source, from_job, settled
-from replay.resolution.selection import Selection, first_call, select
+from replay.resolution.job_defaults import apply_choices, choose_from_job, find_source
+from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.run_pass import check_vocabulary
 from replay.watch.stacks import outlast
@@ -85,8 +85,8 @@ def diagnose_in(
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
-    chosen = from_job(run, first_call(selection), selection, world.device.type)
-    run = world.from_first(replace(run, actor=settled(run.actor, chosen)))
+    chosen = choose_from_job(run, read_first_call(selection), selection, world.device.type)
+    run = world.from_first(replace(run, actor=apply_choices(run.actor, chosen)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)

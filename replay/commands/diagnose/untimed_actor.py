@@ -19,7 +19,7 @@ from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
 from replay.objective.objective import negated_mean
 from replay.runner.observers import PositionMarker
-from replay.runner.run_pass import PassInputs, PassObserver, inputs_for, run_pass
+from replay.runner.run_pass import PassInputs, PassObserver, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 
 # Select rows of a micro-batch as a new micro-batch, and iterate over its documents.
@@ -132,17 +132,17 @@ class Trial:
             ends_window = number == len(batches)
             self.tracker.begins(self.tracker.position.index + 1, batch.origin.source)
             self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            fed = inputs_for(batch, self.spec, self.source, self.world)
+            actor_inputs = prepare_actor_inputs(batch, self.spec, self.source, self.world)
             inputs = PassInputs(
-                fed=fed,
-                loss_of=partial(negated_mean, inputs=fed),
-                trains=True,
-                autograd=True,
-                backward=True,
-                weight=share,
+                actor_inputs=actor_inputs,
+                compute_loss=partial(negated_mean, inputs=actor_inputs),
+                train_mode=True,
+                builds_graph=True,
+                runs_backward=True,
+                loss_weight=share,
                 ends_window=ends_window,
-                steps=ends_window and steps,
-                num_columns=batch.sequences_BS.shape[1],
+                takes_step=ends_window and steps,
+                captured_row_length=batch.sequences_BS.shape[1],
             )
             observers = [PositionMarker(self.tracker), *([reader] if reader is not None and ends_window else [])]
             losses.append(run_pass(self.backend, inputs, observers=observers).loss.item())

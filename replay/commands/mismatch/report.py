@@ -35,7 +35,7 @@ from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, versions
 from replay.runner.observers import PositionMarker
-from replay.runner.run_pass import PassInputs, inputs_for, run_pass
+from replay.runner.run_pass import PassInputs, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 from replay.watch.stacks import outlast
 from replay.watch.watcher import watching
@@ -193,14 +193,14 @@ def _forward(
     """Run one forward, and put its log-probs beside the rollout's."""
     tracker.begins(tracker.position.index + 1, batch.origin.source)
     tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-    inputs = inputs_for(batch, spec.actor, source, world)
+    inputs = prepare_actor_inputs(batch, spec.actor, source, world)
     forward = PassInputs(
-        fed=inputs,
-        loss_of=partial(negated_mean, inputs=inputs),
-        trains=False,
-        autograd=False,
-        backward=False,
-        num_columns=batch.sequences_BS.shape[1],
+        actor_inputs=inputs,
+        compute_loss=partial(negated_mean, inputs=inputs),
+        train_mode=False,
+        builds_graph=False,
+        runs_backward=False,
+        captured_row_length=batch.sequences_BS.shape[1],
     )
     outcome = run_pass(backend, forward, observers=[PositionMarker(tracker)])
     given = ObjectiveInputs(

@@ -21,7 +21,7 @@ from replay.options.spec import Passes, ReplaySpec, edge_folder
 from replay.output.text import Pairs
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Machine, RunLimits
-from replay.resolution.job_defaults import inputs_folder
+from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED
 from replay.tracing.first_difference import FirstDifference, first_difference
@@ -91,7 +91,7 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: 
         return
     of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}
-    common |= {"inputs": "", "model": spec.actor.model or str(inputs_folder(spec.inputs))}
+    common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
     chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
     for group, settings in edge_settings(matrix, here.num_devices, here.kernel).items():
         folder = edge_folder(EDGES[group])

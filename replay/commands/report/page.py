@@ -160,8 +160,8 @@ def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
     answer = [("problem", text) for text in run.problems] + _verdict(run)
     if run.file.end is not None and (first := run.file.end.first_non_finite) is not None:
         answer.append(("not finite", str(to_json(first))))
-    answer += run_text.counts(statistics) + run_text.slowest(statistics)
-    answer += run_text.summary(statistics, start.memory_kind)
+    answer += run_text.list_counts(statistics) + run_text.name_slowest(statistics)
+    answer += run_text.list_totals(statistics, start.memory_kind)
     facts = {**start.facts, "devices": ", ".join(start.devices), "started": start.started}
     job = ChildJob(spec=spec_from_dict(start.spec))
     profiles, problems = _profiles(run)

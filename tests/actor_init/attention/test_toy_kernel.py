@@ -20,7 +20,7 @@ from replay.command_line.cli import main
 from replay.commands.doctor.report import _checked
 from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
 from replay.options.spec import ReplaySpec
-from replay.resolution.job_defaults import job_kernel
+from replay.resolution.job_defaults import choose_job_kernel
 from tests.helpers import toy_kernel
 from tests.helpers.read_logs import read_log
 from tests.helpers.toy_kernel import KERNEL
@@ -83,7 +83,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     assert choose_kernel(spec.actor, CPU, LLAMA) == "toy_softmax"
     assert choose_default_kernel(CPU) == "sdpa"
     job = SimpleNamespace(environment={"attention": "toy_of_a_job"}, tensors={}, weights=None, outputs={})
-    found = job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
+    found = choose_job_kernel(ReplaySpec().actor.with_defaults(), cast(Call, job), CPU, GPT2Config())
     assert found.attention == "toy"
 
 

@@ -17,7 +17,7 @@ from capture.file_format.capture_file import read_micro_batch
 from replay.command_line import cli
 from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
-from replay.runner.checkpoint import digest_of_inputs, digest_of_weights
+from replay.runner.checkpoint import digest_inputs, digest_weights
 from tests.helpers.commands import run
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
@@ -374,10 +374,10 @@ def test_inputs_are_known_by_their_tensors(tmp_path: Path) -> None:
     first = read_micro_batch(write_pass(tmp_path / "1", step=0))
     renamed = read_micro_batch(write_pass(tmp_path / "2", step=3))
     masked = read_micro_batch(write_pass(tmp_path / "3", step=0, num_actions=1))
-    assert digest_of_inputs(first) == digest_of_inputs(renamed) != digest_of_inputs(masked)
+    assert digest_inputs(first) == digest_inputs(renamed) != digest_inputs(masked)
     assert renamed.origin.source != first.origin.source
     first.sequences_BS[0, 0] += 1
-    assert digest_of_inputs(first) != digest_of_inputs(renamed)
+    assert digest_inputs(first) != digest_inputs(renamed)
 
 
 @pytest.fixture(scope="module")
@@ -396,9 +396,9 @@ def test_weights_are_known_by_their_values(models: dict[str, Path]) -> None:
     from actor_init.weights import RandomWeights
 
     opened = (find_model(ActorSpec(model=str(folder)), None, "").weights for folder in models.values())
-    first, second, copy = (digest_of_weights(weights) for weights in opened)
+    first, second, copy = (digest_weights(weights) for weights in opened)
     assert first == copy != second
-    assert len({digest_of_weights(RandomWeights(seed=seed, std=0.02)) for seed in (0, 1)}) == 2
+    assert len({digest_weights(RandomWeights(seed=seed, std=0.02)) for seed in (0, 1)}) == 2
 
 
 @pytest.fixture(scope="module")

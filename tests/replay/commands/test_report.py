@@ -24,7 +24,7 @@ from replay.profiling.shares import (
     RankProfile,
     Saving,
 )
-from replay.runner.out_of_memory import Needed, OutOfMemory
+from replay.runner.out_of_memory import OutOfMemory, PredictedNeed
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.repeated import repeated_by
 from tests.warm import warm_bin
@@ -156,7 +156,7 @@ def test_what_a_profile_and_a_snapshot_found_is_shown(logs: dict[str, Path], tmp
         gradients_bytes=0,
         optimizer_bytes=0,
         device_bytes=None,
-        needed=Needed(
+        needed=PredictedNeed(
             num_measured=4, peak_bytes=2**33, error=None, savings=[Saving(option="--num-layers 1", peak_bytes=2**31)]
         ),
     )

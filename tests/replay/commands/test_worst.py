@@ -31,7 +31,7 @@ from replay.profiling.prediction import Rows, fitted, read_shapes, spread
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
-from replay.runner.run_pass import inputs_for
+from replay.runner.run_pass import prepare_actor_inputs
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
@@ -372,7 +372,9 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
     typed = ["--backend", backend, "--zero-stage", str(stage), "--dtype", "bf16", "--grad-accumulation", "1"]
     spec = spec_of(typed)
     source = find_source(spec)
-    inputs = inputs_for(read_call(select(spec.inputs, 0, 1).inputs[0]).micro_batch(), spec.actor, source, world)
+    inputs = prepare_actor_inputs(
+        read_call(select(spec.inputs, 0, 1).inputs[0]).micro_batch(), spec.actor, source, world
+    )
     before = bytes_of_tensors()
     actor = open_backend(spec.actor, source, world)
     holding = BACKENDS[backend].predict_memory(spec.actor, True)

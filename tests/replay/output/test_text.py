@@ -51,15 +51,15 @@ def said(
 ) -> str:
     file = io.StringIO()
     console = Console(quiet=quiet, full_names=full_names, file=file)
-    console.header({"model": "llama, 2 layers", "device": "1 x CPU"}, num_passes=len(records))
+    console.print_header({"model": "llama, 2 layers", "device": "1 x CPU"}, num_passes=len(records))
     for index in dict.fromkeys(r.index for r in records):
-        console.passed([r for r in records if r.index == index])
+        console.show_pass([r for r in records if r.index == index])
     console.finish(
         Run(folder=Path("logs/x"), file=RunFile(status="finished", start=START), records=records),
         selection,
         verdict=verdict or [],
-        saved=[],
-        missing=[],
+        saved_lines=[],
+        missing_lines=[],
     )
     return file.getvalue()
 
@@ -229,9 +229,9 @@ def test_what_was_not_replayed_is_said() -> None:
 
 def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
     def two_passes(console: Console) -> None:
-        console.header({}, num_passes=2)
-        console.passed([record(0)])
-        console.passed([record(1)])
+        console.print_header({}, num_passes=2)
+        console.show_pass([record(0)])
+        console.show_pass([record(1)])
 
     assert re.findall(rb"([#.]+ \d of \d)[^\n]*?\r", on_a_terminal(two_passes)) == [
         b"##########.......... 1 of 2",
@@ -241,7 +241,7 @@ def test_on_a_terminal_a_pass_overwrites_the_line_of_the_one_before() -> None:
 
 def test_on_a_terminal_the_weights_that_are_filled_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capture.progress_bar.time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
-    text = on_a_terminal(lambda console: console.opening(20_000_000, 80_000_000))
+    text = on_a_terminal(lambda console: console.show_opening(20_000_000, 80_000_000))
     assert re.match(rb"#####\.{15} 20 of 80, 30 s left  million parameters filled +\r", text)
 
 

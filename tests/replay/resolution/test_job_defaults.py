@@ -18,7 +18,7 @@ from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
 from replay.options.resolved import KERNELS, By
 from replay.options.spec import ReplaySpec
-from replay.resolution.job_defaults import ChosenKernel, from_job, job_kernel, settled
+from replay.resolution.job_defaults import ChosenKernel, apply_choices, choose_from_job, choose_job_kernel
 from replay.resolution.selection import Selection
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
 
 def chosen(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
     spec = ReplaySpec(actor=ActorSpec(**given)).actor.with_defaults()
-    return job_kernel(spec, first, where, CONFIG)
+    return choose_job_kernel(spec, first, where, CONFIG)
 
 
 def test_auto_takes_the_job_s_kernel() -> None:
@@ -106,11 +106,11 @@ def test_auto_is_fused_where_the_job_used_liger(
 ) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.find_liger_lack", lambda where: None)
     spec = ReplaySpec(actor=ActorSpec(kernels=typed))
-    assert settled(spec.actor, from_job(spec, first, SELECTION, "cuda")).kernels is expected
+    assert apply_choices(spec.actor, choose_from_job(spec, first, SELECTION, "cuda")).kernels is expected
 
 
 def test_where_liger_cannot_run_a_job_that_used_it_is_replayed_by_the_model_s_own_modules() -> None:
-    choices = from_job(ReplaySpec(actor=ActorSpec()), job(kernels="liger"), SELECTION, "cpu")
+    choices = choose_from_job(ReplaySpec(actor=ActorSpec()), job(kernels="liger"), SELECTION, "cpu")
     [choice] = [choice for choice in choices if choice.setting == KERNELS]
     assert (choice.value, choice.by) == (Kernels.MODEL, By.MACHINE)
     assert choice.why == "the job used Liger, which has no CPU kernels"

@@ -32,9 +32,9 @@ from replay.options.resolved import (
     ResolvedReplay,
 )
 from replay.options.spec import ReplaySpec
-from replay.resolution.job_defaults import from_job
+from replay.resolution.job_defaults import choose_from_job
 from replay.resolution.resolve import resolve
-from replay.resolution.selection import Selection, first_call, select
+from replay.resolution.selection import Selection, read_first_call, select
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.typed import spec_of
@@ -53,7 +53,7 @@ def resolved(world: World, *typed: str) -> ResolvedReplay:
     """The sample's replay under these options."""
     spec = spec_of([*typed, "--max-inputs", "1"])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
-    return resolve(spec, selection, first_call(selection), world, None)
+    return resolve(spec, selection, read_first_call(selection), world, None)
 
 
 def who(replay: ResolvedReplay) -> dict[str, By]:
@@ -106,10 +106,10 @@ def half(**environment: str) -> Call:
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.dtypes_of", lambda call: ["float16"])
-    on_cpu, on_cuda = (from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (choose_from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
-    assert from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
+    assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
 
 
 def test_a_window_of_the_job_is_told_from_a_default() -> None:
@@ -119,7 +119,7 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
         (ReplaySpec(), SELECTION, By.DEFAULT),
         (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
     ):
-        choice = from_job(spec, None, selection, "cpu")[3]
+        choice = choose_from_job(spec, None, selection, "cpu")[3]
         assert (choice.value, choice.by) == (selection.grad_accumulation, by)
 
 
@@ -176,7 +176,7 @@ def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
 def test_explain_prints_the_table_and_opens_no_actor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.runner.run.ReopenedActor", None)
+    monkeypatch.setattr("replay.runner.run.ReopenableActor", None)
     typed = ["--max-inputs", "1", "--dtype", "fp16", "--backend", "ddp", "--log-folder", str(tmp_path / "logs")]
     assert main([*typed, "--explain"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -214,7 +214,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.runner import rounding_floor
 from replay.runner.checkpoint import Saver
 from replay.runner.meter import Meter
-from replay.runner.replayer import ReopenedActor
+from replay.runner.replayer import ReopenableActor
 from replay.runner.replayer import Replayer
 from replay.options.spec import ReplaySpec
 from replay.tracing.writer import RunTrace
@@ -225,7 +225,7 @@ from replay.watch.progress import Tracker
 book: Logbook
 world: World
 source: ModelSource
-actor: ReopenedActor
+actor: ReopenableActor
 backend: Backend
 meter: Meter
 tracker: Tracker

@@ -141,7 +141,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
 
-    monkeypatch.setattr("replay.runner.first_uses.FACTOR", 100.0)
+    monkeypatch.setattr("replay.runner.first_uses.SLOW_FACTOR", 100.0)
     never, _ = replayed(folder, tmp_path / "never", "--no-noise-floor", *typed)
     assert [one.cost.seconds_again for one in never] == [None, 1.0, None, None, None]
     numbers = [(one.result.loss, one.result.row_log_probs, one.result.grad_norm) for one in records]

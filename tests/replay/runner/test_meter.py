@@ -31,7 +31,7 @@ def test_what_lies_between_phases_is_in_the_whole_pass_alone(monkeypatch: pytest
     with meter.phase("forward"):
         clock.now += 0.5
     clock.now += 2.0
-    with meter.paused():
+    with meter.pause():
         clock.now += 4.0
     costs, host_seconds = meter.end_pass()
     assert (costs["forward"].seconds, host_seconds) == (0.5, 2.5)
@@ -79,13 +79,13 @@ def test_where_the_peak_cannot_be_reset_the_kind_of_memory_says_so(tmp_path: Pat
     instrument = HostInstrument(proc=tmp_path)
     assert instrument.memory_kind == "resident set since process start"
     instrument.reset_peak()
-    assert instrument.memory() == (2 * MIB, 3 * MIB, None)
+    assert instrument.read_memory() == (2 * MIB, 3 * MIB, None)
 
 
 def test_without_proc_only_the_peak_since_the_start_is_known(tmp_path: Path) -> None:
     instrument = HostInstrument(proc=tmp_path / "absent")
     assert instrument.memory_kind == "resident set since process start"
-    memory = instrument.memory()
+    memory = instrument.read_memory()
     assert memory.allocated_bytes is None
     assert memory.peak_allocated_bytes > 10 * MIB
 

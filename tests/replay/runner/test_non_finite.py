@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from actor_init.backends.protocol import open_backend
 from replay.command_line.cli import main
-from replay.runner.non_finite import Search
+from replay.runner.non_finite import NonFiniteSearch
 from tests.helpers.failing_inputs import folder_of
 
 DOWN, ATTENTION = "transformer.h.1.mlp.c_proj", "transformer.h.0.attn"
@@ -112,7 +112,7 @@ def test_a_parameter_is_named_first_and_the_search_ends(tmp_path: Path, monkeypa
         with torch.no_grad():
             model.get_parameter(f"{DOWN}.weight")[3, 4] = torch.inf
 
-    monkeypatch.setattr("replay.runner.replayer.Search", partial(Search, num_left=2))
+    monkeypatch.setattr("replay.runner.replayer.NonFiniteSearch", partial(NonFiniteSearch, num_searches_left=2))
     lines, _ = replayed(tmp_path, monkeypatch, spoil, "--backend", "ddp")
     assert [line["first_non_finite"] for line in lines] == [f"parameter {DOWN}.weight"] * 2 + [None]
 
@@ -122,7 +122,7 @@ def test_a_good_run_looks_for_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def never(*_: Any) -> Any:
         raise AssertionError("there is nothing to look for")
 
-    monkeypatch.setattr("replay.runner.non_finite.Search.run", never)
+    monkeypatch.setattr("replay.runner.non_finite.NonFiniteSearch.find_first", never)
     lines, found = replayed(tmp_path, monkeypatch, lambda model: None, "--backend", "ddp", "--step")
     assert found is None
     assert all(line["error"] is None for line in lines)

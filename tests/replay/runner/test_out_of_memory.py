@@ -19,7 +19,7 @@ from replay.command_line.cli import main
 from replay.options.spec import InputsSpec, ReplaySpec
 from replay.resolution.job_defaults import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
-from replay.runner.out_of_memory import Known, OutOfMemory
+from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.watch.shutdown import Ending
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
@@ -79,7 +79,7 @@ def known(
     paths = made(folder, lengths)
     source = find_source(spec)
     model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
-    found = Known(
+    found = OutOfMemoryAnalysis(
         actor=spec.actor,
         measure=spec.measure,
         world=cast(World, OneRank()),
@@ -87,7 +87,7 @@ def known(
         inputs=paths,
         has_adapter=has_adapter,
         has_whole_logits=actor.whole_logits,
-    ).of(records, cast(Any, model))
+    ).describe_first_failure(records, cast(Any, model))
     assert found is not None
     return found
 
@@ -215,10 +215,10 @@ import gc, sys, weakref
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 from replay.command_line.cli import main
-from replay.runner.replayer import ReopenedActor
+from replay.runner.replayer import ReopenableActor
 
 models = []
-opened, inner = ReopenedActor._opened, LlamaMLP.forward
+opened, inner = ReopenableActor._open_backend, LlamaMLP.forward
 
 def open_again(actor):
     if models:
@@ -233,7 +233,7 @@ def forward(mlp, hidden):
         raise torch.OutOfMemoryError("CUDA out of memory on purpose")
     return inner(mlp, hidden)
 
-ReopenedActor._opened, LlamaMLP.forward = open_again, forward
+ReopenableActor._open_backend, LlamaMLP.forward = open_again, forward
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -60,7 +60,7 @@ class Clock:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         self.events.append("meet")
 
     def start(self) -> None:
@@ -74,11 +74,11 @@ class Clock:
         finally:
             self.events.append(f"{name} ends")
 
-    def wait(self) -> None:
+    def wait_for_slowest_rank(self) -> None:
         self.events.append("wait")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         self.events.append("pause")
         yield
         self.events.append("go on")
@@ -94,7 +94,7 @@ class Marker(PassObserver):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def at(self, phase: Phase) -> None:
+    def phase_begins(self, phase: Phase) -> None:
         self.events.append(f"at {phase.name.lower()}")
 
     def close(self, error: BaseException | None) -> None:
@@ -109,7 +109,7 @@ class Probe(PassObserver):
     def __init__(self, events: list[str], backend: Backend) -> None:
         self.events, self.backend = events, backend
 
-    def begin(self, inputs: PassInputs) -> None:
+    def before_pass(self, inputs: PassInputs) -> None:
         self.events.append("begin")
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
@@ -121,7 +121,7 @@ class Probe(PassObserver):
     def before_step(self, loss: Tensor) -> None:
         self.events.append("before the step")
 
-    def after_clock(self) -> None:
+    def after_measurement(self) -> None:
         self.events.append("reads counters")
 
 
@@ -132,21 +132,30 @@ def events() -> list[str]:
 
 @pytest.fixture
 def inputs() -> PassInputs:
-    fed = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
+    laid_out = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
     return PassInputs(
-        fed=fed, loss_of=torch.sum, trains=True, autograd=True, backward=True, ends_window=True, num_columns=1
+        actor_inputs=laid_out,
+        compute_loss=torch.sum,
+        train_mode=True,
+        builds_graph=True,
+        runs_backward=True,
+        ends_window=True,
+        captured_row_length=1,
     )
 
 
 def num_tokens(inputs: PassInputs) -> int:
-    return int(inputs.fed.action_mask_BA.sum())
+    return int(inputs.actor_inputs.action_mask_BA.sum())
 
 
 def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], inputs: PassInputs) -> None:
     backend: Any = Backend(events)
     number = num_tokens(inputs)
     outcome = run_pass(
-        backend, replace(inputs, steps=True, weight=0.5), Clock(events), [Marker(events), Probe(events, backend)]
+        backend,
+        replace(inputs, takes_step=True, loss_weight=0.5),
+        Clock(events),
+        [Marker(events), Probe(events, backend)],
     )
     assert events == [
         "begin",
@@ -199,11 +208,13 @@ def test_a_forward_alone_builds_no_graph(events: list[str], inputs: PassInputs) 
     backend: Any = Backend(events)
     graphs: list[bool] = []
 
-    def loss_of(log_probs_BA: Tensor) -> Tensor:
+    def compute_loss(log_probs_BA: Tensor) -> Tensor:
         graphs.append(log_probs_BA.requires_grad)
         return log_probs_BA.sum()
 
-    alone = replace(inputs, loss_of=loss_of, trains=False, autograd=False, backward=False, ends_window=False)
+    alone = replace(
+        inputs, compute_loss=compute_loss, train_mode=False, builds_graph=False, runs_backward=False, ends_window=False
+    )
     run_pass(backend, alone)
     assert (events, graphs) == (["forward, evaluates"], [False])
 
@@ -224,13 +235,15 @@ def test_a_pass_keeps_no_graph_and_no_logits_of_its_own(events: list[str], input
     backend: Any = Backend(events)
     seen: list[Any] = []
 
-    def loss_of(log_probs_BA: Tensor) -> Tensor:
+    def compute_loss(log_probs_BA: Tensor) -> Tensor:
         seen.append(weakref.ref(log_probs_BA))
         return log_probs_BA.sum()
 
     kept = KeptLogits()
     kept._logits = torch.zeros(1)
-    outcome = run_pass(backend, replace(inputs, fed=replace(inputs.fed, kept_logits=kept), loss_of=loss_of))
+    outcome = run_pass(
+        backend, replace(inputs, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept), compute_loss=compute_loss)
+    )
     gc.collect()
     assert seen[0]() is None
     assert kept._logits is None
@@ -245,7 +258,7 @@ def test_random_states_are_those_given_and_the_same_pass_draws_the_same(
     monkeypatch.setattr("replay.runner.run_pass.restore_random_states", restored.append)
     backend: Any = Backend(events)
     states: RandomStates = {"torch": {"cpu": bytes(3)}}
-    run_pass(backend, replace(inputs, random=states))
+    run_pass(backend, replace(inputs, random_states=states))
     run_pass(backend, inputs)
     assert restored == [states]
 

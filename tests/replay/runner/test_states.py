@@ -14,9 +14,9 @@ from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.options.spec import StateSpec
 from replay.runlog.reader import PastRun
-from replay.runner.checkpoint import state_to_load
+from replay.runner.checkpoint import find_state_to_load
 from replay.runner.replayer import Replayer
-from replay.runner.states import whole_states
+from replay.runner.states import find_whole_states
 
 TRAINING = "--step --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world")
@@ -72,7 +72,7 @@ def test_a_state_holds_whole_windows_and_is_loaded_by_the_folder_of_all(
     said = capsys.readouterr().out
     assert "not saved  the last 1 pass: their accumulation window was cut short\n" in said
     assert f"--skip-inputs 4 --max-inputs 5 --step --quiet --log-folder {tmp_path / 'logs'} --load-state" in said
-    (state,) = whole_states(tmp_path / "states")
+    (state,) = find_whole_states(tmp_path / "states")
     assert state.name == "step-000002"
     assert len((state / "rank0.jsonl").read_text().splitlines()) == 4
     going_on = ["--skip-inputs", "4", "--max-inputs", "2", "--grad-accumulation", "2", "--log-folder", str(tmp_path)]
@@ -136,8 +136,8 @@ def test_states_of_another_run_are_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_state_is_not_loaded_by_a_torch_that_runs_code_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = StateSpec(load_state=Path("runs/a"))
-    assert state_to_load(spec) == Path("runs/a")
+    assert find_state_to_load(spec) == Path("runs/a")
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
     with pytest.raises(UsageError, match=r"needs torch 2\.10\.0 or later, and 2\.9\.1\+cu126 is installed"):
-        state_to_load(spec)
-    assert state_to_load(StateSpec()) is None
+        find_state_to_load(spec)
+    assert find_state_to_load(StateSpec()) is None

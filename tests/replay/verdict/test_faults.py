@@ -126,11 +126,11 @@ def test_floors_of_other_masks_are_not_used(
     """As on CUDA, where kernels draw the masks of attention each in its own way: here the rows are reversed."""
     from replay.runner import rounding_floor
 
-    other_order = rounding_floor.other_order
+    make_rounding_variant = rounding_floor.make_rounding_variant
     monkeypatch.setattr(
         rounding_floor,
-        "other_order",
-        lambda spec, passes, **known: other_order(spec, passes, **known | {"has_dropout": False}),
+        "make_rounding_variant",
+        lambda spec, passes, **known: make_rounding_variant(spec, passes, **known | {"has_dropout": False}),
     )
     job = train(tmp_path / "job", make_model("gpt2", DROPOUT), autocast=True)
     verdict = verdict_on(job, tmp_path / "logs", "--no-packing")
