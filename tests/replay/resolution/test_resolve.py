@@ -196,7 +196,7 @@ def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) 
 ROOMS_BELOW = """
 runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
 runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
-runner: rounding_floor.in_fp32(spec)
+runner: rounding_floor.make_fp32_variant(spec)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
 tracing: RunTrace.of(path, spec, source, world, backend)
 profiling: profiled(lambda: True, backend.model, spec, world.device, path)
@@ -239,7 +239,7 @@ def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
     """mypy refuses each call, and not one that hands on what was resolved."""
     calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
     file = tmp_path / "handed_on.py"
-    lines = [*IMPORTS.splitlines(), "rounding_floor.in_fp32(resolved)", "spec: ReplaySpec", *calls]
+    lines = [*IMPORTS.splitlines(), "rounding_floor.make_fp32_variant(resolved)", "spec: ReplaySpec", *calls]
     file.write_text("\n".join(lines) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False

@@ -107,7 +107,7 @@ def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(
 class DeviceBehind(HostInstrument):
     """A device that waits for its host, as a GPU does while a kernel is looked for."""
 
-    runs_behind = True
+    is_asynchronous = True
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
