@@ -17,8 +17,8 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import count_not_recorded
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
-from capture.file_format.segment_record import SegmentRecord, digest_window
 from capture.file_format.segment import Segment, capture_exists
+from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
