@@ -15,7 +15,7 @@ from replay.output.text import MOST_RUNS, run_letters
 from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
-    from replay.tracing.first_difference import Parted
+    from replay.tracing.first_difference import FirstDifferences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Comparison:
     threshold: float
     settings: Mapping[str, Sequence[str]]
     differences: Sequence[Differences]
-    parted: "Parted"
+    parted: "FirstDifferences"
 
     @classmethod
     def read(cls, folders: Sequence[Path], *, threshold: float, names: Sequence[str] = ()) -> Self:
@@ -84,12 +84,12 @@ class Comparison:
         }
 
 
-def _first_differences(reference: PastRun, others: Sequence[PastRun]) -> "Parted":
+def _first_differences(reference: PastRun, others: Sequence[PastRun]) -> "FirstDifferences":
     """Find the first difference of each run that was traced, if the reference was."""
     if not reference.measure.trace:
         return {}
 
-    from replay.tracing.first_difference import first_difference
+    from replay.tracing.first_difference import find_first_difference
 
     traced = {number: other for number, other in enumerate(others) if other.measure.trace}
-    return {number: first_difference(reference.folder, other.folder) for number, other in traced.items()}
+    return {number: find_first_difference(reference.folder, other.folder) for number, other in traced.items()}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from replay.comparison.comparison import Comparison
 from replay.comparison.differences import Quantity
 from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds, short_names
-from replay.tracing.trace_file import Kind
+from replay.tracing.trace_file import TensorKind
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
     from replay.tracing.first_difference import FirstDifference
@@ -106,7 +106,7 @@ def parting(one: "FirstDifference | None") -> str:
     place += [f"token {one.token}"] if one.token is not None else []
     where = f" at {' '.join([*([one.source] if one.source else []), *place])}"
     by = f"{one.relative:.3g} of it, bound {one.bound:.2g}"
-    if one.kind is Kind.INPUT:
+    if one.kind is TensorKind.INPUT:
         by = f"{one.relative:.3g} of the tokens differ"
     behind = f"{one.num_following_beyond} of the {counted(one.num_following, 'tensor')} behind it leave theirs too"
     return f"{one.kind}, {one.name} {one.what}{where}: {by}; {behind}"

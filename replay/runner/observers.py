@@ -23,7 +23,7 @@ from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
-from replay.tracing.writer import RunTrace
+from replay.tracing.writer import TraceWriter
 from replay.verdict.job_values import GradientSamples, gradient_samples
 from replay.watch.progress import Phase, Tracker
 
@@ -110,13 +110,13 @@ def read_compilations() -> CompilationSection:
 class TraceObserver(PassObserver):
     """Keeps sketches of what each layer computed. A traced pass is no measurement, so the clock runs on."""
 
-    def __init__(self, trace: RunTrace) -> None:
+    def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
         self._ends_window = False
 
     def before_pass(self, inputs: PassInputs) -> None:
         self._ends_window = inputs.ends_window
-        self._trace.begin(inputs.actor_inputs)
+        self._trace.begin_pass(inputs.actor_inputs)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._trace.end_forward(log_probs_BA)

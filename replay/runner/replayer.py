@@ -46,7 +46,7 @@ from replay.runner.observers import (
     TraceObserver,
 )
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
-from replay.tracing.writer import RunTrace
+from replay.tracing.writer import TraceWriter
 from replay.verdict.job_values import (
     Recorded,
     Replayed,
@@ -167,7 +167,7 @@ class Replayer:
         meter: Meter,
         tracker: Tracker,
         same_weights: SameWeights,
-        trace: RunTrace | None = None,
+        trace: TraceWriter | None = None,
         rounds: Sequence[InputRound] = (),
         log_folder: Path | None = None,
     ) -> None:
@@ -321,7 +321,7 @@ class Replayer:
             )
         )
         if self.trace:
-            self.trace.write(record.index, record.source, num_columns=inputs.captured_row_length)
+            self.trace.write_pass(record.index, record.source, num_columns=inputs.captured_row_length)
         if not self.window.num_passes:
             self.num_inputs_completed = record.index + 1
         return record, replayed

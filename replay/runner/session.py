@@ -34,7 +34,7 @@ from replay.runner.result import Conclusion, Run, conclude
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.states import EarlierPasses
 from replay.runner.text import Console
-from replay.tracing.writer import RunTrace
+from replay.tracing.writer import TraceWriter
 from replay.verdict.findings import Setting
 from replay.verdict.judge import Outcome, Pass
 from replay.verdict.text import verdict_lines
@@ -148,7 +148,9 @@ class Session:
         ends the run early with what there is.
         """
         spec, world, tracker = self.spec, self.world, self.watch.tracker
-        trace = RunTrace.of(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
+        trace = (
+            TraceWriter.open(self.folder, spec.actor, self.source, world, actor.backend) if spec.measure.trace else None
+        )
         replayer = Replayer(
             spec,
             world,

@@ -1,9 +1,10 @@
 """Measure how far two traced runs are apart, tensor by tensor, in the order of the reference.
 
-A row is a token of an activation, or of a parameter one index of its shorter dims. The relative difference of a row is
-|other - reference| / max(|reference|, what is usual for a row): so a row that cancels to almost nothing does not count
-as far off, and a fault in a single row does not drown in the others. Usual is the median of |reference| over the
-tensor's rows that are not 0, and of gradients, which differ more from token to token, what a tenth of them exceed.
+A row of an activation is a token; a row of a parameter is one index of its shorter dim. The relative difference of a
+row is |other - reference| / max(|reference|, the typical norm of a row), so that a row which cancels to almost nothing
+does not count as far off, and a fault in a single row does not drown in the others. The typical norm is the median of
+|reference| over the tensor's rows that are not 0. Gradients differ more from token to token, so theirs is the norm that
+a tenth of the rows exceed.
 
 Shape letters: T rows, K signs of a sketch.
 """
@@ -21,160 +22,206 @@ from replay.runlog.reader import matched
 from replay.tracing.trace_file import (
     FED,
     FED_COLUMNS,
-    FED_PLACES,
+    FED_POSITIONS,
     LOG_PROBS,
     PREDICTED,
     PREDICTED_COLUMNS,
-    PREDICTED_PLACES,
-    Key,
-    Kind,
-    Table,
+    PREDICTED_POSITIONS,
+    TensorKey,
+    TensorKind,
+    TokenTable,
     TracedPass,
     TracedRun,
     TraceFile,
 )
 
-SHARE_OF_MODULE = 1e-2  # a bias whose gradient cancels is held against this share of its module's largest gradient
-SMALLEST_LOG_PROB = 1.0  # a log-prob is a difference of logits: near 0 it is as inexact as they are
-KINDS = list(Kind)
-USUAL = {Kind.PARAMETER: 0.5, Kind.FORWARD: 0.5, Kind.GRADIENT: 0.9, Kind.PARAMETER_GRADIENT: 0.9}  # quantile
+# The gradient of a bias may cancel: its difference is held against at least this share of the largest gradient in its
+# module.
+MIN_SHARE_OF_MODULE = 1e-2
+# A log-prob is a difference of logits, so near 0 it is as inexact as they are.
+MIN_LOG_PROB_NORM = 1.0
+KINDS = list(TensorKind)
+# The quantile of the norms of a tensor's rows that is their typical norm.
+TYPICAL_QUANTILE = {
+    TensorKind.PARAMETER: 0.5,
+    TensorKind.FORWARD: 0.5,
+    TensorKind.GRADIENT: 0.9,
+    TensorKind.PARAMETER_GRADIENT: 0.9,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distance:
-    """One tensor, where the two runs are farthest apart. For inputs `relative` is the share of tokens that differ."""
+class TensorDistance:
+    """One tensor, where the two runs are farthest apart. For inputs `relative` is the share of tokens that differ.
 
-    key: Key
-    group: int  # steps before it; 0 without --step
+    num_steps_before  steps of the optimizer before it; 0 without --step
+    row               of the captured micro-batch, or of the parameter
+    token             column of the captured micro-batch
+    """
+
+    key: TensorKey
+    num_steps_before: int
     relative: float
     source: str | None = None
-    row: int | None = None  # of the captured micro-batch, or of the parameter
-    token: int | None = None  # column of the captured micro-batch
+    row: int | None = None
+    token: int | None = None
 
 
-def distances(reference: TracedRun, other: TracedRun) -> list[Distance]:
+def measure_distances(reference: TracedRun, other: TracedRun) -> list[TensorDistance]:
     """Measure every tensor that both traced: parameters, then inputs, forward and backward; under --step, step by step.
+
+    Passes are paired by input, and windows by their inputs. Of a tensor that several passes of a step traced, the
+    largest distance is kept. Within a step the distances are sorted as the tensors were computed.
 
     Raises UsageError if no input is in both, or one holds other tensors.
     """
-    pairs = matched(reference.passes, other.passes, key=lambda one: one.source)
-    if not pairs:
+    pass_pairs = matched(reference.passes, other.passes, key=lambda traced_pass: traced_pass.source)
+    if not pass_pairs:
         raise UsageError(f"{other.run.folder} and {reference.run.folder} have no input in common")
-    for one, partner in pairs:
-        if one.peers[0].input.input_digest != partner.peers[0].input.input_digest:
-            raise UsageError(f"{one.source} holds other tensors in {other.run.folder}, so that no rows match")
-    all_distances = list(_of_tables(reference.parameters, other.parameters, group=0, source=None))
-    passes: dict[int, list[Distance]] = {}
-    orders: dict[int, list[Key]] = {}
-    steps = reference.run.measure.step
-    for one, partner in pairs:
-        group = one.num_windows_before if steps else 0
-        a, b = reference.traced(one), other.traced(partner)
-        orders.setdefault(group, a.order)
-        passes.setdefault(group, []).extend(_of_pass(a, b, group))
-    for window, partner_window in matched(reference.windows, other.windows, key=lambda window: window.inputs):
-        group = reference.windows.index(window) if steps else 0
-        tables = _of_tables(
-            reference.end_of(window), other.end_of(partner_window), group=group, source=window.inputs[0]
+    for reference_pass, other_pass in pass_pairs:
+        if reference_pass.peers[0].input.input_digest != other_pass.peers[0].input.input_digest:
+            raise UsageError(
+                f"{reference_pass.source} holds other tensors in {other.run.folder}, so that no rows match"
+            )
+    weights = list(_measure_parameters(reference.parameters, other.parameters, num_steps_before=0, source=None))
+    by_step: dict[int, list[TensorDistance]] = {}
+    orders: dict[int, list[TensorKey]] = {}
+    has_steps = reference.run.measure.step
+    for reference_pass, other_pass in pass_pairs:
+        num_steps = reference_pass.num_windows_before if has_steps else 0
+        traced, other_traced = reference.open_pass(reference_pass), other.open_pass(other_pass)
+        orders.setdefault(num_steps, traced.order)
+        by_step.setdefault(num_steps, []).extend(_measure_pass(traced, other_traced, num_steps))
+    for window, other_window in matched(reference.windows, other.windows, key=lambda window: window.inputs):
+        num_steps = reference.windows.index(window) if has_steps else 0
+        gradients = _measure_parameters(
+            reference.open_window_end(window),
+            other.open_window_end(other_window),
+            num_steps_before=num_steps,
+            source=window.inputs[0],
         )
-        passes.setdefault(group, []).extend(tables)
-    for group, ones in sorted(passes.items()):
-        all_distances += _in_order(_farthest(ones), orders.get(group, []))
-    return all_distances
+        by_step.setdefault(num_steps, []).extend(gradients)
+    distances = weights
+    for num_steps, step_distances in sorted(by_step.items()):
+        distances += _sort_as_computed(_keep_largest(step_distances), orders.get(num_steps, []))
+    return distances
 
 
-def _farthest(ones: Sequence[Distance]) -> list[Distance]:
-    """Keep one distance for each key: the largest of all passes."""
-    largest: dict[Key, Distance] = {}
-    for one in ones:
-        if one.key not in largest or one.relative > largest[one.key].relative:
-            largest[one.key] = one
+def _keep_largest(distances: Sequence[TensorDistance]) -> list[TensorDistance]:
+    """Keep one distance for each tensor: the largest of all passes."""
+    largest: dict[TensorKey, TensorDistance] = {}
+    for distance in distances:
+        if distance.key not in largest or distance.relative > largest[distance.key].relative:
+            largest[distance.key] = distance
     return list(largest.values())
 
 
-def _in_order(ones: list[Distance], order: Sequence[Key]) -> list[Distance]:
-    """Sort as executed; the gradient of a parameter comes behind that of its module's output."""
+def _sort_as_computed(distances: list[TensorDistance], order: Sequence[TensorKey]) -> list[TensorDistance]:
+    """Sort in the order of the pass; the gradient of a parameter comes after that of its module's output."""
     places = {key: place for place, key in enumerate(order)}
-    came_back = {key.name: place for key, place in reversed(places.items()) if key.kind is Kind.GRADIENT}
+    gradient_places = {key.name: place for key, place in reversed(places.items()) if key.kind is TensorKind.GRADIENT}
 
-    def place(one: Distance) -> tuple[int, float]:
-        kind = min(KINDS.index(one.key.kind), KINDS.index(Kind.GRADIENT))
-        if one.key.kind is not Kind.PARAMETER_GRADIENT:
-            return kind, places.get(one.key, -1)
-        modules = [name for name in came_back if one.key.name.startswith(f"{name}.")]
-        return kind, came_back[max(modules, key=len)] + 0.5 if modules else len(order)
+    def find_place(distance: TensorDistance) -> tuple[int, float]:
+        key = distance.key
+        kind = min(KINDS.index(key.kind), KINDS.index(TensorKind.GRADIENT))
+        if key.kind is not TensorKind.PARAMETER_GRADIENT:
+            return kind, places.get(key, -1)
+        modules = [name for name in gradient_places if key.name.startswith(f"{name}.")]
+        return kind, gradient_places[max(modules, key=len)] + 0.5 if modules else len(order)
 
-    return sorted(ones, key=place)
+    return sorted(distances, key=find_place)
 
 
-def _of_pass(a: TracedPass, b: TracedPass, group: int) -> Iterator[Distance]:
+def _measure_pass(reference: TracedPass, other: TracedPass, num_steps_before: int) -> Iterator[TensorDistance]:
     """Measure one pass. Where tp ranks disagree, the pair that is farthest apart counts."""
 
-    def distance(key: Key, relative: float, place: int) -> Distance:
-        row, token = divmod(place, a.num_columns)
-        return Distance(key=key, group=group, relative=relative, source=a.source, row=row, token=token)
+    def describe(key: TensorKey, relative: float, position: int) -> TensorDistance:
+        row, token = divmod(position, reference.num_columns)
+        return TensorDistance(
+            key=key,
+            num_steps_before=num_steps_before,
+            relative=relative,
+            source=reference.source,
+            row=row,
+            token=token,
+        )
 
-    for name, places, columns in ((FED, FED_PLACES, FED_COLUMNS), (PREDICTED, PREDICTED_PLACES, PREDICTED_COLUMNS)):
-        both = list(product(a.tables(name, places), b.tables(name, places)))
+    inputs = ((FED, FED_POSITIONS, FED_COLUMNS), (PREDICTED, PREDICTED_POSITIONS, PREDICTED_COLUMNS))
+    for name, positions, columns in inputs:
+        pairs = list(product(reference.read_tables(name, positions), other.read_tables(name, positions)))
         for number, column in enumerate(columns):
-            shares = [_share_that_differs(one, partner, number) for one, partner in both]
-            yield distance(Key(Kind.INPUT, column, "fed"), *max(shares))
-    others = set(b.order)
-    goes_back = any(key.kind is Kind.GRADIENT for key in others)
-    for key in a.order:
-        if key.kind is Kind.GRADIENT and goes_back and key not in others and key._replace(kind=Kind.FORWARD) in others:
-            yield distance(key, math.inf, 0)  # seen in forward, and nothing came back to it
-        elif key in others and key.kind in (Kind.FORWARD, Kind.GRADIENT):
-            both = list(product(a.tables(key), b.tables(key)))
-            yield distance(key, *max(_largest_of_tokens(key, one, partner) for one, partner in both))
+            shares = [_find_share_that_differs(table, other_table, number) for table, other_table in pairs]
+            yield describe(TensorKey(TensorKind.INPUT, column, "fed"), *max(shares))
+    other_keys = set(other.order)
+    has_gradients = any(key.kind is TensorKind.GRADIENT for key in other_keys)
+    for key in reference.order:
+        is_gradient = key.kind is TensorKind.GRADIENT
+        if is_gradient and has_gradients and key not in other_keys:
+            # The other run computed the tensor in its forward, and its backward brought no gradient back to it.
+            if key._replace(kind=TensorKind.FORWARD) in other_keys:
+                yield describe(key, math.inf, 0)
+        elif key in other_keys and key.kind in (TensorKind.FORWARD, TensorKind.GRADIENT):
+            pairs = list(product(reference.read_tables(key), other.read_tables(key)))
+            yield describe(key, *max(_find_largest_of_tokens(key, table, other_table) for table, other_table in pairs))
 
 
-def _share_that_differs(a: Table, b: Table, column: int) -> tuple[float, int]:
+def _find_share_that_differs(reference: TokenTable, other: TokenTable, column: int) -> tuple[float, int]:
     """Return the share of tokens that differ, and the first. Tokens of one run alone count in the first column."""
-    is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
-    differ_T = a.values_TK[is_in_a, column] != b.values_TK[is_in_b, column]
-    places = a.places_T[is_in_a][differ_T]
+    is_shared_T = torch.isin(reference.positions_T, other.positions_T)
+    is_shared_in_other_T = torch.isin(other.positions_T, reference.positions_T)
+    differs_T = reference.values_TK[is_shared_T, column] != other.values_TK[is_shared_in_other_T, column]
+    positions = reference.positions_T[is_shared_T][differs_T]
     if column == 0:
-        places = torch.cat([places, a.places_T[~is_in_a], b.places_T[~is_in_b]])
-    return len(places) / max(1, len(a.places_T), len(b.places_T)), int(places.min()) if len(places) else 0
+        unshared = reference.positions_T[~is_shared_T], other.positions_T[~is_shared_in_other_T]
+        positions = torch.cat([positions, *unshared])
+    num_tokens = max(1, len(reference.positions_T), len(other.positions_T))
+    return len(positions) / num_tokens, int(positions.min()) if len(positions) else 0
 
 
-def _largest_of_tokens(key: Key, a: Table, b: Table) -> tuple[float, int]:
+def _find_largest_of_tokens(key: TensorKey, reference: TokenTable, other: TokenTable) -> tuple[float, int]:
     """Return the largest difference of a token that both have; other tokens are a difference of the inputs."""
-    is_in_a, is_in_b = torch.isin(a.places_T, b.places_T), torch.isin(b.places_T, a.places_T)
-    smallest = SMALLEST_LOG_PROB if key == Key(Kind.FORWARD, LOG_PROBS, "output") else 0.0
-    relative, row = _largest(key.kind, a.values_TK[is_in_a], b.values_TK[is_in_b], smallest)
-    return relative, int(a.places_T[is_in_a][row]) if is_in_a.any() else 0
+    is_shared_T = torch.isin(reference.positions_T, other.positions_T)
+    is_shared_in_other_T = torch.isin(other.positions_T, reference.positions_T)
+    min_norm = MIN_LOG_PROB_NORM if key == TensorKey(TensorKind.FORWARD, LOG_PROBS, "output") else 0.0
+    relative, row = _find_largest_row(
+        key.kind, reference.values_TK[is_shared_T], other.values_TK[is_shared_in_other_T], min_norm
+    )
+    return relative, int(reference.positions_T[is_shared_T][row]) if is_shared_T.any() else 0
 
 
-def _of_tables(a: TraceFile, b: TraceFile, *, group: int, source: str | None) -> Iterator[Distance]:
+def _measure_parameters(
+    reference: TraceFile, other: TraceFile, *, num_steps_before: int, source: str | None
+) -> Iterator[TensorDistance]:
     """Measure parameters, or their gradients."""
-    kinds = (Kind.PARAMETER, Kind.PARAMETER_GRADIENT)
-    keys = [key for key in a.order if key.kind in kinds and key in b.order]
-    sketches = {key: a.tensor(key) for key in keys}
+    kinds = (TensorKind.PARAMETER, TensorKind.PARAMETER_GRADIENT)
+    keys = [key for key in reference.order if key.kind in kinds and key in other.order]
+    sketches = {key: reference.read_tensor(key) for key in keys}
     for key, sketch_TK in sketches.items():
-        siblings = [sketches[one] for one in keys if _module(one) == _module(key)]
+        siblings = [sketches[sibling] for sibling in keys if _module_name(sibling) == _module_name(key)]
         is_vector = len(sketch_TK) == 1
-        smallest = SHARE_OF_MODULE * max(float(one.norm()) for one in siblings) if is_vector else 0.0
-        relative, row = _largest(key.kind, sketch_TK, b.tensor(key), smallest)
-        yield Distance(key=key, group=group, relative=relative, source=source, row=row)
+        min_norm = MIN_SHARE_OF_MODULE * max(float(sketch.norm()) for sketch in siblings) if is_vector else 0.0
+        relative, row = _find_largest_row(key.kind, sketch_TK, other.read_tensor(key), min_norm)
+        yield TensorDistance(key=key, num_steps_before=num_steps_before, relative=relative, source=source, row=row)
 
 
-def _module(key: Key) -> str:
+def _module_name(key: TensorKey) -> str:
     return key.name.rpartition(".")[0]
 
 
-def _largest(kind: Kind, reference_TK: Tensor, other_TK: Tensor, smallest: float) -> tuple[float, int]:
-    """Return the largest relative difference of a row, and which row; 0 where there is none. nan beside nan is none."""
+def _find_largest_row(kind: TensorKind, reference_TK: Tensor, other_TK: Tensor, min_norm: float) -> tuple[float, int]:
+    """Return the largest relative difference of a row, and which row; 0 where no row differs.
+
+    A row that holds NaN in both runs does not differ; one that holds it in one run alone differs infinitely.
+    """
     if reference_TK.shape != other_TK.shape:
         return math.inf, 0
     if not len(reference_TK):
         return 0.0, 0
     reference_TK, other_TK = reference_TK.double(), other_TK.double()
-    size_T = reference_TK.norm(dim=1)
-    sizes = size_T[size_T > 0]
-    usual = float(sizes.quantile(USUAL[kind])) if len(sizes) else 0.0
-    scale_T = size_T.clamp(min=max(smallest, usual))
+    norm_T = reference_TK.norm(dim=1)
+    norms = norm_T[norm_T > 0]
+    typical_norm = float(norms.quantile(TYPICAL_QUANTILE[kind])) if len(norms) else 0.0
+    scale_T = norm_T.clamp(min=max(min_norm, typical_norm))
     difference_T = (other_TK - reference_TK).norm(dim=1)
     relative_T = torch.where(difference_T == 0, 0.0, difference_T / scale_T)
     both_nan_T = reference_TK.isnan().any(dim=1) & other_TK.isnan().any(dim=1)

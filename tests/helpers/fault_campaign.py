@@ -24,8 +24,8 @@ from replay.comparison.differences import compare
 from replay.options.spec import edge_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
-from replay.tracing.distances import distances
-from replay.tracing.first_difference import FirstDifference, first_difference
+from replay.tracing.distances import measure_distances
+from replay.tracing.first_difference import FirstDifference, find_first_difference
 from replay.tracing.trace_file import TracedRun
 from tests.helpers.commands import ROOT
 from tests.helpers.faults import Fault
@@ -148,7 +148,7 @@ def comparing_once() -> Iterator[None]:
         patch.object(PastRun, "read", cache(PastRun.read)),
         patch.object(TracedRun, "read", cache(TracedRun.read)),
         patch("replay.agreement.noise_floor.compare", once(compare)),
-        patch("replay.tracing.first_difference.distances", once(distances)),
+        patch("replay.tracing.first_difference.measure_distances", once(measure_distances)),
     ):
         yield
 
@@ -191,7 +191,7 @@ class Campaign:
         """What parity names first, by the rule of `replay.commands.parity.runs`."""
         equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
         [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
-        return first_difference(
+        return find_first_difference(
             self._log(number, reference, ""),
             self._log(number, cell, fault),
             [self._log(number, one, "") for one in equivalents],

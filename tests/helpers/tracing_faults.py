@@ -1,4 +1,4 @@
-"""Faults at known places of a model of two layers, for one process: what `first_difference` has to name."""
+"""Faults at known places of a model of two layers, for one process: what `find_first_difference` has to name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +14,14 @@ from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from replay.objective.objective import negated_mean
-from replay.tracing.trace_file import Kind
+from replay.tracing.trace_file import TensorKind
 
 BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
 PLACE_OF_BORDER = (1, 180)  # row and token as captured: the row is padded on its left
 
-Found = tuple[Kind, str, str, int | None, tuple[int, int] | None]  # kind, name, what, layer; row and token if known
+Found = tuple[
+    TensorKind, str, str, int | None, tuple[int, int] | None
+]  # kind, name, what, layer; row and token if known
 
 
 def in_module(name: str, breaks: Callable[[nn.Module], object]) -> AbstractContextManager[Any]:
@@ -100,45 +102,45 @@ FAULTS: Mapping[str, tuple[Callable[[], AbstractContextManager[Any]], str, Found
     "a norm's sign": (
         lambda: in_module("model.layers.1.input_layernorm", swap_sign),
         "",
-        (Kind.FORWARD, "model.layers.1.input_layernorm", "output", 1, None),
+        (TensorKind.FORWARD, "model.layers.1.input_layernorm", "output", 1, None),
     ),
     "a stale row of a weight": (
         lambda: in_module("model.layers.1.mlp.up_proj", change_one_row),
         "",
-        (Kind.PARAMETER, "model.layers.1.mlp.up_proj.weight", "weight", 1, None),
+        (TensorKind.PARAMETER, "model.layers.1.mlp.up_proj.weight", "weight", 1, None),
     ),
     "attention at a border alone": (
         lambda: in_module("model.layers.1.self_attn.o_proj", change_border),
         "",
-        (Kind.FORWARD, "model.layers.1.self_attn.o_proj", "input", 1, PLACE_OF_BORDER),
+        (TensorKind.FORWARD, "model.layers.1.self_attn.o_proj", "input", 1, PLACE_OF_BORDER),
     ),
-    "positions not reset": (lambda: fed(counted), "", (Kind.INPUT, "position_ids", "fed", None, PLACE_OF_BORDER)),
+    "positions not reset": (lambda: fed(counted), "", (TensorKind.INPUT, "position_ids", "fed", None, PLACE_OF_BORDER)),
     "positions not reset, inside": (
         wrong_below_the_inputs,
         "",
-        (Kind.FORWARD, "model.rotary_emb", "output", None, None),
+        (TensorKind.FORWARD, "model.rotary_emb", "output", None, None),
     ),
     "mask off by one": (
         lambda: fed(lambda inputs: {"attention_mask_BS": torch.roll(_mask(inputs), 1, dims=1)}),
         "--no-packing",
-        (Kind.INPUT, "attention_mask", "fed", None, None),
+        (TensorKind.INPUT, "attention_mask", "fed", None, None),
     ),
     "action mask off by one": (
         lambda: fed(lambda inputs: {"predictor_N": inputs.predictor_N - 1}),
         "",
-        (Kind.INPUT, "action_mask", "fed", None, None),
+        (TensorKind.INPUT, "action_mask", "fed", None, None),
     ),
     "a gradient scaled": (
         lambda: in_module("model.layers.0.mlp.up_proj", scale_gradient),
         "",
-        (Kind.GRADIENT, "model.layers.0.mlp.up_proj", "output", 0, None),
+        (TensorKind.GRADIENT, "model.layers.0.mlp.up_proj", "output", 0, None),
     ),
     "a gradient reduced twice": (
         reduced_twice,
         "",
-        (Kind.PARAMETER_GRADIENT, "model.layers.1.mlp.down_proj.weight", "gradient", 1, None),
+        (TensorKind.PARAMETER_GRADIENT, "model.layers.1.mlp.down_proj.weight", "gradient", 1, None),
     ),
-    "loss over too many tokens": (loss_over_padding, "", (Kind.GRADIENT, "log_probs", "output", None, None)),
+    "loss over too many tokens": (loss_over_padding, "", (TensorKind.GRADIENT, "log_probs", "output", None, None)),
 }
 
 

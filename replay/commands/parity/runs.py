@@ -24,7 +24,7 @@ from replay.processes.pool import Machine, RunLimits
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED
-from replay.tracing.first_difference import FirstDifference, first_difference
+from replay.tracing.first_difference import FirstDifference, find_first_difference
 
 SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
@@ -207,7 +207,7 @@ class Partings:
         equivalents = [one for one in others if one.ground == cell.ground]
         reference = self._rows[cell.reference].cell
         folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
-        return first_difference(folders[0], folders[1], folders[2:])
+        return find_first_difference(folders[0], folders[1], folders[2:])
 
     def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
         """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""

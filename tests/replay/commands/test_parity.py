@@ -261,7 +261,7 @@ def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_ca
         windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
         asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
 
-    monkeypatch.setattr(parting, "first_difference", first_difference)
+    monkeypatch.setattr(parting, "find_first_difference", first_difference)
     assert typed(tmp_path, "--first-difference") == 1
     assert asked == [["fsdp2 sdpa", "fsdp2 sdpa", "fsdp2 eager"], ["fsdp2 sdpa", "deepspeed auto", "fsdp2 eager"]]
     assert windows == {(True, 1, 1)}  # y, where they are farthest apart

@@ -198,7 +198,7 @@ runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", 
 runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
 runner: rounding_floor.make_fp32_variant(spec)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
-tracing: RunTrace.of(path, spec, source, world, backend)
+tracing: TraceWriter.open(path, spec, source, world, backend)
 profiling: profiled(lambda: True, backend.model, spec, world.device, path)
 verdict: judge([], spec)
 watch: Tracker(path, spec)
@@ -217,7 +217,7 @@ from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenableActor
 from replay.runner.replayer import Replayer
 from replay.options.spec import ReplaySpec
-from replay.tracing.writer import RunTrace
+from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import judge
 from replay.verdict.weight_check import SameWeights
 from replay.watch.progress import Tracker

@@ -14,8 +14,8 @@ from actor_init.world import World
 from replay.command_line import cli
 from replay.command_line.cli import action_of
 from replay.runner.run import run_in
-from replay.tracing.first_difference import FirstDifference, first_difference
-from replay.tracing.trace_file import Kind, TraceFile
+from replay.tracing.first_difference import FirstDifference, find_first_difference
+from replay.tracing.trace_file import TensorKind, TraceFile
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.read_logs import read_log
 from tests.helpers.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
@@ -70,7 +70,7 @@ def arguments_of(flags: str, model: Path, logs: Path) -> list[str]:
     ],
 )
 def test_right_runs_have_no_first_difference(traced: Run, model: str, flags: str) -> None:
-    assert first_difference(traced(model=model), traced(flags, model)) is None
+    assert find_first_difference(traced(model=model), traced(flags, model)) is None
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -78,7 +78,7 @@ def test_a_fault_is_named_where_it_is(traced: Run, name: str) -> None:
     fault, flags, (kind, qualified, what, layer, place) = FAULTS[name]
     with fault():
         wrong = traced(flags, anew=True)
-    one = first_difference(traced(), wrong)
+    one = find_first_difference(traced(), wrong)
     assert one is not None
     assert (one.kind, one.name, one.what, one.layer) == (kind, qualified, what, layer)
     assert one.relative > one.bound
@@ -94,18 +94,18 @@ def test_a_right_run_in_bf16_shows_what_fp32_would_not_allow(traced: Run) -> Non
 
     with in_module("model.layers.0.mlp.gate_proj", lowered):
         wrong = traced(anew=True)
-    one = first_difference(traced(), wrong)
+    one = find_first_difference(traced(), wrong)
     assert one is not None
-    assert (one.kind, one.name, one.layer) == (Kind.FORWARD, "model.layers.0.mlp.gate_proj", 0)
+    assert (one.kind, one.name, one.layer) == (TensorKind.FORWARD, "model.layers.0.mlp.gate_proj", 0)
 
 
 def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
     """What they differ by, four times over, is allowed: here by 1 % in one layer, which nothing else would allow."""
     with in_module("model.layers.1.self_attn.o_proj", change_border):
         wrong = traced(anew=True)
-    assert first_difference(traced(), wrong, [traced("--no-packing")]) is not None
-    assert first_difference(traced(), wrong, [traced("--no-packing"), wrong]) is None
-    unlike = first_difference(traced(), traced("--dtype bf16"), [traced("--no-packing")])
+    assert find_first_difference(traced(), wrong, [traced("--no-packing")]) is not None
+    assert find_first_difference(traced(), wrong, [traced("--no-packing"), wrong]) is None
+    unlike = find_first_difference(traced(), traced("--dtype bf16"), [traced("--no-packing")])
     assert unlike is None, "what fp32 runs differ by is no bound for bf16"
 
 
@@ -124,22 +124,22 @@ def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
     with patch("actor_init.backends.fsdp2.compile_blocks"):
         log = traced("--compile", anew=True)
     file = TraceFile.open(next((log / "trace").glob("pass*")))
-    assert file.about.seen == "blocks"
+    assert file.metadata.seen == "blocks"
     keys = file.order
-    inside = [key.name for key in keys if key.name.count(".") > 2 and key.kind is not Kind.PARAMETER_GRADIENT]
+    inside = [key.name for key in keys if key.name.count(".") > 2 and key.kind is not TensorKind.PARAMETER_GRADIENT]
     assert inside == []
     assert "model.layers.1" in {key.name for key in keys}
-    assert first_difference(traced("--no-packing"), log) is None
+    assert find_first_difference(traced("--no-packing"), log) is None
 
 
 def test_steps_are_compared_one_by_one(traced: Run) -> None:
     """After a step with another learning rate the next pass differs, though every weight began equal."""
     flags = "--max-inputs 2 --step --learning-rate"
-    one = first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 2e-2"))
+    one = find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 2e-2"))
     assert one is not None
-    assert (one.kind, one.name) == (Kind.FORWARD, "model.embed_tokens")
+    assert (one.kind, one.name) == (TensorKind.FORWARD, "model.embed_tokens")
     assert str(one.source).endswith("5.pkl")
-    assert first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 1e-2", anew=True)) is None
+    assert find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 1e-2", anew=True)) is None
 
 
 def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,20 +160,20 @@ def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFi
 def test_traces_that_cannot_be_used_are_refused(traced: Run, tmp_path: Path) -> None:
     untraced = write_log(tmp_path / "untraced", [passed(0, "x")])
     with pytest.raises(UsageError, match=r"was not traced. Try: replay trace=True"):
-        first_difference(traced(), untraced)
+        find_first_difference(traced(), untraced)
     cut, gone = (shutil.copytree(traced(), tmp_path / name) for name in ("cut", "gone"))
     file = next((cut / "trace").glob("pass*"))
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UsageError, match="is not there or damaged"):
-        first_difference(traced(), cut)
+        find_first_difference(traced(), cut)
     next((gone / "trace").glob("pass*")).unlink()
     with pytest.raises(UsageError, match=r"Try: the run again, with trace=True"):
-        first_difference(traced(), gone)
+        find_first_difference(traced(), gone)
     with pytest.raises(UsageError, match="no input in common"):
-        first_difference(traced(), traced("--skip-inputs 1"))
+        find_first_difference(traced(), traced("--skip-inputs 1"))
 
 
-SHARDED: dict[int, dict[str, tuple[str, str, str, tuple[Kind, str] | None]]] = {  # by tp: model, flags, sabotage
+SHARDED: dict[int, dict[str, tuple[str, str, str, tuple[TensorKind, str] | None]]] = {  # by tp: model, flags, sabotage
     2: {
         "tp": ("qwen3, norms on heads", "--tp 2", "", None),
         "tp, tied": ("llama, tied, biases, uneven", "--tp 2", "", None),
@@ -183,22 +183,22 @@ SHARDED: dict[int, dict[str, tuple[str, str, str, tuple[Kind, str] | None]]] = {
             "llama",
             "--tp 2",
             "column_for_a_row",
-            (Kind.PARAMETER, "model.layers.0.self_attn.o_proj.weight"),
+            (TensorKind.PARAMETER, "model.layers.0.self_attn.o_proj.weight"),
         ),
-        "other tokens": ("llama", "--tp 2", "different_inputs", (Kind.INPUT, "input_ids")),
+        "other tokens": ("llama", "--tp 2", "different_inputs", (TensorKind.INPUT, "input_ids")),
         "not summed": (
             "qwen3, norms on heads",
             "--tp 2",
             "head_norms_not_summed",
-            (Kind.PARAMETER_GRADIENT, "model.layers.1.self_attn.k_norm.weight"),
+            (TensorKind.PARAMETER_GRADIENT, "model.layers.1.self_attn.k_norm.weight"),
         ),
     },
     1: {
         "ring": ("llama", "--ring 2 --backend deepspeed", "", None),
         "ring, fsdp2": ("gemma3, sliding window, softcap", "--ring 2", "", None),
-        "own keys": ("llama", "--ring 2", "own_keys_alone", (Kind.FORWARD, "model.layers.0.self_attn.o_proj")),
-        "own positions": ("llama", "--ring 2", "positions_from_zero", (Kind.INPUT, "position_ids")),
-        "averaged": ("llama", "--ring 2", "ring_averaged", (Kind.GRADIENT, "lm_head")),
+        "own keys": ("llama", "--ring 2", "own_keys_alone", (TensorKind.FORWARD, "model.layers.0.self_attn.o_proj")),
+        "own positions": ("llama", "--ring 2", "positions_from_zero", (TensorKind.INPUT, "position_ids")),
+        "averaged": ("llama", "--ring 2", "ring_averaged", (TensorKind.GRADIENT, "lm_head")),
     },
 }
 
@@ -221,5 +221,5 @@ def test_sharded_runs_are_put_together_and_faults_in_them_are_named(
     traced: Run, sharded: dict[str, Path], name: str
 ) -> None:
     [(model, _, _, expected)] = [jobs[name] for jobs in SHARDED.values() if name in jobs]
-    one: FirstDifference | None = first_difference(traced(model=model), sharded[name])
+    one: FirstDifference | None = find_first_difference(traced(model=model), sharded[name])
     assert (one and (one.kind, one.name)) == expected
