@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from actor_init.world import World
 from benchmarks import long_input
 from benchmarks.side_by_side import opened
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
 from replay.profiling.shares import Interval, seconds_by_work, work_of
 from replay.runlog.summary import peak_bytes
@@ -80,7 +80,7 @@ def main() -> int:
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
         options += [] if "--model" in options else ["--model", "llama-3.1-8b"]
         options += ["--compile"] if compiled else []
-        spec = action_of(options).args[0].spec
+        spec = parse_command_line(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
             ceiling = _matmul_ceiling(world.device)
             theirs = _held_by(lambda: _torchtitan(arguments, compiled, world), world.device)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
-from replay.on_ray.cells import Cells
-from replay.on_ray.cluster import cluster_at
+from replay.on_ray.cluster import open_cluster
+from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
@@ -26,9 +26,9 @@ def seconds_on(num_slots: int, seconds: float) -> float:
     """Return how long the cells take on a cluster with that many slots, which runs already."""
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": num_slots, "include_dashboard": False})
     try:
-        with cluster_at(started.address) as cluster, tempfile.TemporaryDirectory() as folder:
+        with open_cluster(started.address) as cluster, tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
-            run = Cells(cluster, root, module="tests.helpers.cell_program")
+            run = RayTaskRunner(cluster, root, module="tests.helpers.cell_program")
             assert cluster.agents
             began = time.monotonic()
             done = list(run((number, task(root / str(number), seconds)) for number in range(NUM_CELLS)))

@@ -25,7 +25,7 @@ from actor_init.world import World
 from benchmarks.side_by_side import opened
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     arguments, replay_arguments = parser.parse_known_args()
-    spec = action_of(replay_arguments).args[0].spec
+    spec = parse_command_line(replay_arguments).args[0].spec
     assert spec.actor.packing, "the bare loop packs its rows"
     with World.from_env(ParallelSpec()) as world:
         replayer, paths = opened(spec, world, Path(tempfile.mkdtemp()))

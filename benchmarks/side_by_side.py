@@ -19,7 +19,7 @@ import torch
 
 from actor_init.world import World
 from capture.file_format.capture_file import read_call
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
@@ -42,7 +42,7 @@ def main() -> int:
     arguments = parser.parse_args()
     common = ["--inputs", str(arguments.inputs), "--max-inputs", str(arguments.max_inputs)]
     common += shlex.split(arguments.common)
-    specs = [action_of([*common, *shlex.split(side)]).args[0].spec for side in arguments.sides]
+    specs = [parse_command_line([*common, *shlex.split(side)]).args[0].spec for side in arguments.sides]
     with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
         blocks = [_block_of(spec, world, Path(folder)) for spec in specs]
         names = [*arguments.sides, f"{arguments.sides[0]} (again)"]

@@ -157,7 +157,7 @@ def hashes(home: Path) -> dict[str, str]:
         for kind, broken in (("first", ""), ("again", ""), ("faulty", fault.name)):
             run = Run(cell=cell, logs=home / f"{fault.name}-{kind}", fault=broken)
             spec = replace(cell.spec, inputs=replace(cell.spec.inputs, max_inputs=1))
-            job = ChildJob(spec=spec).logging_into(run.logs).text
+            job = ChildJob(spec=spec).with_log_folder(run.logs).text
             compare = str(home / f"{fault.name}-{kind}.json")
             jobs.setdefault(run.world, []).append({"job": job, "fault": broken, "compare": compare})
     for world, own in jobs.items():

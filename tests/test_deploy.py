@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from replay.command_line.cli import action_of, main
+from replay.command_line.cli import main, parse_command_line
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.ports import free_port
@@ -225,7 +225,7 @@ def test_a_kuberay_job_has_fields_of_its_schema_and_adds_up(path: Path) -> None:
     assert program == "replay"
     assert typed[:4] == ["--launcher", "ray", "--address", "auto"]
     assert typed[4] == "--processes"
-    num_workers, spec = int(typed[5]), action_of(typed[6:]).args[0].spec
+    num_workers, spec = int(typed[5]), parse_command_line(typed[6:]).args[0].spec
     assert num_workers == workers["replicas"] * int(pods[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert num_workers % (spec.actor.parallel.tp * spec.actor.parallel.ring) == 0
     assert Path("/shared") in spec.measure.log_folder.parents

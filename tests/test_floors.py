@@ -73,7 +73,7 @@ LIBRARIES = {
     "pyarrow": {"replay/commands/suite/inputs.py"},
     "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py", "replay/campaign/training_rank.py"}
-    | {f"replay/on_ray/{name}.py" for name in ("cells", "cluster", "fit", "launch", "rank", "node_actors")},
+    | {f"replay/on_ray/{name}.py" for name in ("cluster", "launch", "node_actors", "ray_train", "task_runner")},
 }
 OPTIONAL = {  # in capture
     "capture/integrations.py": {"transformers"},  # for those who import it: they have the trainer

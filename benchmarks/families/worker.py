@@ -19,7 +19,7 @@ import transformers
 from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.option_parsing import in_flags
 from replay.runner.run import run_in
 from replay.watch.watcher import Watch
@@ -47,7 +47,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
     with tempfile.TemporaryDirectory() as logs:
         where = ["--model", str(model), "--inputs", str(inputs), "--log-folder", logs, "--timeout", "600"]
         try:
-            spec = action_of([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0].spec
+            spec = parse_command_line([*form.arguments, "--dtype", "fp32", "--quiet", *where]).args[0].spec
             run = run_in(world, spec)
             dist.barrier()
             if world.rank:

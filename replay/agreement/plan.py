@@ -172,7 +172,7 @@ def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
     first, *others = environments
     cells = [replace(cell, python=first.python) for cell in planned.cells]
     for number, other in enumerate(others, start=2):
-        suffix = f"env {number}: {other.beside(first) or 'the same versions'}"
+        suffix = f"env {number}: {other.describe_differences(first) or 'the same versions'}"
         cells += [
             replace(
                 cell,

@@ -30,7 +30,7 @@ from replay.campaign.executor import Executor
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import REFUSED, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
+from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
 from replay.profiling.prediction import Shape, read_shapes
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, refuse_other_versions, versions
@@ -71,7 +71,7 @@ class Job:
 
 def ended_early(child: Child) -> bool:
     """Did a replay neither come to its end nor refuse its options?"""
-    return child.exit_code not in (0, 1, REFUSED)
+    return child.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
 class Settled(NamedTuple):
@@ -193,7 +193,7 @@ class Campaign(Generic[Plan]):
 
         storage  where jobs keep the states that they go on from; None: they keep none
         """
-        self._limit, self._until = limits.each, limits.end()
+        self._limit, self._until = limits.each, limits.compute_deadline()
         if storage is None:
             self._run_tasks = where.runner(self.folder, self.machine, limits.at_once)
         else:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from actor_init.spec import UsageError
 from replay.campaign.training import Trainings
-from replay.on_ray.cells import Cells
-from replay.on_ray.cluster import Cluster, cluster_at
+from replay.on_ray.cluster import Cluster, open_cluster
+from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
 from replay.output.text import counted
-from replay.processes.launch import visible_gpus
+from replay.processes.launch import list_gpus
 from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 
@@ -38,8 +38,8 @@ class Executor(Protocol):
 
 class ThisMachine:
     def machine(self, num_devices: int | None, option: str) -> Machine:
-        machine, here = Machine.here(num_devices), Machine.here()
-        if not machine.fits_into(here):
+        machine, here = Machine.detect(num_devices), Machine.detect()
+        if not machine.is_part_of(here):
             raise UsageError(
                 f"{option} {num_devices}, and this machine has {counted(here.num_devices, 'GPU')}. "
                 f"Try: {option} {here.num_devices}"
@@ -47,11 +47,11 @@ class ThisMachine:
         return machine
 
     def refuse_other(self, machine: Machine, folder: Path) -> None:
-        if not machine.fits_into(here := Machine.here()):
+        if not machine.is_part_of(here := Machine.detect()):
             raise UsageError(f"--continue {folder} was begun on {machine.text}, and here is {here.text}. Go on there")
 
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
-        gpus = visible_gpus(machine.num_devices) if at_once and machine.has_gpus else []
+        gpus = list_gpus(machine.num_devices) if at_once and machine.has_gpus else []
         return RunHere(at_once=at_once or 1, gpus=gpus)
 
     def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
@@ -66,20 +66,20 @@ class OnRay:
     cluster: Cluster
 
     def machine(self, num_devices: int | None, option: str) -> Machine:
-        has_gpus = self.cluster.kind == "GPU"
-        usual = self.cluster.largest if has_gpus else min(PROCESSES_ON_A_CPU, self.cluster.num_slots)
+        has_gpus = self.cluster.resource == "GPU"
+        usual = self.cluster.slots_on_largest_node if has_gpus else min(PROCESSES_ON_A_CPU, self.cluster.num_slots)
         self.cluster.refuse_too_many(num_devices or usual, option)
         return Machine(num_devices=num_devices or usual, has_gpus=has_gpus)
 
     def refuse_other(self, machine: Machine, folder: Path) -> None:
-        here = Machine(num_devices=self.cluster.num_slots, has_gpus=self.cluster.kind == "GPU")
+        here = Machine(num_devices=self.cluster.num_slots, has_gpus=self.cluster.resource == "GPU")
         if here.has_gpus != machine.has_gpus or machine.num_devices > here.num_devices:
             raise UsageError(
                 f"--continue {folder} was begun on {machine.text}, and the cluster has {here.text}. Go on there"
             )
 
     def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
-        return Cells(self.cluster, root, at_once=at_once or 1)
+        return RayTaskRunner(self.cluster, root, at_once=at_once or 1)
 
     def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
         return self.runner(root, machine, None) if storage is None else Trainings(self.cluster, root, storage)
@@ -90,9 +90,9 @@ class OnRay:
 
 @contextmanager
 def executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
-    """Open a Ray cluster as `cluster_at` does, for runs of at most `num_ranks` on a CPU, or use this machine."""
+    """Open a Ray cluster as `open_cluster` does, for runs of at most `num_ranks` on a CPU, or use this machine."""
     if ray is None:
         yield ThisMachine()
     else:
-        with cluster_at(ray.address, num_ranks) as cluster:
+        with open_cluster(ray.address, num_ranks) as cluster:
             yield OnRay(cluster)

@@ -19,7 +19,7 @@ from actor_init.saving.huggingface import check_folder
 from actor_init.spec import UsageError
 from replay.campaign.training_rank import train
 from replay.on_ray.cluster import Cluster
-from replay.on_ray.fit import FAILED, Fit, Fitting, fitting
+from replay.on_ray.ray_train import FAILED_EXIT_CODE, RayTrainJob, RayTrainProcess, start_ray_train
 from replay.processes.pool import Child, Task
 from replay.runlog.run_file import RUN_FILE
 
@@ -82,7 +82,7 @@ class Trainings:
         try:
             marker.touch()
             answers = {
-                node.host: self._cluster.agents[node.id].sees.remote(str(storage), marker.name)
+                node.host: self._cluster.agents[node.id].try_shared_folder.remote(str(storage), marker.name)
                 for node in self._cluster.nodes
             }
             for host, answer in answers.items():
@@ -97,7 +97,7 @@ class Trainings:
     def _train(self, task: Task) -> Child:
         began = time.monotonic()
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        fit = Fit(
+        fit = RayTrainJob(
             rank=self._rank,
             job=self._job(task),
             storage=self._storage,
@@ -105,29 +105,29 @@ class Trainings:
             num_ranks=task.num_processes,
             most_failures=MOST_FAILURES,
         )
-        with fitting(fit, self._cluster) as trainer:
+        with start_ray_train(fit, self._cluster) as trainer:
             exit_code, said = self._followed(trainer, task)
         self._fetch()
         self._cluster.finish(task, self._root, said)
         self._move_aside(task)
         return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
-    def _followed(self, trainer: Fitting, task: Task) -> tuple[int | None, str]:
+    def _followed(self, trainer: RayTrainProcess, task: Task) -> tuple[int | None, str]:
         """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
         began = enough_at = time.monotonic()
-        while not trainer.is_over(POLL_SECONDS):
+        while not trainer.wait(POLL_SECONDS):
             self._fetch()
-            self._cluster.meet_new_nodes()
-            now, num_left = time.monotonic(), self._cluster.num_slots_left()
+            self._cluster.start_agents_on_new_nodes()
+            now, num_left = time.monotonic(), self._cluster.count_slots_left()
             if now - began > task.limit:
                 return None, ""
             enough_at = now if num_left >= task.num_processes else enough_at
             if now - enough_at > self._node_seconds:
-                return FAILED, (
-                    f"{task.num_processes} ranks need as many {self._cluster.kind}s, and {num_left} are left since "
+                return FAILED_EXIT_CODE, (
+                    f"{task.num_processes} ranks need as many {self._cluster.resource}s, and {num_left} are left since "
                     f"a node was lost; states are kept in {self._storage}"
                 )
-        exit_code, error = trainer.outcome()
+        exit_code, error = trainer.read_outcome()
         return exit_code, error and f"Ray Train gave up, at most {MOST_FAILURES} failures are allowed: {error}"
 
     def _job(self, task: Task) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.on_ray.node_actors import NodeAgent, output_into, work_in
+from replay.on_ray.node_actors import NodeAgent, redirect_output, work_in
 from replay.processes.child_job import ChildJob
-from replay.processes.exit_code import exit_code_of
+from replay.processes.exit_code import run_to_exit_code
 from replay.runner.states import name_state_folder
 
 
@@ -79,8 +79,8 @@ def train(job: Mapping[str, Any]) -> int:
         checkpoint = get_checkpoint()
         begun = Path(stack.enter_context(checkpoint.as_directory())) if checkpoint else None
         states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
-        stack.enter_context(output_into(output, output))
-        exit_code = exit_code_of(
+        stack.enter_context(redirect_output(output, output))
+        exit_code = run_to_exit_code(
             partial(_kept, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)
         )
     if broke_off:

@@ -25,10 +25,10 @@ from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.output.text import one_line
 from replay.processes.child_job import ChildJob
-from replay.processes.exit_code import exit_code_of, own_rank, say
-from replay.processes.launch import num_processes_missing, relaunch
+from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
+from replay.processes.launch import count_missing_processes, relaunch
 
-# the base class of typer's own errors; newer versions of typer vendor click, older ones import it
+# The base class of typer's own errors. It is click's, which newer versions of typer vendor and older ones import.
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 
 
@@ -90,18 +90,20 @@ def replay(
         return None
     if job is not None:
         refuse_typed(given, f"--job {job} has all options")
-    own = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
+    child_job = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
     action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
-    return partial(run_here_or_on_ray, own, action, ray, show_traceback=traceback)
+    return partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
 
 
 def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
     """Run a replay. `typed` is the command line, which each rank of a launch gets."""
     spec = job.spec
     check_inputs(spec.inputs)
-    if num_processes := num_processes_missing(spec.actor.parallel):
+    if num_processes := count_missing_processes(spec.actor.parallel):
         return relaunch(num_processes, typed)
-    gc.disable()  # until the actor is open: going through what is imported takes a fifth of the time of importing it
+    # Going through what is imported takes the collector a fifth of the time of importing it. The runner enables it
+    # again once the actor is open.
+    gc.disable()
     try:
         if explains:
             from replay.runner.run import explain
@@ -123,7 +125,7 @@ def _commands() -> Any:
     return typer.main.get_command(app)
 
 
-def action_of(typed: Sequence[str]) -> Any:
+def parse_command_line(typed: Sequence[str]) -> Any:
     """Return what is to be done for a command line: an action, or an exit code where --help has been printed.
 
     Raises UsageError, or the error of typer, where it is wrong.
@@ -143,12 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = "--traceback" in typed
     try:
-        action = action_of(typed)
-    except (UsageError, CommandLineError) as error:  # every rank of a launch sees the same command line
-        return _refuse(error, typed, show_traceback) if own_rank() == 0 else 2
-    if not callable(action):  # --help has been printed
+        action = parse_command_line(typed)
+    except (UsageError, CommandLineError) as error:
+        # Every rank of a launch sees the same command line, so one of them refuses it.
+        return _refuse(error, typed, show_traceback) if read_own_rank() == 0 else 2
+    # After --help, typer returns an exit code instead.
+    if not callable(action):
         return int(action or 0)
-    return exit_code_of(action, show_traceback=show_traceback)
+    return run_to_exit_code(action, show_traceback=show_traceback)
 
 
 def run_and_leave() -> NoReturn:
@@ -177,12 +181,13 @@ def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
 def _explain(error: Any, typed: Sequence[str]) -> str:
     """Turn typer's message into one line that says what was given and what to type next."""
     option = getattr(error, "option_name", None)
-    command = [word for word in typed[:1] if not word.startswith("-")]  # some errors of a subcommand do not name it
+    # Some errors of a subcommand do not name it: then it is the first word.
+    command = [word for word in typed[:1] if not word.startswith("-")]
     advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
     message = one_line(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
         message += f", not {os.environ[from_environment[1]]!r}"
-    elif value := _value_of(getattr(getattr(error, "param", None), "opts", ()), typed):
+    elif value := _find_value(getattr(getattr(error, "param", None), "opts", ()), typed):
         message += f", not {value!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
@@ -193,7 +198,7 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
     return f"{message[0].lower()}{message[1:]}. {advice}"
 
 
-def _value_of(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
+def _find_value(option_names: Sequence[str], typed: Sequence[str]) -> str | None:
     """Return what was typed as the value of the option with these names."""
     for word, following in zip(typed, [*typed[1:], None], strict=True):
         name, is_joined, value = word.partition("=")

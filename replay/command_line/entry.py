@@ -15,20 +15,24 @@ from typing import NoReturn
 FIRST_PYTHON = (3, 11)
 NEEDED = ("jinja2", "pydantic", "rich", "safetensors", "transformers", "typer")
 FIRST_VERSIONS = {
-    "torch": (2, 6),  # parts the norm of gradients from clipping them
-    "transformers": (4, 57),  # until 4.51 its masks let packed documents see each other
+    # 2.6 has `get_total_norm` apart from `clip_grads_with_norm_`.
+    "torch": (2, 6),
+    # Until 4.51 its masks let packed documents see each other.
+    "transformers": (4, 57),
 }
-NEEDED_BY_THE_DOCTOR = ("typer",)  # it says what else lacks
+# The doctor itself reports what else is missing.
+NEEDED_BY_THE_DOCTOR = ("typer",)
 USAGE_ERROR = 2
 
 
 def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
     """Return the line that refuses `replay ARGUMENTS` in this environment, or None if it can run."""
     if python < FIRST_PYTHON:
-        here, wanted = (".".join(map(str, one)) for one in (python, FIRST_PYTHON))
+        current, first = (".".join(map(str, version_parts)) for version_parts in (python, FIRST_PYTHON))
         return (
-            f"replaying needs Python {wanted} or later, and this is {here} ({sys.executable}), which can only capture. "
-            f"Try: python{wanted} -m venv replaying && replaying/bin/pip install 'micro-replay[replay]'"
+            f"replaying needs Python {first} or later, and this is {current} ({sys.executable}), "
+            "which can only capture. "
+            f"Try: python{first} -m venv replaying && replaying/bin/pip install 'micro-replay[replay]'"
         )
     is_doctor = arguments[:1] == ["doctor"]
     needed = NEEDED_BY_THE_DOCTOR if is_doctor else NEEDED
@@ -37,33 +41,39 @@ def complaint(arguments: list[str], python: tuple[int, int]) -> str | None:
             f"replaying needs {', '.join(lacking)}, which the bare install leaves out. "
             "Try: pip install 'micro-replay[replay]'"
         )
-    for name, first in FIRST_VERSIONS.items():
-        if not is_doctor and (installed := _version(name)) is not None and _release(installed) < first:
-            wanted = ".".join(map(str, first))
+    for name, first_release in FIRST_VERSIONS.items():
+        if (
+            not is_doctor
+            and (installed := _find_version(name)) is not None
+            and _parse_release(installed) < first_release
+        ):
+            first = ".".join(map(str, first_release))
             return (
-                f"replaying needs {name} {wanted} or later, and {installed} is installed, with which `capture` works. "
-                f"Try: pip install '{name}>={wanted}', or another environment for the replay"
+                f"replaying needs {name} {first} or later, and {installed} is installed, with which `capture` works. "
+                f"Try: pip install '{name}>={first}', or another environment for the replay"
             )
     return None
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # not installed as a package: what imports it says what lacks
+    except PackageNotFoundError:
+        # It is there, but not as a package (on PYTHONPATH, say): its version is unknown, and what imports it may fail.
         return None
 
 
-def _release(installed: str) -> tuple[int, ...]:
+def _parse_release(installed: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
 
 
 def run_and_leave() -> NoReturn:
     """Run what was typed and end the process with its exit code; 2, with one line on stderr, if it cannot run here."""
     if refusal := complaint(sys.argv[1:], sys.version_info[:2]):
-        if os.environ.get("RANK", "0") == "0":  # every rank of a launch lacks the same
+        # Every rank of a launch lacks the same, so one of them says it.
+        if os.environ.get("RANK", "0") == "0":
             print(f"replay: {refusal}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
-    from replay.command_line.cli import run_and_leave as run
+    from replay.command_line import cli
 
-    run()
+    cli.run_and_leave()

@@ -21,14 +21,18 @@ from replay.output.text import counted
 from replay.processes.pool import Task
 from replay.runlog.writer import versions
 
-LEAVE_SECONDS = 10.0  # for the agents to remove their files
+# The time that the agents get to remove their files.
+LEAVE_SECONDS = 10.0
 MOST_RANKS_SHARING_CORES = 8
 
 
-class Node(NamedTuple):
+class NodeSlots(NamedTuple):
+    """A node, and its room for ranks."""
+
     id: str
     host: str
-    num_slots: int  # ranks that fit: GPUs, or CPUs where the cluster has no GPU
+    # How many ranks fit: GPUs, or CPUs where the cluster has no GPU.
+    num_slots: int
 
 
 class Cluster:
@@ -37,31 +41,34 @@ class Cluster:
     def __init__(self, ray: Any) -> None:
         has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
         self.ray = ray
-        self.kind = "GPU" if has_gpus else "CPU"  # what a rank takes
-        self.nodes = self._alive()
+        # What each rank takes one of.
+        self.resource = "GPU" if has_gpus else "CPU"
+        self.nodes = self._list_alive_nodes()
         self._home = Path(tempfile.gettempdir()) / f"replay-on-ray-{uuid.uuid4().hex[:12]}"
         self._lost: set[str] = set()
-        self._originals: dict[str, Path] = {}  # folders of inputs, by their copies on nodes
+        # The driver's folders of inputs, by the paths of their copies on nodes.
+        self._originals: dict[str, Path] = {}
 
     @property
     def num_slots(self) -> int:
         return sum(node.num_slots for node in self.nodes)
 
-    def num_slots_left(self) -> int:
+    def count_slots_left(self) -> int:
         """Return how many ranks fit now: nodes may be lost, and others come."""
-        return sum(node.num_slots for node in self._alive())
+        return sum(node.num_slots for node in self._list_alive_nodes())
 
     @property
-    def largest(self) -> int:
+    def slots_on_largest_node(self) -> int:
         """Return how many ranks fit into one node."""
         return max(node.num_slots for node in self.nodes)
 
-    def spill(self, num_model_ranks: int) -> str | None:
+    def describe_spill(self, num_model_ranks: int) -> str | None:
         """Say that the ranks of one model replica do not fit into a node; None if they do."""
-        if num_model_ranks <= self.largest:
+        if num_model_ranks <= self.slots_on_largest_node:
             return None
         return (
-            f"tp x ring needs {num_model_ranks} ranks and no node has more than {self.largest}: they talk across nodes"
+            f"tp x ring needs {num_model_ranks} ranks and no node has more than {self.slots_on_largest_node}: "
+            "they talk across nodes"
         )
 
     def home_on(self, node_id: str) -> Path:
@@ -70,49 +77,49 @@ class Cluster:
     @cached_property
     def agents(self) -> dict[str, Any]:
         """Start an agent on each node. Raises UsageError if a node cannot run it, or has other versions."""
-        return self._agents_on(self.nodes)
+        return self._start_agents(self.nodes)
 
-    def meet_new_nodes(self) -> None:
+    def start_agents_on_new_nodes(self) -> None:
         """Start an agent on each node that has joined the cluster since. Raises UsageError as `agents` does."""
-        known = {node.id for node in self.nodes}
-        new = [node for node in self._alive() if node.id not in known]
-        self.agents.update(self._agents_on(new))
-        self.nodes += new
+        known_ids = {node.id for node in self.nodes}
+        new_nodes = [node for node in self._list_alive_nodes() if node.id not in known_ids]
+        self.agents.update(self._start_agents(new_nodes))
+        self.nodes += new_nodes
 
-    def _alive(self) -> list[Node]:
+    def _list_alive_nodes(self) -> list[NodeSlots]:
         return [
-            Node(node["NodeID"], node["NodeManagerHostname"], int(node["Resources"].get(self.kind, 0)))
+            NodeSlots(node["NodeID"], node["NodeManagerHostname"], int(node["Resources"].get(self.resource, 0)))
             for node in self.ray.nodes()
             if node["Alive"]
         ]
 
-    def _agents_on(self, nodes: Sequence[Node]) -> dict[str, Any]:
+    def _start_agents(self, nodes: Sequence[NodeSlots]) -> dict[str, Any]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        kind = self.ray.remote(num_cpus=0)(NodeAgent)
-        agents = {
-            node.id: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-                str(self.home_on(node.id))
-            )
-            for node in nodes
-        }
-        here, theirs = versions(), [agents[node.id].versions.remote() for node in nodes]
-        for node, answer in zip(nodes, theirs, strict=True):
+        # An agent takes no CPU, so that it also starts on a node that other jobs fill.
+        agent_class = self.ray.remote(num_cpus=0)(NodeAgent)
+        agents = {}
+        for node in nodes:
+            on_this_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            agent = agent_class.options(scheduling_strategy=on_this_node).remote(str(self.home_on(node.id)))
+            agents[node.id] = agent
+        driver_versions, answers = versions(), [agents[node.id].versions.remote() for node in nodes]
+        for node, answer in zip(nodes, answers, strict=True):
             try:
-                there = self.ray.get(answer)
+                node_versions = self.ray.get(answer)
             except self.ray.exceptions.RayError as error:
                 reason = [line for line in str(error).splitlines() if line.strip()][-1].strip()
                 raise UsageError(
                     f"node {node.host} cannot run replay: {reason}. Try: one image for all nodes"
                 ) from None
-            others = [
-                f"{name} {there.get(name)}, not {version}"
-                for name, version in here.items()
-                if there.get(name) != version
+            differences = [
+                f"{name} {node_versions.get(name)}, not {version}"
+                for name, version in driver_versions.items()
+                if node_versions.get(name) != version
             ]
-            if others:
+            if differences:
                 raise UsageError(
-                    f"node {node.host} has other versions than the driver: {'; '.join(others)}. "
+                    f"node {node.host} has other versions than the driver: {'; '.join(differences)}. "
                     "Try: one image for all nodes"
                 )
         return agents
@@ -120,7 +127,7 @@ class Cluster:
     def refuse_too_many(self, num_ranks: int, option: str) -> None:
         if num_ranks > self.num_slots:
             raise UsageError(
-                f"{option} {num_ranks} needs as many {self.kind}s, and the cluster has {self.num_slots} on "
+                f"{option} {num_ranks} needs as many {self.resource}s, and the cluster has {self.num_slots} on "
                 f"{counted(len(self.nodes), 'node')}. Try: {option} {self.num_slots}"
             )
 
@@ -132,38 +139,38 @@ class Cluster:
         homes = list_capture_folders(folder) if folder.is_dir() else []
         paths = [path for home in homes for path in home.iterdir() if path.is_file()]
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-        lacks = {node: agent.lacks.remote(str(folder), sizes) for node, agent in self.agents.items()}
-        lacking = [node for node, lack in lacks.items() if self.ray.get(lack)]
+        answers = {node: agent.is_missing_files.remote(str(folder), sizes) for node, agent in self.agents.items()}
+        nodes_without_files = [node for node, answer in answers.items() if self.ray.get(answer)]
         name = uuid.uuid4().hex[:8]
-        for path in paths if lacking else []:
+        for path in paths if nodes_without_files else []:
             data = self.ray.put(path.read_bytes())
             relative = path.relative_to(folder).as_posix()
-            self.ray.get([self.agents[node].receive.remote(name, relative, data) for node in lacking])
-        copies = {node: NodeAgent.folder_of_inputs(self.home_on(node), name) for node in lacking}
+            self.ray.get([self.agents[node].receive.remote(name, relative, data) for node in nodes_without_files])
+        copies = {node: NodeAgent.folder_of_inputs(self.home_on(node), name) for node in nodes_without_files}
         self._originals |= {str(copy): folder for copy in copies.values()}
         return copies
 
-    def with_paths_here(self, said: bytes, root: Path) -> bytes:
-        """Return what was written on a node with the paths that it has here: below `root`, or of the inputs."""
+    def translate_paths(self, written: bytes, root: Path) -> bytes:
+        """Return what was written on a node with the driver's paths: below `root`, or of the inputs."""
         homes = {str(self.home_on(node)): root for node in self.agents}
-        for there, here in (self._originals | homes).items():
-            said = said.replace(there.encode(), str(here).encode())
-        return said
+        for node_path, driver_path in (self._originals | homes).items():
+            written = written.replace(node_path.encode(), str(driver_path).encode())
+        return written
 
-    def fetch(self, take: Callable[[FileChange], None]) -> None:
-        """Bring home what the nodes have written: `take` gets each change."""
+    def fetch(self, handle_change: Callable[[FileChange], None]) -> None:
+        """Bring home what the nodes have written: `handle_change` gets each change."""
         open_nodes = [node for node in self.agents if node not in self._lost]
         while open_nodes:
             news = {node: self.agents[node].news.remote() for node in open_nodes}
             open_nodes = []
             for node, changes in news.items():
                 try:
-                    for change in (got := self.ray.get(changes)):
-                        take(change)
+                    for change in (received := self.ray.get(changes)):
+                        handle_change(change)
                 except self.ray.exceptions.RayError:
                     self._lose(node)
                 else:
-                    open_nodes += [node] if got else []
+                    open_nodes += [node] if received else []
 
     def _lose(self, node_id: str) -> None:
         self._lost.add(node_id)
@@ -171,17 +178,17 @@ class Cluster:
         print(f"replay: node {host} is lost; what it had not sent yet is lost too", file=sys.stderr, flush=True)
 
     def write_home(self, change: FileChange, root: Path) -> None:
-        """Make a node's change below `root`, with paths as they are here."""
+        """Repeat a node's change of a file below `root`, with the driver's paths."""
         if change.is_whole_text:
-            change = change._replace(data=self.with_paths_here(change.data, root))
+            change = change._replace(data=self.translate_paths(change.data, root))
         write_change(change, root)
 
-    def finish(self, task: Task, root: Path, said: str = "") -> None:
-        """Join what a task's ranks printed on the nodes, and `said`; clear up there. Its logs lie below `root`."""
+    def finish(self, task: Task, root: Path, message: str = "") -> None:
+        """Join what a task's ranks printed on the nodes, and `message`; clear up there. Its logs lie below `root`."""
         parts = [task.output, *sorted(task.output.parent.glob(f"{task.output.name}.node*"))]
-        printed = self.with_paths_here(b"".join(part.read_bytes() for part in parts if part.is_file()), root)
+        printed = self.translate_paths(b"".join(part.read_bytes() for part in parts if part.is_file()), root)
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        task.output.write_bytes(printed + (f"replay: {said}\n".encode() if said else b""))
+        task.output.write_bytes(printed + (f"replay: {message}\n".encode() if message else b""))
         for part in parts[1:]:
             part.unlink()
         for path in (task.logs, *parts):
@@ -194,22 +201,24 @@ class Cluster:
 
     def close(self) -> None:
         if "agents" in self.__dict__:
-            left = [agent.leave.remote() for node, agent in self.agents.items() if node not in self._lost]
+            answers = [agent.leave.remote() for node, agent in self.agents.items() if node not in self._lost]
             with suppress(self.ray.exceptions.RayError):
-                self.ray.wait(left, num_returns=len(left), timeout=LEAVE_SECONDS)
+                self.ray.wait(answers, num_returns=len(answers), timeout=LEAVE_SECONDS)
             for agent in self.agents.values():
                 self.ray.kill(agent)
 
 
 @contextmanager
-def cluster_at(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
+def open_cluster(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
     """Connect to the cluster at `address`, or start one here with room for `num_ranks`; leave or stop it at the end.
 
     Raises UsageError without Ray, or without a cluster at the address.
     """
     with ExitStack() as stack:
         try:
-            ray = stack.enter_context(connect(address) if address else _started(_num_local_slots(num_ranks)))
+            ray = stack.enter_context(
+                connect(address) if address else _start_local_cluster(_count_local_slots(num_ranks))
+            )
         except CaptureError as error:
             raise UsageError(*error.args) from None
         cluster = Cluster(ray)
@@ -218,7 +227,7 @@ def cluster_at(address: str | None, num_ranks: int = 1) -> Iterator[Cluster]:
 
 
 @contextmanager
-def _started(num_cpus: int) -> Iterator[Any]:
+def _start_local_cluster(num_cpus: int) -> Iterator[Any]:
     """Start a cluster here, and stop it at the end."""
     try:
         import ray
@@ -237,6 +246,6 @@ def _started(num_cpus: int) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _num_local_slots(num_ranks: int) -> int:
+def _count_local_slots(num_ranks: int) -> int:
     """Return how many CPUs a local cluster counts: without GPUs, ranks may share cores, as under torchrun."""
     return max(os.cpu_count() or 1, min(num_ranks, MOST_RANKS_SHARING_CORES))

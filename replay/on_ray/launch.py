@@ -7,17 +7,17 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from capture.on_ray.node_files import FileChange
-from replay.on_ray.cluster import Cluster, cluster_at
-from replay.on_ray.fit import Fit, fitting
-from replay.on_ray.node_actors import ERR, EXIT_CODE, OUT
-from replay.on_ray.node_actors import replay as replay_as_rank
+from replay.on_ray.cluster import Cluster, open_cluster
+from replay.on_ray.node_actors import ERR, EXIT_CODE, OUT, run_as_rank
+from replay.on_ray.ray_train import RayTrainJob, start_ray_train
 from replay.options.ray_options import RayOptions
 from replay.processes.child_job import ChildJob
 from replay.runlog.run_file import RUN_FILE, RunFile
 from replay.runlog.writer import INTERRUPTED
 
 POLL_SECONDS = 0.5
-DIED = 1  # exit code of a run whose ranks left none: they were killed, ended each other, or died with their node
+# The exit code of a run whose ranks left none: they were killed, ended each other, or died with their node.
+DIED = 1
 
 
 def run_on_ray(command: Callable[[ChildJob], int], job: ChildJob, options: RayOptions, *, show_traceback: bool) -> int:
@@ -39,9 +39,9 @@ def run_on_ray(command: Callable[[ChildJob], int], job: ChildJob, options: RayOp
             f"--processes {num_ranks} is no multiple of tp {parallel.tp} x ring {parallel.ring}. "
             f"Try: --processes {more}"
         )
-    with cluster_at(options.address, num_ranks) as cluster:
+    with open_cluster(options.address, num_ranks) as cluster:
         cluster.refuse_too_many(num_ranks, "--processes")
-        if spill := cluster.spill(num_model_ranks):
+        if spill := cluster.describe_spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
         run = _RayRun(cluster, job.logs)
         return run.run(command, job, num_ranks, show_traceback=show_traceback)
@@ -52,8 +52,9 @@ class _RayRun:
         self._cluster = cluster
         self._logs = logs
         self._exit_codes: dict[str, int] = {}
-        self._folders: set[Path] = set()  # of runs
-        self._printed: dict[str, int] = {}  # bytes of what each rank has said, by file
+        self._run_folders: set[Path] = set()
+        # How many bytes of each rank's output are printed, by file.
+        self._num_printed: dict[str, int] = {}
 
     def run(self, command: Callable[[ChildJob], int], job: ChildJob, num_ranks: int, *, show_traceback: bool) -> int:
         copies = self._cluster.ship(job.inputs)
@@ -66,39 +67,41 @@ class _RayRun:
             "show_traceback": show_traceback,
         }
         storage = str(self._cluster.home_on("ray"))
-        fit = Fit(rank=replay_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
+        train_job = RayTrainJob(rank=run_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
         try:
-            with fitting(fit, self._cluster) as trainer:
-                while not trainer.is_over(POLL_SECONDS):
-                    self._cluster.fetch(self._take)
+            with start_ray_train(train_job, self._cluster) as trainer:
+                while not trainer.wait(POLL_SECONDS):
+                    self._cluster.fetch(self._handle_change)
         except KeyboardInterrupt:
             self._mark_interrupted()
             raise
-        self._cluster.fetch(self._take)
-        _, error = trainer.outcome()
+        self._cluster.fetch(self._handle_change)
+        _, error = trainer.read_outcome()
         if error and not self._exit_codes:
             print(f"replay: Ray Train: {error}", file=sys.stderr)
         return max(self._exit_codes.values(), default=DIED)
 
     def _mark_interrupted(self) -> None:
-        """Say so in run.json: the ranks are ended with the cluster's job and write nothing any more."""
-        for folder in self._folders:
+        """Write into run.json that the run was interrupted: the ranks are ended with the cluster's job and cannot."""
+        for folder in self._run_folders:
             run = RunFile.read(folder)
             if run.status == "running":
                 replace(run, status="interrupted", exit_code=INTERRUPTED).write(folder)
 
-    def _take(self, change: FileChange) -> None:
+    def _handle_change(self, change: FileChange) -> None:
         if change.name.startswith(EXIT_CODE):
-            if change.data:  # else the rank has made its file and not written it yet
+            # Without data the rank has made its file, and not written it yet.
+            if change.data:
                 self._exit_codes[change.name] = int(change.data)
         elif change.name.startswith((OUT, ERR)) and "/" not in change.name:
             stream = sys.stdout if change.name.startswith(OUT) else sys.stderr
-            printed = self._printed.get(change.name, 0)
-            said = b"".join(change.data[max(0, printed - change.offset) :].rpartition(b"\n")[:2])  # whole lines
-            stream.write(self._cluster.with_paths_here(said, self._logs).decode(errors="replace"))
+            num_printed = self._num_printed.get(change.name, 0)
+            new_data = change.data[max(0, num_printed - change.offset) :]
+            whole_lines = b"".join(new_data.rpartition(b"\n")[:2])
+            stream.write(self._cluster.translate_paths(whole_lines, self._logs).decode(errors="replace"))
             stream.flush()
-            self._printed[change.name] = printed + len(said)
+            self._num_printed[change.name] = num_printed + len(whole_lines)
         else:
             self._cluster.write_home(change, self._logs)
             if Path(change.name).name == RUN_FILE:
-                self._folders.add((self._logs / change.name).parent)
+                self._run_folders.add((self._logs / change.name).parent)

@@ -1,4 +1,9 @@
-"""Define the Ray actors on a node: one for its files, and one for each rank, which runs in a process of its own."""
+"""Define what runs on the nodes of a Ray cluster.
+
+NodeAgent    an actor on each node, for its files
+RankProcess  an actor for each rank of one of many replays, which it runs in a process of its own
+run_as_rank  what a worker of Ray Train does: one replay, as a rank of the process group that Ray has opened
+"""
 
 import os
 import shutil
@@ -12,9 +17,9 @@ from typing import Any, NamedTuple
 
 from capture.on_ray.node_files import NodeFiles
 from replay.processes.child_job import ChildJob
-from replay.processes.exit_code import exit_code_of
+from replay.processes.exit_code import run_to_exit_code
 from replay.processes.launch import without_launcher
-from replay.processes.supervisor import Group, start
+from replay.processes.supervisor import ChildGroup, start_process
 from replay.runlog.writer import versions
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -35,10 +40,10 @@ class NodeAgent(NodeFiles):
     def versions(self) -> dict[str, str | None]:
         return versions()
 
-    def lacks(self, folder: str, sizes: Mapping[str, int]) -> bool:
-        """Does this node see other files, or none, where the driver has a folder of inputs?"""
-        here = Path(folder)
-        return any(not (here / name).is_file() or (here / name).stat().st_size != size for name, size in sizes.items())
+    def is_missing_files(self, folder: str, sizes: Mapping[str, int]) -> bool:
+        """Tell whether this node sees other files, or none, where the driver has a folder of inputs."""
+        paths = {Path(folder) / name: size for name, size in sizes.items()}
+        return any(not path.is_file() or path.stat().st_size != size for path, size in paths.items())
 
     def receive(self, name: str, file: str, data: bytes) -> None:
         """Write one file of the inputs called `name`."""
@@ -46,7 +51,7 @@ class NodeAgent(NodeFiles):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def sees(self, folder: str, name: str) -> str | None:
+    def try_shared_folder(self, folder: str, name: str) -> str | None:
         """Try to write into a folder that all nodes share, where the driver wrote `name`. Return why not."""
         if not (Path(folder) / name).is_file():
             return "it sees another folder there, or none"
@@ -69,25 +74,29 @@ def work_in(folder: str) -> None:
         os.chdir(folder)
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
+    """The node where a rank's actor runs, and the GPUs that Ray gives it."""
+
     node_id: str
     address: str
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    # As CUDA_VISIBLE_DEVICES names them.
+    gpus: tuple[str, ...]
 
 
 class RankProcess:
     """A Ray actor with room for one rank. `end` may be called while `run` runs."""
 
     def __init__(self) -> None:
-        self._rank: Group | None = None
-        self._store: object = None  # kept: it is open as long as this is
+        self._rank: ChildGroup | None = None
+        # The store is open as long as this object refers to it.
+        self._store: object = None
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         import ray
 
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), tuple(gpus))
+        return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), tuple(gpus))
 
     def open_store(self, address: str) -> int:
         """Open the store where the ranks meet, and return its port."""
@@ -117,7 +126,7 @@ class RankProcess:
         command = [sys.executable, "-u", "-m", "replay.processes.supervisor", module, "--job", str(path)]
         with output.open("ab") as file:
             environment = without_launcher(os.environ) | variables
-            self._rank = Group.start([partial(start, command, environment, output=file)], limit=limit)
+            self._rank = ChildGroup.start([partial(start_process, command, environment, output=file)], limit=limit)
         exit_code = self._rank.wait()
         self.end()
         return exit_code
@@ -129,12 +138,11 @@ class RankProcess:
                 self._rank.end(grace=GRACE_SECONDS)
 
 
-# What one worker of Ray Train does: `replay`, as a rank of the process group that Ray has opened.
+# The names of each rank's files begin with these words; its number follows, as in `out0`.
+EXIT_CODE, OUT, ERR = "exit-code", "out", "err"
 
-EXIT_CODE, OUT, ERR = "exit-code", "out", "err"  # files of each rank, with its number: `out0`
 
-
-def replay(job: Mapping[str, Any]) -> int:
+def run_as_rank(job: Mapping[str, Any]) -> int:
     """Run a command, and leave its output and exit code in files, for `NodeFiles` to send.
 
     command function of the job, which returns an exit code
@@ -149,21 +157,21 @@ def replay(job: Mapping[str, Any]) -> int:
     node, rank = ray.get_runtime_context().get_node_id(), os.environ["RANK"]
     home = Path(job["homes"]) / node
     home.mkdir(parents=True, exist_ok=True)
-    own = ChildJob.parse(job["job"], source="the job of a rank").on_node(home, job["inputs"].get(node))
+    rank_job = ChildJob.parse(job["job"], source="the job of a rank").on_node(home, job["inputs"].get(node))
     work_in(job["folder"])
-    with output_into(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
-        exit_code = exit_code_of(partial(job["command"], own), show_traceback=job["show_traceback"])
+    with redirect_output(home / f"{OUT}{rank}", home / f"{ERR}{rank}"):
+        exit_code = run_to_exit_code(partial(job["command"], rank_job), show_traceback=job["show_traceback"])
     (home / f"{EXIT_CODE}{rank}").write_text(str(exit_code))
     return exit_code
 
 
 @contextmanager
-def output_into(out: Path, err: Path) -> Iterator[None]:
+def redirect_output(out: Path, err: Path) -> Iterator[None]:
     """Send this process's standard output and error into files, native code's too."""
     streams = sys.stdout, sys.stderr
     for stream in streams:
         stream.flush()
-    kept = [os.dup(number) for number in (1, 2)]
+    duplicates = [os.dup(number) for number in (1, 2)]
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, number)
@@ -174,6 +182,6 @@ def output_into(out: Path, err: Path) -> Iterator[None]:
             yield
         finally:
             sys.stdout, sys.stderr = streams
-            for number, own in zip((1, 2), kept, strict=True):
-                os.dup2(own, number)
-                os.close(own)
+            for number, duplicate in zip((1, 2), duplicates, strict=True):
+                os.dup2(duplicate, number)
+                os.close(duplicate)

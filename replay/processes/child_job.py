@@ -1,4 +1,4 @@
-"""Say what a process of its own replays, here or on another machine, as versioned JSON.
+"""Hand a process of its own what it replays, here or on another machine, as versioned JSON.
 
     {"format": 1, "spec": {"actor": {"backend": "fsdp2"}, "measure": {"log_folder": "logs/night"}}}
 
@@ -25,7 +25,7 @@ NO_OPTION = "# and what no option sets: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
+class _JobFile:
     format: int
     spec: dict[str, Any]
 
@@ -50,22 +50,23 @@ class ChildJob:
     def parse(cls, text: str, *, source: str) -> Self:
         """Read a job. Raises UsageError, whose message begins with `source`, for one that this version cannot run."""
         try:
-            form = json.loads(text).get("format")
+            file_format = json.loads(text).get("format")
         except (ValueError, AttributeError) as error:
             raise UsageError(f"{source} is no job of a replay: {error}") from error
-        if form != FORMAT:
-            raise UsageError(f"{source} is a job of format {form}; this version runs {FORMAT} alone")
-        written = parse_json(_File, text, source=source)
-        return cls(spec=spec_from_dict(written.spec, source=source))
+        if file_format != FORMAT:
+            raise UsageError(f"{source} is a job of format {file_format}; this version runs {FORMAT} alone")
+        job_file = parse_json(_JobFile, text, source=source)
+        return cls(spec=spec_from_dict(job_file.spec, source=source))
 
     @property
     def text(self) -> str:
         """Return the JSON, which `parse` reads."""
-        return json.dumps({"format": FORMAT, "spec": _made_settings(self.spec)}, indent=1, allow_nan=False) + "\n"
+        job_file = {"format": FORMAT, "spec": _list_changed_settings(self.spec)}
+        return json.dumps(job_file, indent=1, allow_nan=False) + "\n"
 
     def write(self) -> Path:
         """Write the job into its log folder, and return the file."""
-        # It imports torch, for which neither the command line nor a child that reads its job may wait.
+        # This imports torch, for which neither the command line nor a child that reads its job may wait.
         from capture.file_format.atomic_write import write_atomically
 
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ class ChildJob:
             return find_recording_folder(file.absolute())
         return default_folder() if folder is None else folder.absolute()
 
-    def logging_into(self, folder: Path) -> Self:
+    def with_log_folder(self, folder: Path) -> Self:
         return replace(self, spec=replace(self.spec, measure=replace(self.spec.measure, log_folder=folder)))
 
     def on_node(self, logs: Path, copy: str | Path | None) -> Self:
@@ -95,7 +96,7 @@ class ChildJob:
         logs  its log folder there
         copy  of its folder of inputs there; None: the machine sees the folder itself
         """
-        job = self.logging_into(logs)
+        job = self.with_log_folder(logs)
         if copy is None:
             return job
         file = self.spec.inputs.input_file
@@ -116,8 +117,8 @@ class ChildJob:
     @property
     def remark(self) -> str:
         """Return a comment, as a shell reads it, with what no option sets; empty if there is nothing."""
-        besides = ", ".join(f"{name}={value}" for name, value in set_without_option(self.spec).items())
-        return f"{NO_OPTION}{besides}" if besides else ""
+        settings = ", ".join(f"{name}={value}" for name, value in set_without_option(self.spec).items())
+        return f"{NO_OPTION}{settings}" if settings else ""
 
     def repeat_words(self, *, num_processes: int = 1, python: str = "") -> list[str]:
         """Return the words of `repeat_line`."""
@@ -129,11 +130,11 @@ class ChildJob:
         return [*program, *command_line(self.spec)]
 
 
-def _made_settings(part: Any) -> dict[str, Any]:
+def _list_changed_settings(part: Any) -> dict[str, Any]:
     """Return the fields of a part of a spec that are not at their default."""
     default = type(part)()
     return {
-        one.name: _made_settings(value) if is_dataclass(value) else to_json(value)
-        for one in fields(part)
-        if (value := getattr(part, one.name)) != getattr(default, one.name)
+        spec_field.name: _list_changed_settings(value) if is_dataclass(value) else to_json(value)
+        for spec_field in fields(part)
+        if (value := getattr(part, spec_field.name)) != getattr(default, spec_field.name)
     }

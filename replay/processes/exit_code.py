@@ -14,15 +14,17 @@ from replay.options.option_parsing import in_flags
 from replay.output.text import one_line
 
 HEAD_START_SECONDS = 3.0
-NOTICE_SECONDS = 3  # at most, between the end of a process by a signal and the messages of other ranks about it
+# Other ranks report the end of a process by a signal within this time.
+NOTICE_SECONDS = 3
 
 
-def exit_code_of(action: Callable[[], int], *, show_traceback: bool = False) -> int:
+def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False) -> int:
     """Run the action. A usage error is one line on stderr and exit code 2, any other error 1, Ctrl-C 130."""
     try:
         return int(action())
     except UsageError as error:
-        if own_rank() > 0:  # rank 0 reports an error that all ranks share; the launcher then ends the others
+        # Rank 0 reports an error that all ranks share. The launcher then ends the others, before they repeat it.
+        if read_own_rank() > 0:
             time.sleep(HEAD_START_SECONDS)
         if show_traceback:
             traceback.print_exception(error)
@@ -39,12 +41,12 @@ def exit_code_of(action: Callable[[], int], *, show_traceback: bool = False) -> 
 
 
 def say(message: str) -> None:
-    where = f"rank {own_rank()}: " if own_rank() > 0 else ""
-    print(f"replay: {where}{message}", file=sys.stderr, flush=True)
-    repeat_for_torchrun(f"replay: {where}{message}")
+    speaker = f"rank {read_own_rank()}: " if read_own_rank() > 0 else ""
+    print(f"replay: {speaker}{message}", file=sys.stderr, flush=True)
+    repeat_for_torchrun(f"replay: {speaker}{message}")
 
 
-def own_rank() -> int:
+def read_own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
@@ -60,5 +62,6 @@ def repeat_for_torchrun(message: str, *, is_cause: bool = True) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         date = int(time.time()) + (-NOTICE_SECONDS if is_cause else NOTICE_SECONDS)
         error = {"message": message, "extraInfo": {"timestamp": str(date)}}
-        with suppress(OSError):  # torchrun then says less, and the message has been printed
+        # Without the file torchrun says less, but the message itself has been printed.
+        with suppress(OSError):
             Path(path).write_text(json.dumps({"message": error}))

@@ -30,22 +30,23 @@ def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str
     process = CONTEXT.Process(
         target=_run_in_fork, args=(program, list(arguments), dict(environment), output, Path.cwd())
     )
-    with _environment(_of_the_fork_server()):  # used by the first process, which starts the server
+    # The first process starts the server, which inherits this environment.
+    with _temporary_environment(_build_server_environment()):
         process.start()
     return process
 
 
-def _of_the_fork_server() -> dict[str, str]:
+def _build_server_environment() -> dict[str, str]:
     """Return the fork server's environment: it must not initialise CUDA, which forked processes could not use.
 
     With NVML torch can count GPUs without initialising CUDA; if no GPU is visible, torch knows without NVML.
     """
     import torch
 
-    own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if not torch.cuda.is_available():
-        own["CUDA_VISIBLE_DEVICES"] = ""
-    return without_launcher(os.environ) | own
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    return without_launcher(os.environ) | variables
 
 
 def _run_in_fork(*task: Any) -> None:
@@ -54,7 +55,7 @@ def _run_in_fork(*task: Any) -> None:
     One that ran on would write beside what --continue runs again.
     """
     end_with_parent()
-    # Python ends the server when its last client has gone, and each fork is a client while it has this descriptor
+    # Python ends the server when its last client has gone, and each fork is a client while it has this descriptor.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     _run(*task)
 
@@ -62,7 +63,8 @@ def _run_in_fork(*task: Any) -> None:
 def _run(program: Path, arguments: list[str], environment: dict[str, str], output: Path, folder: Path) -> None:
     import torch
 
-    multiprocessing.set_start_method(None, force=True)  # the fork server set itself as the default method of its forks
+    # The fork server has made itself the default start method of its forks.
+    multiprocessing.set_start_method(None, force=True)
     os.setsid()
     os.chdir(folder)
     with output.open("ab") as file:
@@ -70,14 +72,15 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _replace_environment(environment)
-    if torch.cuda._is_in_bad_fork():  # without NVML, the server initialised CUDA to count GPUs
+    # Without NVML the server has initialised CUDA to count GPUs, and a fork of it cannot use CUDA.
+    if torch.cuda._is_in_bad_fork():
         os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     _replace_environment(values)
     try:

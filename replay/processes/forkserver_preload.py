@@ -13,8 +13,8 @@ import torch
 from actor_init.declarations.backends import BACKENDS
 
 MODULES = (
-    *(one.engine.partition(":")[0] for one in BACKENDS.values()),
-    *(library for one in BACKENDS.values() for library in one.libraries),
+    *(backend.engine.partition(":")[0] for backend in BACKENDS.values()),
+    *(library for backend in BACKENDS.values() for library in backend.libraries),
     "flash_attn",
     "replay.command_line.cli",
     "replay.output.printing",
@@ -25,20 +25,23 @@ MODULES = (
 
 
 def preload() -> None:
-    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"  # as World selects its device
+    # DeepSpeed selects its accelerator while it is imported: the one that World selects.
+    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     for name in MODULES:
         with suppress(Exception):
             import_module(name)
     gc.collect()
-    gc.freeze()  # otherwise the first collection in each fork copies every page
+    # The first collection in each fork would otherwise copy every page.
+    gc.freeze()
 
 
+# What the imports print would come once, from the server, and belong to no run: their output goes nowhere meanwhile.
 terminal = [os.dup(number) for number in (1, 2)]
 nowhere = os.open(os.devnull, os.O_WRONLY)
 for number in (1, 2):
     os.dup2(nowhere, number)
 preload()
-for number, kept in zip((1, 2), terminal, strict=True):
-    os.dup2(kept, number)
-    os.close(kept)
+for number, duplicate in zip((1, 2), terminal, strict=True):
+    os.dup2(duplicate, number)
+    os.close(duplicate)
 os.close(nowhere)

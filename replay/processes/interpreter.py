@@ -17,18 +17,19 @@ from replay.processes.supervisor import Process
 
 SHOWN = ("python", "torch", "transformers", "deepspeed", "micro-replay")
 PROBE_SECONDS = 120.0
-# runs in any Python 3; prints the versions, and what `replay` itself says of this environment
+# This runs in any Python 3. It prints the versions, and the line in which `replay` itself refuses this environment. The
+# other environment may hold another version of micro-replay, so `complaint` keeps its name and arguments there.
 _PROBE = """
 import json, platform, sys
 try:
     from importlib.metadata import PackageNotFoundError, version
     from importlib.util import find_spec
-    found, refusal = {"python": platform.python_version()}, ""
+    versions, refusal = {"python": platform.python_version()}, ""
     for name in NAMES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     if sys.version_info >= (3, 10) and find_spec("replay") and find_spec("replay.command_line.entry"):
         from replay.command_line.entry import complaint
         refusal = complaint([], tuple(sys.version_info[:2])) or ""
@@ -37,8 +38,8 @@ try:
     else:
         refusal = "it is too old: Python %d.%d" % tuple(sys.version_info[:2])
 except ImportError:
-    found, refusal = {}, "it is too old: Python %d.%d" % tuple(sys.version_info[:2])
-print(json.dumps([found, refusal]))
+    versions, refusal = {}, "it is too old: Python %d.%d" % tuple(sys.version_info[:2])
+print(json.dumps([versions, refusal]))
 """
 
 
@@ -51,15 +52,16 @@ class Environment:
 
     @property
     def text(self) -> str:
-        return f"{self.python}: " + _named(self.versions)
+        return f"{self.python}: " + _describe_versions(self.versions)
 
-    def beside(self, first: "Environment") -> str:
+    def describe_differences(self, first: "Environment") -> str:
         """Name the versions that differ from those of `first`, such as `torch 2.8.0, transformers 4.57.6`."""
-        return _named({name: one for name, one in self.versions.items() if one != first.versions.get(name)})
+        changed = {name: version for name, version in self.versions.items() if version != first.versions.get(name)}
+        return _describe_versions(changed)
 
 
-def _named(versions: Mapping[str, str | None]) -> str:
-    return ", ".join(f"{name} {one}" if one else f"no {name}" for name, one in versions.items())
+def _describe_versions(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in versions.items())
 
 
 def probe(python: str) -> Environment:
@@ -67,36 +69,38 @@ def probe(python: str) -> Environment:
 
     Raises UsageError if there is none, if it does not answer, or if it cannot replay.
     """
-    path = Path(os.path.abspath(Path(python).expanduser()))  # a venv's python is a link, and must not be resolved
+    # A venv's python is a link; Python finds the venv by the link's own place, so it must not be resolved.
+    path = Path(os.path.abspath(Path(python).expanduser()))
     code = f"NAMES = {SHOWN[1:]!r}\n{_PROBE}"
-    given, why = Setting("python", python), ""
+    setting, refusal = Setting("python", python), ""
     try:
-        done = subprocess.run(
+        # `-c` puts the working folder on the path. It may be a checkout of this project, so another one is taken.
+        completed = subprocess.run(
             [str(path), "-c", code],
-            cwd="/",  # `-c` puts the folder on the path, which may be a checkout of this project
-            env=clean(os.environ),
+            cwd="/",
+            env=without_python_path(os.environ),
             capture_output=True,
             text=True,
             timeout=PROBE_SECONDS,
             check=False,
         )
-        found, why = json.loads(done.stdout.strip().splitlines()[-1])
+        versions, refusal = json.loads(completed.stdout.strip().splitlines()[-1])
     except OSError as error:
         advice = "Give the path of an interpreter, such as old/bin/python"
-        raise UsageError(given, f": {error.strerror}", advice) from None
+        raise UsageError(setting, f": {error.strerror}", advice) from None
     except subprocess.TimeoutExpired:
-        raise UsageError(given, f": no answer within {PROBE_SECONDS:.0f} s", "Is it a Python?") from None
+        raise UsageError(setting, f": no answer within {PROBE_SECONDS:.0f} s", "Is it a Python?") from None
     except (ValueError, IndexError):
-        raise UsageError(given, ": it does not answer as a Python does", "Give the path of one") from None
-    if why.startswith("it has no"):
-        raise UsageError(given, f": {why}", f"Try: {python} -m pip install 'micro-replay[replay]'")
-    if why:
-        advice = "" if "Try:" in why else "Give an environment of Python 3.11 or later"
-        raise UsageError(given, f": {why}", advice)
-    return Environment(python=str(path), versions={name: found.get(name) for name in SHOWN})
+        raise UsageError(setting, ": it does not answer as a Python does", "Give the path of one") from None
+    if refusal.startswith("it has no"):
+        raise UsageError(setting, f": {refusal}", f"Try: {python} -m pip install 'micro-replay[replay]'")
+    if refusal:
+        advice = "" if "Try:" in refusal else "Give an environment of Python 3.11 or later"
+        raise UsageError(setting, f": {refusal}", advice)
+    return Environment(python=str(path), versions={name: versions.get(name) for name in SHOWN})
 
 
-def clean(environment: Mapping[str, str]) -> dict[str, str]:
+def without_python_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without what would lead another interpreter to this one's packages."""
     return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
@@ -105,4 +109,6 @@ def start(python: str, arguments: Sequence[str], environment: Mapping[str, str],
     """Run `replay arguments` by `python` in its own session; output is appended to the file `output`."""
     command = [python, "-u", "-P", "-m", "replay", *arguments]
     with output.open("ab") as file:
-        return supervisor.start(command, clean(environment), stdin=subprocess.DEVNULL, output=file)
+        return supervisor.start_process(
+            command, without_python_path(environment), stdin=subprocess.DEVNULL, output=file
+        )

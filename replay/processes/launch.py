@@ -12,17 +12,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from actor_init.spec import ParallelSpec, UsageError
-from replay.processes.supervisor import Group, start
+from replay.processes.supervisor import ChildGroup, start_process
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-GRACE = 30.0  # seconds that ranks get to report what happened, as under torchrun
+# The time that ranks get to report what happened, as under torchrun.
+GRACE_SECONDS = 30.0
 
 
-def num_processes_missing(parallel: ParallelSpec) -> int:
+def count_missing_processes(parallel: ParallelSpec) -> int:
     """Return how many processes to start here; 0 if one is enough, or a launcher started more than one."""
     needed = parallel.tp * parallel.ring
     return needed if needed > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1 else 0
@@ -57,17 +58,21 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without a launcher's variables, with thread counts as torchrun sets them: ranks share the
     cores.
     """
-    own = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
-    return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in own.items() if name not in OF_A_LAUNCHER}
+    kept_variables = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith("TORCHELASTIC_") and name not in LAUNCHER_VARIABLES
+    }
+    return {"OMP_NUM_THREADS": "1"} | kept_variables
 
 
-def visible_gpus(number: int) -> list[str]:
+def list_gpus(number: int) -> list[str]:
     """Return the first `number` of this process's GPUs, as values for its children's CUDA_VISIBLE_DEVICES."""
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (own.split(",") if own else [str(index) for index in range(number)])[:number]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [str(index) for index in range(number)])[:number]
 
 
-def store_of_ranks() -> "TCPStore":
+def open_rank_store() -> "TCPStore":
     """Open the store where the ranks of a run meet, as torchrun's agent does: here, so that no one else takes its
     port.
     """
@@ -76,8 +81,8 @@ def store_of_ranks() -> "TCPStore":
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def variables_of_ranks(num_processes: int, port: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun sets for each process of a run whose `store_of_ranks` listens on `port`."""
+def list_rank_variables(num_processes: int, port: int) -> list[dict[str, str]]:
+    """Return the variables that torchrun sets for each process of a run whose `open_rank_store` listens on `port`."""
     shared = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared for rank in range(num_processes)]
@@ -89,49 +94,53 @@ def start_processes(num_processes: int, arguments: Sequence[str]) -> int:
     A signal that would end this process is passed on to them first; the exit code is then 128 plus its number, as a
     shell's.
     """
-    store = store_of_ranks()
-    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)  # torchrun's setting
+    store = open_rank_store()
+    # torchrun sets this variable too.
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | without_launcher(os.environ)
     command = [sys.executable, *arguments]
-    with _signals_raised():
+    with _raise_signals():
         ranks = None
         try:
-            ranks = Group.start(
-                partial(start, command, environment | own) for own in variables_of_ranks(num_processes, store.port)
+            ranks = ChildGroup.start(
+                partial(start_process, command, environment | variables)
+                for variables in list_rank_variables(num_processes, store.port)
             )
             exit_code = ranks.wait()
             assert exit_code is not None, "there is no time limit"
-            ranks.end(grace=GRACE)
+            ranks.end(grace=GRACE_SECONDS)
             return exit_code
-        except _Signalled as signalled:
+        except _SignalReceived as received:
             if ranks is not None:
-                with suppress(_Signalled):  # on a second signal they are killed below
-                    ranks.end(grace=GRACE, first=signalled.number)
-            return 128 + signalled.number
+                # A second signal ends the grace period: the ranks are killed below.
+                with suppress(_SignalReceived):
+                    ranks.end(grace=GRACE_SECONDS, first_signal=received.number)
+            return 128 + received.number
         finally:
             if ranks is not None:
-                ranks.end(grace=GRACE, first=signal.SIGKILL)
+                ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGKILL)
 
 
-class _Signalled(BaseException):
+class _SignalReceived(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
+def _raise_signals() -> Iterator[None]:
     """Raise _Signalled on a signal that would end this process, if this is the main thread."""
 
     def handler(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Signalled(number)
+        raise _SignalReceived(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # ignored under nohup
-    before = {number: signal.signal(number, handler) for number in heard}
+    # nohup has SIGHUP ignored, and what is ignored stays so.
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, earlier_handler in before.items():
+            signal.signal(number, earlier_handler)

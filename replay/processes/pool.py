@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from replay.output.text import counted
-from replay.processes import forkserver as warm
-from replay.processes import interpreter
+from replay.processes import forkserver, interpreter
 from replay.processes.child_job import ChildJob
-from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
-from replay.processes.supervisor import Group, end, wait_for_one
+from replay.processes.launch import list_rank_variables, open_rank_store, without_launcher
+from replay.processes.supervisor import ChildGroup, end_processes, wait_for_any
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-
-# Say what runs in processes of their own may use: devices, time, and how many run at the same time.
 
 PROCESSES_ON_A_CPU = 2
 
@@ -41,7 +38,7 @@ class RunLimits:
     total: float | None
     at_once: int | None
 
-    def end(self) -> float:
+    def compute_deadline(self) -> float:
         """Return the time, by `time.monotonic`, after which a command that begins now starts no run."""
         return math.inf if self.total is None else time.monotonic() + self.total
 
@@ -52,15 +49,15 @@ class Machine:
     has_gpus: bool
 
     @classmethod
-    def here(cls, num_devices: int | None = None) -> "Machine":
+    def detect(cls, num_devices: int | None = None) -> "Machine":
         """Return this machine with all its devices, or with `num_devices`, which may be more than it has."""
         import torch
 
         num_gpus = torch.cuda.device_count()
         return cls(num_devices=num_devices or num_gpus or PROCESSES_ON_A_CPU, has_gpus=num_gpus > 0)
 
-    def fits_into(self, other: "Machine") -> bool:
-        """Is the other of the same kind, with at least as many GPUs?"""
+    def is_part_of(self, other: "Machine") -> bool:
+        """Tell whether the other is of the same kind, with at least as many GPUs."""
         return self.has_gpus == other.has_gpus and (not self.has_gpus or self.num_devices <= other.num_devices)
 
     @property
@@ -69,9 +66,9 @@ class Machine:
 
 
 Key = TypeVar("Key")
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-PROGRAM = Path(__file__).parents[1]  # run as `python replay`
-REFUSED = 2  # the exit code of a replay with invalid options
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+PROGRAM = Path(__file__).parents[1]  # for `python replay`
+REFUSED_EXIT_CODE = 2
 
 
 @contextmanager
@@ -88,15 +85,18 @@ def sigterm_interrupts() -> Iterator[None]:
 class Child:
     """A replay that has ended, successfully or not."""
 
-    exit_code: int | None  # None: it did not end within its limit
+    # None: the replay did not end within its limit.
+    exit_code: int | None
     seconds: float
-    output: Path  # what it printed
-    logs: Path  # holds the folder of its run, if it got that far
+    # The file with what it printed.
+    output: Path
+    # The folder that holds the folder of its run, if the run began.
+    logs: Path
 
     @property
     def is_refusal(self) -> bool:
-        """Did it refuse its options before it started?"""
-        return self.exit_code == REFUSED
+        """Tell whether it refused its options before it started."""
+        return self.exit_code == REFUSED_EXIT_CODE
 
     @property
     def error(self) -> str:
@@ -105,8 +105,8 @@ class Child:
             return ""
         if self.exit_code is None:
             return f"not finished within {self.seconds:.0f} s, see {self.output}"
-        said = re.findall(r"^replay: (?:rank \d+: )?(.+)", self.output.read_text(errors="replace"), re.MULTILINE)
-        errors = [line for line in said if not line.endswith("starting them")]
+        messages = re.findall(r"^replay: (?:rank \d+: )?(.+)", self.output.read_text(errors="replace"), re.MULTILINE)
+        errors = [message for message in messages if not message.endswith("starting them")]
         if errors:
             return str(errors[-1])
         if self.exit_code < 0:
@@ -133,7 +133,7 @@ class Task:
         home.mkdir(parents=True, exist_ok=True)
         logs = home / str(len(list(home.iterdir())))
         return cls(
-            job=job.logging_into(logs),
+            job=job.with_log_folder(logs),
             num_processes=num_processes,
             output=logs / "output.txt",
             limit=limit,
@@ -165,7 +165,7 @@ def run_children(
     at_once: int,
     gpus: Sequence[str] = (),
     until: float = math.inf,
-    running: list[tuple[Any, "_Running"]] | None = None,
+    running: list[tuple[Any, "_RunningTask"]] | None = None,
 ) -> Generator[tuple[Key, Child], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
     (monotonic).
@@ -182,23 +182,23 @@ def run_children(
         while True:
             while following is not None and time.monotonic() <= until:
                 key, task = following
-                in_use = Counter(gpu for _, one in running for gpu in one.gpus)
-                own = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
-                if (in_use[own[-1]] if own else len(running)) >= at_once:
+                in_use = Counter(gpu for _, other in running for gpu in other.gpus)
+                task_gpus = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
+                if (in_use[task_gpus[-1]] if task_gpus else len(running)) >= at_once:
                     break
-                running.append((key, _Running.of(task, own)))
+                running.append((key, _RunningTask.start(task, task_gpus)))
                 following = next(waiting, None)
             if not running:
                 return
             over = [pair for pair in running if pair[1].ranks.is_over]
             for pair in over:
-                child = pair[1].ended()
+                child = pair[1].finish()
                 running.remove(pair)
                 yield pair[0], child
             if not over:
-                wait_for_one([one.ranks for _, one in running])
+                wait_for_any([task.ranks for _, task in running])
     finally:
-        end([rank for _, one in running for rank in one.ranks.processes], grace=GRACE)
+        end_processes([rank for _, task in running for rank in task.ranks.processes], grace=GRACE_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ class RunHere:
 
     at_once: int
     gpus: Sequence[str] = ()
-    _running: list[tuple[Any, "_Running"]] = field(default_factory=list)
+    _running: list[tuple[Any, "_RunningTask"]] = field(default_factory=list)
 
     @property
     def num_running(self) -> int:
@@ -220,26 +220,28 @@ class RunHere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Running:
+class _RunningTask:
     task: Task
-    gpus: Sequence[str]  # reserved for it; empty: it sees what this process does
-    ranks: Group
-    store: "TCPStore | None"  # where its ranks meet
+    # The GPUs that are reserved for the task. Empty: it sees what this process sees.
+    gpus: Sequence[str]
+    ranks: ChildGroup
+    # The store where its ranks meet. It is open as long as this object is.
+    store: "TCPStore | None"
 
     @classmethod
-    def of(cls, task: Task, gpus: Sequence[str]) -> Self:
+    def start(cls, task: Task, gpus: Sequence[str]) -> Self:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_bytes(b"")
         environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         arguments = ["--job", str(task.job.write())]
-        store = store_of_ranks() if task.num_processes > 1 else None
-        of_ranks = variables_of_ranks(task.num_processes, store.port) if store else [{}]
-        run = partial(interpreter.start, task.python) if task.python else partial(warm.start, PROGRAM)
-        starts = [partial(run, arguments, environment | own, task.output) for own in of_ranks]
-        return cls(task=task, gpus=gpus, ranks=Group.start(starts, limit=task.limit), store=store)
+        store = open_rank_store() if task.num_processes > 1 else None
+        rank_variables = list_rank_variables(task.num_processes, store.port) if store else [{}]
+        run = partial(interpreter.start, task.python) if task.python else partial(forkserver.start, PROGRAM)
+        starts = [partial(run, arguments, environment | variables, task.output) for variables in rank_variables]
+        return cls(task=task, gpus=gpus, ranks=ChildGroup.start(starts, limit=task.limit), store=store)
 
-    def ended(self) -> Child:
+    def finish(self) -> Child:
         """End what still runs and return the result. The exit code is that of a failed rank, if any."""
         exit_code, seconds = self.ranks.exit_code, self.ranks.seconds
-        self.ranks.end(grace=GRACE)
+        self.ranks.end(grace=GRACE_SECONDS)
         return Child(exit_code=exit_code, seconds=seconds, output=self.task.output, logs=self.task.logs)

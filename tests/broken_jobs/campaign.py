@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from replay.processes.launch import store_of_ranks, variables_of_ranks
+from replay.processes.launch import list_rank_variables, open_rank_store
 from tests.broken_jobs.declarations import FaultClass, Job, Kind
 from tests.broken_jobs.effect import Effect, effect_of
 from tests.broken_jobs.table import JOBS
@@ -170,8 +170,8 @@ class Campaign:
     def _run(self, job: Job, arguments: Sequence[str], folder: Path) -> None:
         """Carry the job out under `capture run`. Its ranks meet as torchrun's would."""
         capture = ["-m", "capture", "run", "--to", str(folder / "captures"), SCRIPT, str(folder)]
-        store = store_of_ranks() if job.kind.num_ranks > 1 else None
-        meetings = [{}] if store is None else variables_of_ranks(job.kind.num_ranks, store.port)
+        store = open_rank_store() if job.kind.num_ranks > 1 else None
+        meetings = [{}] if store is None else list_rank_variables(job.kind.num_ranks, store.port)
         ranks = []
         for rank, meeting in enumerate(meetings):
             environment = job_environment() | meeting

@@ -21,7 +21,7 @@ from actor_init.inputs.packing import prepare_inputs
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
-from replay.command_line.cli import action_of, leave
+from replay.command_line.cli import leave, parse_command_line
 from replay.objective.objective import negated_mean
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
@@ -44,7 +44,7 @@ def whole_gradients(parameter: Any, whole_shape: torch.Size, world: World) -> li
 
 
 def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
-    spec = action_of([*arguments, "--model", folder]).args[0].spec
+    spec = parse_command_line([*arguments, "--model", folder]).args[0].spec
     backend = DeepSpeedBackend.open(spec.actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs

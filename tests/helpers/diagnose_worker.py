@@ -15,7 +15,7 @@ import torch
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.command_line.cli import action_of, leave
+from replay.command_line.cli import leave, parse_command_line
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -56,7 +56,7 @@ def main() -> int:
                 if "fault" in job:
                     stack.enter_context(rows_unproved())
                     stack.enter_context(FAULTS[job["fault"]](world))
-                action_of(["diagnose", *job["arguments"]])()
+                parse_command_line(["diagnose", *job["arguments"]])()
     return 0
 
 

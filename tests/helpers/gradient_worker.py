@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
-from replay.command_line.cli import action_of, leave
+from replay.command_line.cli import leave, parse_command_line
 from replay.runner.run import run_in
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
@@ -90,7 +90,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.replayer.open_backend", opened))
-        spec = action_of([*job["arguments"], *PATIENCE]).args[0].spec
+        spec = parse_command_line([*job["arguments"], *PATIENCE]).args[0].spec
         code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:
         torch.save(windows, job["gradients"])

@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 
-from replay.processes.launch import store_of_ranks, variables_of_ranks, without_launcher
-from replay.processes.supervisor import Group, start
+from replay.processes.launch import list_rank_variables, open_rank_store, without_launcher
+from replay.processes.supervisor import ChildGroup, start_process
 from tests.helpers.commands import LIMIT, ROOT
 from tests.warm import warm_bin
 
@@ -18,10 +18,11 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> str:
     """
     common = {**without_launcher(os.environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [str(warm_bin() / "python"), *arguments]
-    store = store_of_ranks() if num_ranks > 1 else None
-    own = [{}] if store is None else variables_of_ranks(num_ranks, store.port)
+    store = open_rank_store() if num_ranks > 1 else None
+    rank_variables = [{}] if store is None else list_rank_variables(num_ranks, store.port)
     with tempfile.TemporaryFile() as output:
-        ranks = Group.start([partial(start, command, common | one, output=output) for one in own], limit=LIMIT)
+        starts = [partial(start_process, command, common | variables, output=output) for variables in rank_variables]
+        ranks = ChildGroup.start(starts, limit=LIMIT)
         try:
             exit_code = ranks.wait()
         finally:

@@ -19,7 +19,7 @@ from actor_init.model_form import HeadForm
 from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
-from replay.command_line.cli import action_of, leave
+from replay.command_line.cli import leave, parse_command_line
 from replay.runner.run import run_in
 
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
@@ -62,7 +62,7 @@ def main() -> int:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
-            spec = action_of([*command, *PATIENCE]).args[0].spec
+            spec = parse_command_line([*command, *PATIENCE]).args[0].spec
             codes.append(run_in(world, spec, show_traceback=True).exit_code)
     return max(codes)
 

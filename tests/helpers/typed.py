@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
 
 
 def spec_of(words: Sequence[str]) -> ReplaySpec:
-    spec: ReplaySpec = action_of(words).args[0].spec
+    spec: ReplaySpec = parse_command_line(words).args[0].spec
     return spec

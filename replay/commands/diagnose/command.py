@@ -13,7 +13,7 @@ from replay.options.option_parsing import Action, Toggle, replay_spec, with_opti
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs, is_objective
 from replay.processes.child_job import ChildJob
-from replay.processes.launch import num_processes_missing, relaunch
+from replay.processes.launch import count_missing_processes, relaunch
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
@@ -69,7 +69,7 @@ def _diagnose(
 ) -> int:
     run = job.spec
     check_inputs(run.inputs)
-    if num_processes := num_processes_missing(run.actor.parallel):
+    if num_processes := count_missing_processes(run.actor.parallel):
         return relaunch(num_processes, typed)
     from replay.commands.diagnose.report import diagnose
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from replay.output.text import Check, Status
-from replay.processes.supervisor import Group, end, start
+from replay.processes.supervisor import ChildGroup, end_processes, start_process
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 MARK = "replay-doctor-answer: "
@@ -43,7 +43,7 @@ class Prober:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._running: set[Group] = set()
+        self._running: set[ChildGroup] = set()
 
     def ask(
         self,
@@ -61,8 +61,8 @@ class Prober:
         with tempfile.TemporaryFile() as out:  # not a pipe, which a surviving grandchild would hold open
             command = [sys.executable, *probe_arguments(probe, limit, *arguments)]
             variables = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
-            begin = partial(start, command, variables, stdin=subprocess.DEVNULL, output=out)
-            process = Group.start([begin], limit=limit + GRACE)
+            begin = partial(start_process, command, variables, stdin=subprocess.DEVNULL, output=out)
+            process = ChildGroup.start([begin], limit=limit + GRACE)
             self._running.add(process)
             try:
                 code = process.wait()
@@ -74,7 +74,7 @@ class Prober:
     def stop(self) -> None:
         """End the probes that are still running."""
         self._deadline = 0.0
-        end([process for group in list(self._running) for process in group.processes], grace=GRACE)
+        end_processes([process for group in list(self._running) for process in group.processes], grace=GRACE)
 
 
 def probe_arguments(probe: str, limit: float, *arguments: str) -> list[str]:

@@ -65,7 +65,7 @@ def _begin(
     typed: Sequence[str],
     cell: ParityCell | None = None,
 ) -> int:
-    machine = Machine.here()
+    machine = Machine.detect()
     if machine.has_gpus and num_processes > machine.num_devices:
         raise UsageError(
             f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
@@ -84,7 +84,7 @@ def _begin(
         spec.measure.log_folder.absolute(),  # runs are made in other folders too
         plan,
         words=[*(["--redact"] if redact else []), *typed],
-        machine=Machine.here(num_processes),
+        machine=Machine.detect(num_processes),
     )
     return _run(campaign)
 

@@ -11,7 +11,7 @@ from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
 from replay.options.spec import check_inputs
-from replay.processes.launch import num_processes_missing, relaunch
+from replay.processes.launch import count_missing_processes, relaunch
 
 Word = TypeVar("Word", bound=str)
 
@@ -53,7 +53,7 @@ def mismatch(
 
     def measure() -> int:
         check_inputs(run.inputs)
-        if num_processes := num_processes_missing(run.actor.parallel):
+        if num_processes := count_missing_processes(run.actor.parallel):
             return relaunch(num_processes, context.obj)
         from replay.commands.mismatch.report import mismatch
 

@@ -133,7 +133,7 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
         plan.spec.measure.log_folder,
         plan,
         words=[*typed, *command_line(plan.spec)],
-        machine=Machine.here(),
+        machine=Machine.detect(),
     )
     return _run(campaign, inputs, limits)
 

@@ -50,7 +50,7 @@ def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
     """
     inputs = _inputs_of(plan)
     campaign = Campaign.begin(
-        "worst", plan.spec.measure.log_folder, plan, words=[*typed, *command_line(plan.spec)], machine=Machine.here()
+        "worst", plan.spec.measure.log_folder, plan, words=[*typed, *command_line(plan.spec)], machine=Machine.detect()
     )
     return _run(campaign, inputs, limits)
 
@@ -245,7 +245,7 @@ class _Work:
 
     def _check_other(self, other: Configuration, bounds: Mapping[int, Bounds]) -> bool:
         """Run some of the passes predicted for another configuration, if this machine has the devices for it."""
-        machine = Machine.here()
+        machine = Machine.detect()
         if machine.has_gpus and machine.num_devices < other.num_processes:
             self.console.line("checked", f"{other.text}: not here, it needs {counted(other.num_processes, 'GPU')}")
             return True

@@ -95,13 +95,13 @@ def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several
 
 
 def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: Any) -> None:
-    from replay.command_line.cli import action_of
+    from replay.command_line.cli import parse_command_line
     from replay.runner.run import run_in
 
     path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
     inputs = str(ROOT / "inputs" / "edges" / "rows")
     typed = ["--deepspeed-config", str(path), "--inputs", inputs, "--max-inputs", "1", "--zero-stage", "2"]
-    spec = action_of([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")]).args[0].spec
+    spec = parse_command_line([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")]).args[0].spec
     assert run_in(world, spec).exit_code == 0
     path.unlink()
     facts = PastRun.read(tmp_path / "logs").facts

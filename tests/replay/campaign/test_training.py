@@ -20,7 +20,7 @@ from actor_init.spec import UsageError
 from capture.on_ray.node_files import FileChange
 from replay.campaign.training import Trainings
 from replay.command_line.cli import main
-from replay.on_ray.cluster import Cluster, cluster_at
+from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.node_actors import NodeAgent
 from replay.options.option_parsing import in_flags
 from replay.options.spec import ReplaySpec, StateSpec
@@ -58,10 +58,10 @@ def when(cluster: Cluster, is_time: Callable[[], object], *deeds: Callable[[], N
     """Have the driver do the deeds once, as soon as it is time, when it looks for news from the nodes."""
     fetch, left = cluster.fetch, list(deeds)
 
-    def fetch_and_do(take: Callable[[FileChange], None]) -> None:
+    def fetch_and_do(handle_change: Callable[[FileChange], None]) -> None:
         while left and is_time():
             left.pop(0)()
-        fetch(take)
+        fetch(handle_change)
 
     cluster.fetch = fetch_and_do  # type: ignore[method-assign]
 
@@ -111,7 +111,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
     state = StateSpec(save_state=tmp_path / "none", save_every=2, resume=True)
     spec = ReplaySpec(actor=past.actor, inputs=past.inputs, measure=past.measure, objective=past.objective, state=state)
     may_go = (tmp_path / doomed_training.NODE_MAY_GO).exists
-    with cluster_at(nodes.address) as cluster:
+    with open_cluster(nodes.address) as cluster:
         when(cluster, may_go, nodes.lose, nodes.add)
         rank = doomed(doomed_training.doomed, tmp_path)
         run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
@@ -173,7 +173,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
     nodes: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     storage = str(tmp_path / "storage")
-    with cluster_at(nodes.address) as cluster:
+    with open_cluster(nodes.address) as cluster:
         when(cluster, lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose)
         rank = doomed(doomed_training.hang, tmp_path)
         [(_, child)] = Trainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
@@ -208,11 +208,11 @@ def is_alive(process: int) -> bool:
 
 def test_a_storage_that_cannot_be_used_is_one_line(nodes: TwoNodes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with cluster_at(nodes.address) as cluster, pytest.raises(UsageError) as caught:
+    with open_cluster(nodes.address) as cluster, pytest.raises(UsageError) as caught:
         Trainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
     assert in_flags(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
     assert str(caught.value).endswith("Give a folder where you may write")
     agent = NodeAgent(str(tmp_path))
     (tmp_path / "mark").touch()
-    assert agent.sees(str(tmp_path), "mark") is None
-    assert agent.sees(str(tmp_path / "elsewhere"), "mark") == "it sees another folder there, or none"
+    assert agent.try_shared_folder(str(tmp_path), "mark") is None
+    assert agent.try_shared_folder(str(tmp_path / "elsewhere"), "mark") == "it sees another folder there, or none"

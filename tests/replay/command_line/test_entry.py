@@ -72,7 +72,7 @@ def test_the_bare_install_needs_torch_alone_and_has_no_upper_bound() -> None:
 def test_a_library_that_is_too_old_is_named(
     name: str, installed: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry, "_version", lambda asked: installed if asked == name else None)
+    monkeypatch.setattr(entry, "_find_version", lambda asked: installed if asked == name else None)
     refusal = entry.complaint([], (3, 11))
     assert (refusal is not None) is is_refused
     if refusal is not None:

@@ -20,7 +20,7 @@ from actor_init.spec import UsageError
 from actor_init.world import World
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
-from replay.command_line.cli import action_of, main
+from replay.command_line.cli import main, parse_command_line
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
@@ -260,7 +260,7 @@ def test_wrong_usage_is_one_line(
 def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnosed: Any) -> None:
     inputs = inputs_in(tmp_path / "inputs", vocab_size=64)
     with pytest.raises(UsageError, match="beyond the model's vocabulary of 64"):
-        action_of(["diagnose", *where(inputs, tmp_path)])()
+        parse_command_line(["diagnose", *where(inputs, tmp_path)])()
 
 
 # several ranks

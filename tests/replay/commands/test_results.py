@@ -10,7 +10,7 @@ import pytest
 
 from actor_init.as_json import from_json
 from actor_init.world import World
-from replay.command_line.cli import action_of, main
+from replay.command_line.cli import main, parse_command_line
 from replay.commands.inspect.inspection import Inspection, inspect_folder
 from replay.commands.mismatch.report import MismatchReport
 from replay.comparison.comparison import Comparison
@@ -34,7 +34,7 @@ def strict_json(folder: Path) -> Any:
 
 def test_a_replay_returns_all_that_its_log_holds(tmp_path: Path, world: World, one_world: None) -> None:
     typed = ["--inputs", str(ROWS), "--max-inputs", "2", "--quiet", "--log-folder", str(tmp_path / "logs")]
-    run = run_in(world, action_of(typed).args[0].spec)
+    run = run_in(world, parse_command_line(typed).args[0].spec)
     assert run.to_dict() == strict_json(run.folder)
     read = Run.read(tmp_path / "logs")
     assert (read.to_dict(), list(read.records), read.statistics) == (run.to_dict(), list(run.records), run.statistics)

@@ -12,7 +12,7 @@ import pytest
 
 from actor_init.spec import Dtype, UsageError
 from replay.campaign.executor import ThisMachine
-from replay.command_line.cli import action_of, main
+from replay.command_line.cli import main, parse_command_line
 from replay.commands.suite.folder import _read_curve
 from replay.commands.suite.inputs import prepare_inputs
 from replay.commands.suite.loss_curve import Curve, NoCurve, Status, Step, compare_curves, curve_of, outcomes
@@ -228,7 +228,7 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
 
 
 def asked(*typed: str) -> SuiteSpec:
-    spec = action_of(["suite", *typed]).args[0]
+    spec = parse_command_line(["suite", *typed]).args[0]
     assert isinstance(spec, SuiteSpec)
     return spec
 
@@ -244,7 +244,7 @@ def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.Mon
         processes=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
     )
     assert asked() == expected
-    assert action_of(["suite"]).args[1] == Path("elsewhere")
+    assert parse_command_line(["suite"]).args[1] == Path("elsewhere")
     assert asked("--tp", "2", "--dtype", "fp32") == SuiteSpec(
         **{name: getattr(expected, name) for name in ("processes", "max_samples", "model", "dataset", "output_dir")},
         tp=2,

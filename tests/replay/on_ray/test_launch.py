@@ -23,9 +23,9 @@ import pytest
 from capture.on_ray.node_files import OVERLAP_BYTES, NodeFiles, write_change
 from replay.agreement.rows import ParityLog
 from replay.command_line.cli import main
-from replay.on_ray.cells import Cells
-from replay.on_ray.cluster import cluster_at
+from replay.on_ray.cluster import open_cluster
 from replay.on_ray.launch import run_on_ray
+from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
 from replay.processes.child_job import ChildJob
@@ -204,9 +204,9 @@ def test_what_a_rank_refuses_is_said_here_and_its_local_cluster_is_stopped(tmp_p
 
 
 @pytest.fixture
-def cells(address: str, tmp_path: Path) -> Iterator[Cells]:
-    with cluster_at(address) as cluster:
-        yield Cells(cluster, tmp_path, module="tests.helpers.cell_program")
+def cells(address: str, tmp_path: Path) -> Iterator[RayTaskRunner]:
+    with open_cluster(address) as cluster:
+        yield RayTaskRunner(cluster, tmp_path, module="tests.helpers.cell_program")
 
 
 def cell(
@@ -222,7 +222,7 @@ def root_name(root: Path) -> str:
     return "-".join(root.parts[1:])
 
 
-def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path) -> None:
+def test_cells_end_alone_and_their_files_come_home(cells: RayTaskRunner, tmp_path: Path) -> None:
     four, two = cell(tmp_path, "wait 0", num_processes=4), cell(tmp_path, "wait 0.1", num_processes=2)
     tasks = [
         cell(tmp_path, "killed"),
@@ -256,7 +256,7 @@ def test_cells_end_alone_and_their_files_come_home(cells: Cells, tmp_path: Path)
     assert processes_left(root_name(tmp_path), LIMIT) == []
 
 
-def test_none_starts_after_the_time_is_up(cells: Cells, tmp_path: Path) -> None:
+def test_none_starts_after_the_time_is_up(cells: RayTaskRunner, tmp_path: Path) -> None:
     tasks = [cell(tmp_path, f"wait {number}", num_processes=4) for number in range(3)]
     assert [what for what, _ in cells(tasks, until=time.monotonic())] in ([], ["wait 0"])
 
@@ -304,9 +304,9 @@ def test_a_lost_node_ends_its_cells_alone(ray_cluster: Any, tmp_path: Path) -> N
     output = hang[1].output
     with (
         lost_when(ray_cluster, lambda: output.is_file() and output.read_text().count("replay: rank ") == 3),
-        cluster_at(ray_cluster.address) as cluster,
+        open_cluster(ray_cluster.address) as cluster,
     ):
-        run = Cells(cluster, tmp_path, module="tests.helpers.cell_program")
+        run = RayTaskRunner(cluster, tmp_path, module="tests.helpers.cell_program")
         done = dict(run([hang, cell(tmp_path, "wait 0"), cell(tmp_path, "wait 0.1")]))
         again = dict(run([cell(tmp_path, "wait 0.2")]))
     assert {what: child.exit_code for what, child in (done | again).items()} == {
@@ -369,6 +369,6 @@ def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Pa
         said, _ = driver.communicate(timeout=LIMIT)
     assert driver.returncode == INTERRUPTED, said
     assert only_log(tmp_path)[1]["status"] == "interrupted"
-    with cluster_at(address) as cluster:
+    with open_cluster(address) as cluster:
         while cluster.ray.available_resources().get("CPU") != 4.0:  # the ranks' places are free again
             time.sleep(0.1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
 from replay.options.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 def parsed(*arguments: str) -> ReplaySpec:
-    spec = action_of(list(arguments)).args[0].spec
+    spec = parse_command_line(list(arguments)).args[0].spec
     assert isinstance(spec, ReplaySpec)
     return spec
 

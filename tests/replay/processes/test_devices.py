@@ -18,7 +18,7 @@ def test_it_is_what_is_asked_for_or_all_there_is(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, asked: int | None, found: tuple[int, bool]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    machine = Machine.here(asked)
+    machine = Machine.detect(asked)
     assert (machine.num_devices, machine.has_gpus) == found
 
 
@@ -27,6 +27,6 @@ def test_gpus_are_here_if_there_are_as_many_and_processes_on_a_cpu_where_there_a
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, here: Machine | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert [one for one in (ON_A_CPU, ON_TWO_GPUS, ON_FOUR_GPUS) if one.fits_into(Machine.here())] == [here] * (
+    assert [one for one in (ON_A_CPU, ON_TWO_GPUS, ON_FOUR_GPUS) if one.is_part_of(Machine.detect())] == [here] * (
         here is not None
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.processes.launch import visible_gpus
-from replay.processes.pool import Child, Task, _Running, run_children
+from replay.processes.launch import list_gpus
+from replay.processes.pool import Child, Task, _RunningTask, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
@@ -132,7 +132,7 @@ def test_what_does_not_hear_a_sigterm_is_killed(programs: Programs, monkeypatch:
         f"while True: {WAIT}",
     )
     task = programs.task("deaf")
-    monkeypatch.setattr("replay.processes.pool.GRACE", task.limit)
+    monkeypatch.setattr("replay.processes.pool.GRACE_SECONDS", task.limit)
     an_hour_a_line(task.output, monkeypatch)
     child = run_child(task)
     assert child.exit_code is None
@@ -173,10 +173,10 @@ def test_each_run_sees_gpus_that_the_fewest_others_see(
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7,6")
     tasks = [(name, programs.task(name, num_processes=size)) for name, size in (("a", 1), ("b", 2), ("c", 1))]
-    assert [child.exit_code for _, child in run_children(tasks, at_once=3, gpus=visible_gpus(3))] == [0, 0, 0]
+    assert [child.exit_code for _, child in run_children(tasks, at_once=3, gpus=list_gpus(3))] == [0, 0, 0]
     assert [sorted(set((out / name).read_text().split())) for name in "abc"] == [["4"], ["5,7"], ["4"]]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_gpus(2) == ["0", "1"]
+    assert list_gpus(2) == ["0", "1"]
 
 
 def test_on_a_gpu_are_no_more_processes_than_are_asked_for(programs: Programs, tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.Monkey
     monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
     programs.write()
     tasks = [(name, programs.task(name)) for name in "ab"]
-    begin = _Running.of
+    start = _RunningTask.start
 
-    def late(task: Task, gpus: Sequence[str]) -> _Running:
+    def late(task: Task, gpus: Sequence[str]) -> _RunningTask:
         now[0] = 61.0
-        return begin(task, gpus)
+        return start(task, gpus)
 
-    monkeypatch.setattr(_Running, "of", late)
+    monkeypatch.setattr(_RunningTask, "start", late)
     assert [name for name, _ in run_children(tasks, at_once=1, until=60.0)] == ["a"]
 
 
@@ -283,7 +283,7 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(tmp_pat
 
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
-    job = action_of([*arguments, "--log-folder", str(tmp_path / "a")]).args[0]
+    job = parse_command_line([*arguments, "--log-folder", str(tmp_path / "a")]).args[0]
     task = Task(job=job, num_processes=2, output=tmp_path / "a.txt", limit=1800)
     child = run_child(task)
     assert child.exit_code == 0, child.output.read_text()

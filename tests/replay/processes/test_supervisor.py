@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.processes.supervisor import Group, Process, start, wait_for_one
+from replay.processes.supervisor import ChildGroup, Process, start_process, wait_for_any
 from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.made_time import HOUR, an_hour_a_line
 from tests.helpers.process_table import processes_left
@@ -25,10 +25,10 @@ os.write(1, b'here\\n')
 
 
 def python(code: str) -> Callable[[], Process]:
-    return partial(start, [sys.executable, "-c", code], os.environ)
+    return partial(start_process, [sys.executable, "-c", code], os.environ)
 
 
-def codes(group: Group) -> list[int]:
+def codes(group: ChildGroup) -> list[int]:
     ended = [one.wait() if isinstance(one, subprocess.Popen) else None for one in group.processes]
     return [code for code in ended if code is not None]
 
@@ -37,13 +37,13 @@ def test_a_group_has_ended_well_when_all_have(tmp_path: Path) -> None:
     """The first ends once the second, which alone can write to it, has ended."""
     os.mkfifo(tmp_path / "second")
     path = str(tmp_path / "second")
-    group = Group.start([python(f"open({path!r}).read()"), python(f"import os; os.open({path!r}, os.O_WRONLY)")])
+    group = ChildGroup.start([python(f"open({path!r}).read()"), python(f"import os; os.open({path!r}, os.O_WRONLY)")])
     assert group.wait() == 0
     assert codes(group) == [0, 0]
 
 
 def test_where_one_fails_the_group_is_over_and_the_others_are_ended() -> None:
-    group = Group.start([python(FOR_EVER), python("raise SystemExit(3)")])
+    group = ChildGroup.start([python(FOR_EVER), python("raise SystemExit(3)")])
     assert group.wait() == 3
     group.end(grace=LIMIT)
     assert codes(group) == [-signal.SIGTERM, 3]
@@ -56,8 +56,8 @@ def test_after_its_time_a_group_is_over_and_what_does_not_hear_is_killed(
     output = tmp_path / "output"
     an_hour_a_line(output, monkeypatch)
     with output.open("wb") as file:
-        begin = partial(start, [sys.executable, "-c", DEAF], os.environ, output=file)
-        group = Group.start([begin], limit=0.9 * HOUR)
+        begin = partial(start_process, [sys.executable, "-c", DEAF], os.environ, output=file)
+        group = ChildGroup.start([begin], limit=0.9 * HOUR)
     assert group.wait() is None
     assert output.read_text() == "here\n"
     group.end(grace=0.9 * HOUR)
@@ -69,7 +69,7 @@ def test_what_a_child_has_started_is_ended_with_it(tmp_path: Path) -> None:
     said = tmp_path / "said"
     os.mkfifo(said)
     inner = f"open({str(said)!r}, 'w').write('here')\n{FOR_EVER}"
-    group = Group.start([python(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])")])
+    group = ChildGroup.start([python(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])")])
     assert said.read_text() == "here"  # returns once it has been written and closed
     group.end(grace=LIMIT)
     assert processes_left(str(said), LIMIT) == []
@@ -86,15 +86,15 @@ def test_where_one_cannot_be_started_those_before_it_are_ended() -> None:
         raise OSError("no such program")
 
     with pytest.raises(OSError, match="no such program"):
-        Group.start([first, second])
+        ChildGroup.start([first, second])
     [process] = begun
     assert isinstance(process, subprocess.Popen)
     assert process.wait(LIMIT) in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def test_the_first_group_that_is_over_is_waited_for() -> None:
-    long, short = Group.start([python(FOR_EVER)]), Group.start([python("")])
-    wait_for_one([long, short])
+    long, short = ChildGroup.start([python(FOR_EVER)]), ChildGroup.start([python("")])
+    wait_for_any([long, short])
     assert (long.is_over, short.is_over) == (False, True)
     long.end(grace=LIMIT)
 

@@ -12,7 +12,7 @@ import torch
 from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.command_line import cli
-from replay.command_line.cli import action_of
+from replay.command_line.cli import parse_command_line
 from replay.runner.run import run_in
 from replay.tracing.first_difference import FirstDifference, find_first_difference
 from replay.tracing.trace_file import TensorKind, TraceFile
@@ -39,7 +39,7 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
     def run(flags: str = "", model: str = "llama", *, anew: bool = False) -> Path:
         if anew or (model, flags) not in done:
             folder = tmp_path_factory.mktemp("logs")
-            spec = action_of(arguments_of(flags, folders[model], folder)).args[0].spec
+            spec = parse_command_line(arguments_of(flags, folders[model], folder)).args[0].spec
             assert run_in(world, spec, show_traceback=True).exit_code == 0
             [log] = folder.iterdir()
             if anew:
@@ -112,7 +112,7 @@ def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
 def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str, Path], tmp_path: Path) -> None:
     flags = "--attention eager --gradient-checkpointing"
     arguments = [one for one in arguments_of(flags, folders["llama"], tmp_path) if one != "--trace"]
-    assert run_in(world, action_of(arguments).args[0].spec).exit_code == 0
+    assert run_in(world, parse_command_line(arguments).args[0].spec).exit_code == 0
     [plain] = read_log(next(tmp_path.iterdir()))[1]
     run, [seen] = read_log(traced(flags))
     assert (seen.result.loss, seen.result.grad_norm) == (plain.result.loss, plain.result.grad_norm)

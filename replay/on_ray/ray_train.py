@@ -1,7 +1,7 @@
 """Run Ray Train in a process and a Ray job of its own: when it ends, Ray ends the workers and frees their places.
 
-`python -m replay.on_ray.fit FILE`, with a pickled Fit in FILE, writes the exit code and what there is to say into
-FILE.json.
+`python -m replay.on_ray.ray_train FILE`, with a pickled RayTrainJob in FILE, writes the exit code and the error
+into FILE.json.
 """
 
 import json
@@ -22,38 +22,43 @@ from replay.options.spec import KEPT_STATES
 from replay.output.text import one_line
 
 if TYPE_CHECKING:
-    from replay.on_ray.cluster import Cluster  # which imports torch
+    # It imports torch, for which neither the process that only waits for Ray Train nor a test may wait.
+    from replay.on_ray.cluster import Cluster
 
-FAILED = 1
-END_SECONDS = 5.0  # for Ray Train to end its workers
+FAILED_EXIT_CODE = 1
+# The time that Ray Train gets to end its workers.
+END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    rank: Callable[[Mapping[str, Any]], int]  # what each worker runs
-    job: Mapping[str, Any]  # what it runs with
+class RayTrainJob:
+    # What each worker calls, with `job`.
+    rank: Callable[[Mapping[str, Any]], int]
+    job: Mapping[str, Any]
     storage: str
     name: str
     num_ranks: int
-    most_failures: int = 0  # of workers or nodes, before Ray Train gives up
+    # Ray Train gives up after so many failures of workers or nodes.
+    most_failures: int = 0
 
-    def run(self, address: str, kind: str) -> tuple[int, str]:
+    def run(self, address: str, resource: str) -> tuple[int, str]:
         """Run Ray Train to the end. Returns the exit code of rank 0, or FAILED and the first line of the error.
 
-        address  of the cluster
-        kind     what each rank takes: GPU or CPU
+        address   of the cluster
+        resource  what each rank takes: GPU or CPU
         """
         import ray
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
-        os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # it prints what goes to a redirected stream a second time
+        # Ray Train's patch of `print` prints what goes to a redirected stream a second time.
+        os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         trainer = TorchTrainer(
             self.rank,
             train_loop_config=dict(self.job),
-            scaling_config=ScalingConfig(num_workers=self.num_ranks, use_gpu=kind == "GPU"),
-            torch_config=TorchConfig(backend="nccl" if kind == "GPU" else "gloo"),
+            scaling_config=ScalingConfig(num_workers=self.num_ranks, use_gpu=resource == "GPU"),
+            torch_config=TorchConfig(backend="nccl" if resource == "GPU" else "gloo"),
             run_config=RunConfig(
                 name=self.name,
                 storage_path=self.storage,
@@ -64,49 +69,48 @@ class Fit:
         try:
             return int(trainer.fit().return_value), ""
         except Exception as error:
-            return FAILED, one_line(in_flags(error))
+            return FAILED_EXIT_CODE, one_line(in_flags(error))
 
 
-class Fitting:
+class RayTrainProcess:
     """A Ray Train that runs in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], answer: Path) -> None:
         self._process = process
         self._answer = answer
 
-    def is_over(self, seconds: float) -> bool:
-        """Wait for its end, at most so long."""
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end, at most so long. Return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None
 
-    def outcome(self) -> tuple[int, str]:
-        """Return what `Fit.run` did, once it is over."""
+    def read_outcome(self) -> tuple[int, str]:
+        """Return what `RayTrainJob.run` returned, once it is over."""
         if not self._answer.is_file():
-            return FAILED, f"its process ended with exit code {self._process.returncode}"
+            return FAILED_EXIT_CODE, f"its process ended with exit code {self._process.returncode}"
         exit_code, error = json.loads(self._answer.read_text())
         return exit_code, error
 
 
 @contextmanager
-def fitting(fit: Fit, cluster: "Cluster") -> Iterator[Fitting]:
+def start_ray_train(train_job: RayTrainJob, cluster: "Cluster") -> Iterator[RayTrainProcess]:
     """Start Ray Train in a process of its own, and end it at the end."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "fit"
         address = cluster.ray.get_runtime_context().gcs_address
-        file.write_bytes(cluster.ray.cloudpickle.dumps((fit, address, cluster.kind)))
-        command = [sys.executable, "-m", "replay.processes.supervisor", "replay.on_ray.fit", str(file)]
+        file.write_bytes(cluster.ray.cloudpickle.dumps((train_job, address, cluster.resource)))
+        command = [sys.executable, "-m", "replay.processes.supervisor", "replay.on_ray.ray_train", str(file)]
+        # In a session of its own, so that Ctrl-C in a terminal goes to the driver alone.
         with subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal goes to the driver alone
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         ) as process:
             try:
-                yield Fitting(process, _answer_file(file))
+                yield RayTrainProcess(process, _answer_file(file))
             finally:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # Ray Train ends its workers
+                    # On SIGINT Ray Train ends its workers.
+                    process.send_signal(signal.SIGINT)
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(END_SECONDS)
                 process.kill()
@@ -120,5 +124,5 @@ if __name__ == "__main__":
     from ray import cloudpickle
 
     path = Path(sys.argv[1])
-    pickled, *where = cloudpickle.loads(path.read_bytes())
-    _answer_file(path).write_text(json.dumps(pickled.run(*where)))
+    train_job, address, resource = cloudpickle.loads(path.read_bytes())
+    _answer_file(path).write_text(json.dumps(train_job.run(address, resource)))
