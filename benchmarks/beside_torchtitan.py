@@ -42,7 +42,7 @@ from benchmarks import long_input
 from benchmarks.side_by_side import opened
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
-from replay.profiling.shares import Interval, seconds_by_work, work_of
+from replay.profiling.profile_records import Interval, classify_work, divide_seconds
 from replay.runlog.summary import peak_bytes
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
@@ -247,11 +247,11 @@ def _parts(side: Side, device: torch.device) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         side.run()
     kernels = [
-        Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, work_of(event.name))
+        Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, classify_work(event.name))
         for event in recorded.events() or []
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
-    seconds = seconds_by_work(kernels, min(one.begin for one in kernels), max(one.end for one in kernels))
+    seconds = divide_seconds(kernels, min(one.begin for one in kernels), max(one.end for one in kernels))
     return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}
 
 

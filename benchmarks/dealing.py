@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from replay.profiling.prediction import Cost, Measured, Model, Rows, Shape, rows_fed
+from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass, RowLayout, infer_row_layout
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
@@ -44,9 +44,9 @@ def main() -> int:
 def report(passes: Sequence[Sequence[PassRecord]]) -> list[str]:
     """Return the lines to print, of passes with a record for each data rank."""
     every = [record for ranks in passes for record in ranks]
-    rows = rows_fed((_shape(record), record.input.fed_tokens) for record in every)
+    rows = infer_row_layout((_shape(record), record.input.fed_tokens) for record in every)
     measured = [_measured(ranks, rows) for ranks in passes if reason_to_leave_out(ranks) is None]
-    model = Model.of(measured)
+    model = CostModel.fit(measured)
     seconds = {id(record): _predicted(model, _shape(record)) for record in every}
     num_ranks = len(passes[0])
     dealt = sum(max(seconds[id(record)] for record in ranks) for ranks in passes)
@@ -65,10 +65,10 @@ def report(passes: Sequence[Sequence[PassRecord]]) -> list[str]:
     ]
 
 
-def _measured(ranks: Sequence[PassRecord], rows: Rows) -> Measured:
-    most = max(ranks, key=lambda record: _shape(record).fed_tokens(rows))
+def _measured(ranks: Sequence[PassRecord], rows: RowLayout) -> MeasuredPass:
+    most = max(ranks, key=lambda record: _shape(record).count_fed_tokens(rows))
     phases = [name for name in PHASES if name in most.cost.phases]
-    return Measured(
+    return MeasuredPass(
         shape=_shape(most),
         fed_tokens=most.input.fed_tokens,
         cost=Cost(
@@ -80,8 +80,8 @@ def _measured(ranks: Sequence[PassRecord], rows: Rows) -> Measured:
     )
 
 
-def _shape(record: PassRecord) -> Shape:
-    return Shape(
+def _shape(record: PassRecord) -> InputShape:
+    return InputShape(
         number=record.index,
         source=record.source,
         trains=bool(record.input.trains),
@@ -92,8 +92,8 @@ def _shape(record: PassRecord) -> Shape:
     )
 
 
-def _predicted(model: Model, shape: Shape) -> float:
-    cost = model.cost(shape)
+def _predicted(model: CostModel, shape: InputShape) -> float:
+    cost = model.predict(shape)
     assert cost is not None, "every kind of pass was fitted"
     return cost.total_seconds
 

@@ -31,7 +31,7 @@ from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
-from replay.profiling.prediction import Shape, read_shapes
+from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, refuse_other_versions, versions
 
@@ -319,7 +319,7 @@ class ShapedInputs:
     """The inputs of a folder that can be fed to a model, and the files that cannot, each with the reason."""
 
     selection: Selection
-    shapes: Sequence[Shape]
+    shapes: Sequence[InputShape]
     damaged: Sequence[tuple[Path, str]]
 
     @classmethod

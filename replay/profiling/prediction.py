@@ -1,4 +1,6 @@
-"""Predict what a pass costs from measured ones: seconds and peak of each phase; rollout passes are fitted apart.
+"""Predict what a pass costs, the seconds and the peak of each phase, from measured passes.
+
+The shapes of captured inputs say how much each pass computes under a layout of rows. Rollout passes are fitted apart.
 
 Seconds or bytes are a sum of what passes compute, with coefficients that are not negative, and perhaps a floor:
 
@@ -29,11 +31,9 @@ from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
 
-# Read the shapes of captured inputs, and count what a pass of each computes under a layout of rows.
 
-
-class Rows(StrEnum):
-    """How rows are fed: what decides how many tokens a pass computes."""
+class RowLayout(StrEnum):
+    """How rows are fed, which decides how many tokens a pass computes."""
 
     PACKED = "packed"
     PADDED = "padded"
@@ -41,65 +41,68 @@ class Rows(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class InputShape:
     """Rows and tokens of one input; `number` is its place in the order in which a replay feeds the inputs."""
 
     number: int
     source: str
     trains: bool
     rows: int
-    row_length: int  # padding included
-    documents: Sequence[int]  # real tokens of each
-    action_tokens: int  # that have a loss
+    # Padding included.
+    row_length: int
+    # The real tokens of each document.
+    documents: Sequence[int]
+    # The tokens that have a loss.
+    action_tokens: int
 
     @property
     def real_tokens(self) -> int:
         return sum(self.documents)
 
-    def fed_tokens(self, rows: Rows) -> int:
+    def count_fed_tokens(self, rows: RowLayout) -> int:
         """Return how many tokens the model computes."""
         match rows:
-            case Rows.PACKED:
+            case RowLayout.PACKED:
                 return self.real_tokens
-            case Rows.PADDED:
+            case RowLayout.PADDED:
                 return self.rows * self.row_length
-            case Rows.DOCUMENTS:
+            case RowLayout.DOCUMENTS:
                 return len(self.documents) * max(self.documents)
 
-    def longest_row(self, rows: Rows) -> int:
+    def find_longest_row(self, rows: RowLayout) -> int:
         """Return how many tokens a row has as it is fed."""
         match rows:
-            case Rows.PACKED:
+            case RowLayout.PACKED:
                 return self.real_tokens
-            case Rows.PADDED:
+            case RowLayout.PADDED:
                 return self.row_length
-            case Rows.DOCUMENTS:
+            case RowLayout.DOCUMENTS:
                 return max(self.documents)
 
-    def squared_rows(self, rows: Rows) -> int:
+    def sum_squared_rows(self, rows: RowLayout) -> int:
         """Return the sum of the rows' squared lengths: what attention computes under a mask, whatever it masks."""
-        return self.fed_tokens(rows) * self.longest_row(rows)
+        return self.count_fed_tokens(rows) * self.find_longest_row(rows)
 
-    def squares(self, rows: Rows) -> int:
+    def sum_squares(self, rows: RowLayout) -> int:
         """Return the sum of the squared lengths of what attention sees as a whole."""
         match rows:
-            case Rows.PACKED:
+            case RowLayout.PACKED:
                 return sum(length**2 for length in self.documents)
-            case Rows.PADDED:
+            case RowLayout.PADDED:
                 return self.rows * self.row_length**2
-            case Rows.DOCUMENTS:
+            case RowLayout.DOCUMENTS:
                 return len(self.documents) * max(self.documents) ** 2
 
 
-def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[Shape], list[tuple[Path, str]]]:
+def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[InputShape], list[tuple[Path, str]]]:
     """Return the shapes of the inputs that can be fed, and what is wrong with the others."""
-    shapes: list[Shape] = []
-    wrong: list[tuple[Path, str]] = []
+    shapes: list[InputShape] = []
+    errors: list[tuple[Path, str]] = []
     for number, path in enumerate(paths):
         try:
             batch = read_call(path).micro_batch()
             shapes.append(
-                Shape(
+                InputShape(
                     number=number,
                     source=path.name,
                     trains=batch.trains,
@@ -110,21 +113,21 @@ def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[Shape], list[tup
                 )
             )
         except CaptureError as error:
-            wrong.append((path, in_flags(error)))
-    return shapes, wrong
+            errors.append((path, in_flags(error)))
+    return shapes, errors
 
 
-def rows_fed(fed: Iterable[tuple[Shape, int]]) -> Rows:
+def infer_row_layout(fed: Iterable[tuple[InputShape, int]]) -> RowLayout:
     """Find out how rows were fed from the tokens that were computed, a number for each shape. A ring pads a little."""
-    pairs = list(fed)
+    shapes_and_tokens = list(fed)
 
-    def distance(rows: Rows) -> int:
-        return sum(abs(shape.fed_tokens(rows) - tokens) for shape, tokens in pairs)
+    def distance(rows: RowLayout) -> int:
+        return sum(abs(shape.count_fed_tokens(rows) - tokens) for shape, tokens in shapes_and_tokens)
 
-    return min(Rows, key=distance)
+    return min(RowLayout, key=distance)
 
 
-def spread(shapes: Sequence[Shape], most: int) -> list[Shape]:
+def choose_spread(shapes: Sequence[InputShape], most: int) -> list[InputShape]:
     """Choose at most so many shapes, evenly spread from the fewest real tokens to the most; return them by size."""
     by_size = sorted(shapes, key=lambda shape: (shape.real_tokens, shape.number))
     if len(by_size) <= most:
@@ -132,24 +135,31 @@ def spread(shapes: Sequence[Shape], most: int) -> list[Shape]:
     if most == 1:
         return by_size[-1:]
     least, largest = by_size[0].real_tokens, by_size[-1].real_tokens
-    left = list(by_size)
-    chosen = [left.pop(0), left.pop(-1)]
+    remaining = list(by_size)
+    chosen = [remaining.pop(0), remaining.pop(-1)]
     for place in range(1, most - 1):
         target = least + (largest - least) * place / (most - 1)
-        chosen.append(left.pop(min(range(len(left)), key=lambda at: abs(left[at].real_tokens - target))))
+        nearest = min(range(len(remaining)), key=lambda index: abs(remaining[index].real_tokens - target))
+        chosen.append(remaining.pop(nearest))
     return sorted(chosen, key=lambda shape: (shape.real_tokens, shape.number))
 
 
 TERMS = ("constant", "tokens", "squares", "action tokens", "squared rows")
-FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 3), (0, 1, 2, 3))  # terms that may be there; simple ones first
-BETTER = 0.6  # share of the simpler form's error that a form with more terms, or a floor, has to come down to
-MOST_OF_PEAK, MOST_OF_SECONDS = 0.05, 0.1  # shares by which a prediction may be off
-LEAST_FOR_HOLDING_OUT = 6  # measured inputs of a kind
+# Which terms a fit may have, the simple ones first.
+FORMS = ((0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 1, 3), (0, 1, 2, 3))
+# A form with more terms, or with a floor, is taken if its error is at most this share of the simpler form's.
+MOST_OF_SIMPLER_ERROR = 0.6
+# By which share of the measured value a prediction may be off.
+MOST_OF_PEAK, MOST_OF_SECONDS = 0.05, 0.1
+# From so many measured inputs of a kind on, some are held out to know the error.
+LEAST_FOR_HOLDING_OUT = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    coefficients: Sequence[float]  # of TERMS
+class CostFit:
+    """A sum of TERMS, each times its coefficient, and at least the floor."""
+
+    coefficients: Sequence[float]
     floor: float = 0.0
 
     def __call__(self, terms: Sequence[float]) -> float:
@@ -157,42 +167,41 @@ class Fit:
         return max(self.floor, linear)
 
 
-def fitted(terms: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
+def fit_costs(terms: Sequence[Sequence[float]], values: Sequence[float]) -> CostFit:
     """Fit positive `values` to `terms`, a row of TERMS for each."""
     terms_PT = torch.tensor(terms, dtype=torch.float64)
     values_P = torch.tensor(values, dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
     num_points = len(values_P)
-    best, best_error = _fit(terms_PT, values_P, FORMS[0], 0), float("inf")
+    best, best_error = _fit_form(terms_PT, values_P, FORMS[0], 0), float("inf")
     for form in FORMS:
         most_on_floor = num_points - len(form) - 1 if len(form) > 1 else 0
         if len(form) > 1 and num_points <= len(form):
             break
         for num_on_floor in (0, *range(2, most_on_floor + 1)):
-            error = _left_out_error(terms_PT, values_P, form, num_on_floor)
-            if error < BETTER * best_error:
-                best, best_error = _fit(terms_PT, values_P, form, num_on_floor), error
+            error = _measure_left_out_error(terms_PT, values_P, form, num_on_floor)
+            if error < MOST_OF_SIMPLER_ERROR * best_error:
+                best, best_error = _fit_form(terms_PT, values_P, form, num_on_floor), error
     return best
 
 
-def _fit(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> Fit:
-    coefficients_1T, floor_1 = _fits(
-        terms_PT, values_P, torch.ones(1, len(values_P), dtype=torch.bool), form, num_on_floor
-    )
-    return Fit(coefficients=coefficients_1T[0].tolist(), floor=float(floor_1[0]))
+def _fit_form(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> CostFit:
+    all_1P = torch.ones(1, len(values_P), dtype=torch.bool)
+    coefficients_1T, floor_1 = _fit_subsets(terms_PT, values_P, all_1P, form, num_on_floor)
+    return CostFit(coefficients=coefficients_1T[0].tolist(), floor=float(floor_1[0]))
 
 
-def _left_out_error(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> float:
+def _measure_left_out_error(terms_PT: Tensor, values_P: Tensor, form: Sequence[int], num_on_floor: int) -> float:
     """Return the mean squared relative error at each point of a fit without it."""
     num_points = len(values_P)
     if num_points < 2:
         return 0.0
     kept_PP = ~torch.eye(num_points, dtype=torch.bool)
-    coefficients_PT, floor_P = _fits(terms_PT, values_P, kept_PP, form, num_on_floor)
+    coefficients_PT, floor_P = _fit_subsets(terms_PT, values_P, kept_PP, form, num_on_floor)
     predicted_P = torch.maximum((terms_PT * coefficients_PT).sum(dim=1), floor_P)
     return float((predicted_P / values_P - 1).square().mean())
 
 
-def _fits(
+def _fit_subsets(
     terms_PT: Tensor, values_P: Tensor, kept_FP: Tensor, form: Sequence[int], num_on_floor: int
 ) -> tuple[Tensor, Tensor]:
     """Return coefficients [F, T] and floors [F] of fits to the points that each keeps.
@@ -216,19 +225,19 @@ def _fits(
     ones_FP1 = sloping_FP[:, :, None].double()
     best_FT = torch.zeros(num_fits, len(TERMS), dtype=torch.float64)
     least_F = torch.full((num_fits,), torch.inf, dtype=torch.float64)
-    for chosen in _subsets(form):
+    for chosen in _list_subsets(form):
         columns = list(chosen)
-        found_FC1 = torch.linalg.lstsq(relative_FPT[:, :, columns], ones_FP1, driver="gelsd").solution
-        error_F = (relative_FPT[:, :, columns] @ found_FC1 - ones_FP1).square().sum(dim=(1, 2))
-        is_better_F = (found_FC1[:, :, 0] >= 0).all(dim=1) & (error_F < least_F)
+        solution_FC1 = torch.linalg.lstsq(relative_FPT[:, :, columns], ones_FP1, driver="gelsd").solution
+        error_F = (relative_FPT[:, :, columns] @ solution_FC1 - ones_FP1).square().sum(dim=(1, 2))
+        is_better_F = (solution_FC1[:, :, 0] >= 0).all(dim=1) & (error_F < least_F)
         least_F = torch.where(is_better_F, error_F, least_F)
         new_FT = torch.zeros_like(best_FT)
-        new_FT[:, columns] = found_FC1[:, :, 0] / scale_T[columns]
+        new_FT[:, columns] = solution_FC1[:, :, 0] / scale_T[columns]
         best_FT = torch.where(is_better_F[:, None], new_FT, best_FT)
     return best_FT, floor_F
 
 
-def _subsets(form: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _list_subsets(form: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for number in range(1, len(form) + 1):
         yield from combinations(form, number)
 
@@ -250,9 +259,10 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    shape: Shape
-    fed_tokens: int  # on the rank where they are most
+class MeasuredPass:
+    shape: InputShape
+    # On the rank where they are most.
+    fed_tokens: int
     cost: Cost
 
 
@@ -260,23 +270,25 @@ class Measured:
 class Predictor:
     """Fits for the passes of one kind."""
 
-    rows: Rows
-    seconds: Mapping[str, Fit]  # by phase
-    peaks: Mapping[str, Fit]
+    rows: RowLayout
+    # By phase.
+    seconds: Mapping[str, CostFit]
+    peaks: Mapping[str, CostFit]
 
     @classmethod
-    def of(cls, measured: Sequence[Measured], rows: Rows) -> Self:
-        terms = [terms_of(one.shape, rows) for one in measured]
-        phases = measured[0].cost.seconds
+    def fit(cls, measured: Sequence[MeasuredPass], rows: RowLayout) -> Self:
+        terms = [compute_terms(measured_pass.shape, rows) for measured_pass in measured]
+        costs = [measured_pass.cost for measured_pass in measured]
+        phases = costs[0].seconds
         return cls(
             rows=rows,
-            seconds={name: fitted(terms, [one.cost.seconds[name] for one in measured]) for name in phases},
-            peaks={name: fitted(terms, [one.cost.peaks[name] for one in measured]) for name in phases},
+            seconds={name: fit_costs(terms, [cost.seconds[name] for cost in costs]) for name in phases},
+            peaks={name: fit_costs(terms, [cost.peaks[name] for cost in costs]) for name in phases},
         )
 
-    def cost(self, shape: Shape, *, ring: int = 1) -> Cost:
+    def predict(self, shape: InputShape, *, ring: int = 1) -> Cost:
         """Predict the cost of a pass; with `ring`, on each of so many ranks that share its row."""
-        constant, *counts = terms_of(shape, self.rows)
+        constant, *counts = compute_terms(shape, self.rows)
         terms = [constant, *(count / ring for count in counts)]
         return Cost(
             seconds={name: fit(terms) for name, fit in self.seconds.items()},
@@ -284,14 +296,14 @@ class Predictor:
         )
 
 
-def terms_of(shape: Shape, rows: Rows) -> list[float]:
+def compute_terms(shape: InputShape, rows: RowLayout) -> list[float]:
     """Return the terms of a fit."""
-    counts = (shape.fed_tokens(rows), shape.squares(rows), shape.action_tokens, shape.squared_rows(rows))
+    counts = (shape.count_fed_tokens(rows), shape.sum_squares(rows), shape.action_tokens, shape.sum_squared_rows(rows))
     return [1.0, *map(float, counts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Error:
+class PredictionErrors:
     """How far predictions were from what was measured, as shares of it."""
 
     num_inputs: int
@@ -305,10 +317,10 @@ class Error:
         return self.most_of_peak <= MOST_OF_PEAK and self.most_of_seconds <= MOST_OF_SECONDS
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Cost, Cost]]) -> Self:
+    def compare(cls, pairs: Sequence[tuple[Cost, Cost]]) -> Self:
         """Compare predictions with measurements, given in pairs."""
-        peaks = [abs(guess.peak_bytes / real.peak_bytes - 1) for guess, real in pairs]
-        seconds = [abs(guess.total_seconds / real.total_seconds - 1) for guess, real in pairs]
+        peaks = [abs(predicted.peak_bytes / measured.peak_bytes - 1) for predicted, measured in pairs]
+        seconds = [abs(predicted.total_seconds / measured.total_seconds - 1) for predicted, measured in pairs]
         return cls(
             num_inputs=len(pairs),
             most_of_peak=max(peaks),
@@ -319,30 +331,36 @@ class Error:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
+class CostModel:
     """What is known of a folder's passes: a predictor for each kind, and how far it is off."""
 
-    predictors: Mapping[bool, Predictor]  # by: was autograd on?
-    held_out: Sequence[tuple[Measured, Cost]]  # measured, and predicted by a fit without them
-    error: Error | None  # on these; None: there were too few to hold any out
+    # By whether autograd was on.
+    predictors: Mapping[bool, Predictor]
+    # Measured passes, and what a fit without them predicts.
+    held_out: Sequence[tuple[MeasuredPass, Cost]]
+    # The errors on these. None: there were too few to hold any out.
+    error: PredictionErrors | None
 
     @classmethod
-    def of(cls, measured: Sequence[Measured]) -> Self:
+    def fit(cls, measured: Sequence[MeasuredPass]) -> Self:
         """Fit all measured passes; and, to know the error, two thirds of them, and predict the rest."""
-        rows = rows_fed((one.shape, one.fed_tokens) for one in measured)
+        rows = infer_row_layout((measured_pass.shape, measured_pass.fed_tokens) for measured_pass in measured)
         predictors: dict[bool, Predictor] = {}
-        held_out: list[tuple[Measured, Cost]] = []
-        for trains in sorted({one.shape.trains for one in measured}):
-            own = [one for one in measured if one.shape.trains == trains]
-            predictors[trains] = Predictor.of(own, rows)
-            if len(own) >= LEAST_FOR_HOLDING_OUT:
-                out = own[1:-1:3]  # neither the smallest nor the largest
-                others = Predictor.of([one for one in own if one not in out], rows)
-                held_out += [(one, others.cost(one.shape)) for one in out]
-        error = Error.of([(guess, one.cost) for one, guess in held_out]) if held_out else None
+        held_out: list[tuple[MeasuredPass, Cost]] = []
+        for trains in sorted({measured_pass.shape.trains for measured_pass in measured}):
+            of_this_kind = [measured_pass for measured_pass in measured if measured_pass.shape.trains == trains]
+            predictors[trains] = Predictor.fit(of_this_kind, rows)
+            if len(of_this_kind) >= LEAST_FOR_HOLDING_OUT:
+                # Neither the smallest nor the largest: a fit does not have to predict beyond its points.
+                left_out = of_this_kind[1:-1:3]
+                fitted = [measured_pass for measured_pass in of_this_kind if measured_pass not in left_out]
+                without_them = Predictor.fit(fitted, rows)
+                held_out += [(measured_pass, without_them.predict(measured_pass.shape)) for measured_pass in left_out]
+        pairs = [(predicted, measured_pass.cost) for measured_pass, predicted in held_out]
+        error = PredictionErrors.compare(pairs) if pairs else None
         return cls(predictors=predictors, held_out=held_out, error=error)
 
-    def cost(self, shape: Shape, *, ring: int = 1) -> Cost | None:
+    def predict(self, shape: InputShape, *, ring: int = 1) -> Cost | None:
         """Predict the cost of a pass; None if no pass of its kind could be measured."""
         predictor = self.predictors.get(shape.trains)
-        return None if predictor is None else predictor.cost(shape, ring=ring)
+        return None if predictor is None else predictor.predict(shape, ring=ring)

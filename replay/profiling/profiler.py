@@ -1,4 +1,4 @@
-"""Run one pass under torch.profiler and keep what it says: time by kind of work, the longest kernels, a timeline."""
+"""Run one pass under torch.profiler and summarize it: time by kind of work, the longest kernels, a timeline."""
 
 import os
 from bisect import bisect_right
@@ -15,58 +15,61 @@ from transformers import PreTrainedModel
 
 from actor_init.spec import ActorSpec
 from actor_init.tracing import find_result_tensors, watch_modules
-from replay.profiling.shares import (
-    PHASE,
+from replay.profiling.profile_records import (
+    PHASE_PREFIX,
     Interval,
     LongKernel,
     RankProfile,
     Work,
-    hidden_seconds,
-    seconds_by_work,
-    work_of,
+    classify_work,
+    divide_seconds,
+    measure_hidden_seconds,
 )
 
-MODULE = "module: "  # begins the name of a range that a module's forward is recorded under
-OF_BACKWARD = "backward of module: "  # marks where the backward of what a module returned begins
-BACKWARD = "autograd::engine::evaluate_function"
+# The name of the range under which a module's forward is recorded begins with the first; that of the mark where the
+# backward of its output begins, with the second.
+MODULE_PREFIX = "module: "
+BACKWARD_PREFIX = "backward of module: "
+BACKWARD_FUNCTION = "autograd::engine::evaluate_function"
 NUM_LONGEST = 10
-KINETO_LEVEL = "6"  # below it torch 2.13 writes a line on stderr whenever a profile begins or ends
+# On lower levels torch 2.13 writes a line on stderr whenever a profile begins or ends.
+KINETO_LEVEL = "6"
 MICROSECOND = 1e-6
 
+# Kineto reads the level when the first profile begins.
+os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_LEVEL)
 
-os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_LEVEL)  # kineto reads it when the first profile begins
 
-
-def profiled(
+def profile_pass(
     run: Callable[[], bool], model: PreTrainedModel, spec: ActorSpec, device: torch.device, timeline: Path
 ) -> RankProfile | None:
     """Call `run`, one pass, under torch.profiler, and write a Chrome trace, compressed, to `timeline`.
 
-    `run` returns if the pass succeeded; None and no trace if it did not.
+    `run` returns whether the pass succeeded. If it did not, no trace is written and None is returned.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with named_modules(model, spec), profile(activities=activities, acc_events=True) as recorded:
+    with record_module_ranges(model, spec), profile(activities=activities, acc_events=True) as profiler:
         has_succeeded = run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     if not has_succeeded:
         return None
-    recorded.export_chrome_trace(str(timeline))
-    return summarised(list(recorded.events() or []), is_cuda=device.type == "cuda", timeline=timeline.name)
+    profiler.export_chrome_trace(str(timeline))
+    return summarize_events(list(profiler.events() or []), is_cuda=device.type == "cuda", timeline=timeline.name)
 
 
-def named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
+def record_module_ranges(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextManager[None]:
     """Record a range for each forward of the modules that a trace would tell apart."""
     open_ranges: list[Any] = []
 
     def begins(name: str) -> None:
-        one = record_function(MODULE + name)
-        one.__enter__()
-        open_ranges.append(one)
+        module_range = record_function(MODULE_PREFIX + name)
+        module_range.__enter__()
+        open_ranges.append(module_range)
 
     def ends(name: str, output: Any) -> None:
         def mark(_: Any) -> None:
-            with record_function(OF_BACKWARD + name):
+            with record_function(BACKWARD_PREFIX + name):
                 pass
 
         open_ranges.pop().__exit__(None, None, None)
@@ -77,20 +80,23 @@ def named_modules(model: PreTrainedModel, spec: ActorSpec) -> AbstractContextMan
     return watch_modules(model, spec.compile, begins, ends)
 
 
-def summarised(events: Sequence[FunctionEvent], *, is_cuda: bool, timeline: str) -> RankProfile:
+def summarize_events(events: Sequence[FunctionEvent], *, is_cuda: bool, timeline: str) -> RankProfile:
     """Summarise the events of a profile: kernels on CUDA; torch's operators and gloo's collectives on a CPU."""
-    phases = [one for one in events if one.name.startswith(PHASE) and _is_on_host(one)]
-    begin = min(one.time_range.start for one in phases) * MICROSECOND
-    found = sorted(one for event in events for one in (_kernels(event) if is_cuda else _operators(event)))
-    intervals = [one for one in found if one.begin >= begin]
-    end = max(one.time_range.end for one in phases) * MICROSECOND
-    end = max([end, *(one.end for one in intervals)]) if is_cuda else end
+    phases = [event for event in events if event.name.startswith(PHASE_PREFIX) and _is_on_host(event)]
+    begin = min(event.time_range.start for event in phases) * MICROSECOND
+    list_work = _list_kernels if is_cuda else _list_operators
+    intervals = sorted(interval for event in events for interval in list_work(event) if interval.begin >= begin)
+    end = max(event.time_range.end for event in phases) * MICROSECOND
+    # The device works on when the host has left the last phase.
+    end = max([end, *(interval.end for interval in intervals)]) if is_cuda else end
     return RankProfile(
         seconds=end - begin,
-        seconds_by_work={work.value: seconds for work, seconds in seconds_by_work(intervals, begin, end).items()},
-        hidden_communication_seconds=hidden_seconds(intervals),
-        longest=_longest(events, is_cuda=is_cuda),
-        collective_seconds=[one.end - one.begin for one in intervals if one.work is Work.COMMUNICATION],
+        seconds_by_work={work.value: seconds for work, seconds in divide_seconds(intervals, begin, end).items()},
+        hidden_communication_seconds=measure_hidden_seconds(intervals),
+        longest=_find_longest(events, is_cuda=is_cuda),
+        collective_seconds=[
+            interval.end - interval.begin for interval in intervals if interval.work is Work.COMMUNICATION
+        ],
         timeline=timeline,
     )
 
@@ -99,16 +105,16 @@ def _is_on_host(event: FunctionEvent) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
-def _kernels(event: FunctionEvent) -> Iterator[Interval]:
+def _list_kernels(event: FunctionEvent) -> Iterator[Interval]:
     """Yield the interval of a kernel or copy on the device; ranges that were named on the host are none."""
     if not _is_on_host(event) and not getattr(event, "is_user_annotation", False):
         span = event.time_range
-        yield Interval(span.start * MICROSECOND, span.end * MICROSECOND, work_of(event.name))
+        yield Interval(span.start * MICROSECOND, span.end * MICROSECOND, classify_work(event.name))
 
 
-def _operators(event: FunctionEvent) -> Iterator[Interval]:
+def _list_operators(event: FunctionEvent) -> Iterator[Interval]:
     """Yield when an operator of torch ran and none that it had called, or when a collective ran."""
-    work = work_of(event.name)
+    work = classify_work(event.name)
     if not event.name.startswith("aten::") and work is not Work.COMMUNICATION:
         return
     begin = event.time_range.start
@@ -120,16 +126,16 @@ def _operators(event: FunctionEvent) -> Iterator[Interval]:
         yield Interval(begin * MICROSECOND, event.time_range.end * MICROSECOND, work)
 
 
-def _longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKernel]:
-    modules = Modules(events)
+def _find_longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKernel]:
+    modules = ModuleFinder(events)
     launches: dict[tuple[str, str | None], list[float]] = defaultdict(list)
     for event in events:
         if is_cuda:
-            ran = [(kernel.name, kernel.duration) for kernel in event.kernels]
+            launched = [(kernel.name, kernel.duration) for kernel in event.kernels]
         else:
-            ran = [(event.name, event.self_cpu_time_total)] if event.name.startswith("aten::") else []
-        for name, microseconds in ran:
-            launches[name, modules.of(event)].append(microseconds * MICROSECOND)
+            launched = [(event.name, event.self_cpu_time_total)] if event.name.startswith("aten::") else []
+        for name, microseconds in launched:
+            launches[name, modules.find(event)].append(microseconds * MICROSECOND)
     rows = [
         LongKernel(name=name, module=module, count=len(seconds), seconds=sum(seconds))
         for (name, module), seconds in launches.items()
@@ -137,8 +143,8 @@ def _longest(events: Sequence[FunctionEvent], *, is_cuda: bool) -> list[LongKern
     return sorted(rows, key=lambda row: -row.seconds)[:NUM_LONGEST]
 
 
-class Modules:
-    """Tell which module an event belongs to: one whose forward launched it, or in backward that of the same operation.
+class ModuleFinder:
+    """Finds which module an event belongs to: the one whose forward launched it, or in backward that of its operation.
 
     Operations have a number that forward and backward share. Where one lacks it, as compiled ones do, it belongs to the
     module whose output's backward began last.
@@ -146,19 +152,21 @@ class Modules:
 
     def __init__(self, events: Sequence[FunctionEvent]) -> None:
         self._by_number: dict[int, str] = {}
-        self._marks: dict[int, list[tuple[float, str]]] = defaultdict(list)  # by thread: when which backward began
+        # By thread, the time at which the backward of each module began.
+        self._marks: dict[int, list[tuple[float, str]]] = defaultdict(list)
         for event in events:
-            if event.sequence_nr >= 0 and not event.fwd_thread and (module := _running(event)):
+            if event.sequence_nr >= 0 and not event.fwd_thread and (module := _find_running_module(event)):
                 self._by_number[event.sequence_nr] = module
-            if event.name.startswith(OF_BACKWARD) and _is_on_host(event):
-                self._marks[event.thread].append((event.time_range.start, event.name.removeprefix(OF_BACKWARD)))
+            if event.name.startswith(BACKWARD_PREFIX) and _is_on_host(event):
+                self._marks[event.thread].append((event.time_range.start, event.name.removeprefix(BACKWARD_PREFIX)))
         for marks in self._marks.values():
             marks.sort()
 
-    def of(self, event: FunctionEvent) -> str | None:
-        if module := _running(event):
+    def find(self, event: FunctionEvent) -> str | None:
+        if module := _find_running_module(event):
             return module
-        operation = next((one for one in _with_parents(event) if one.name.startswith(BACKWARD)), None)
+        ancestors = _with_parents(event)
+        operation = next((ancestor for ancestor in ancestors if ancestor.name.startswith(BACKWARD_FUNCTION)), None)
         if operation is None:
             return None
         if operation.sequence_nr in self._by_number:
@@ -168,14 +176,14 @@ class Modules:
         return marks[place][1] if place >= 0 else None
 
 
-def _running(event: FunctionEvent) -> str | None:
+def _find_running_module(event: FunctionEvent) -> str | None:
     """Return the module whose forward was running, if one was."""
-    names = (one.name for one in _with_parents(event))
-    return next((name.removeprefix(MODULE) for name in names if name.startswith(MODULE)), None)
+    names = (ancestor.name for ancestor in _with_parents(event))
+    return next((name.removeprefix(MODULE_PREFIX) for name in names if name.startswith(MODULE_PREFIX)), None)
 
 
 def _with_parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    above: FunctionEvent | None = event
-    while above is not None:
-        yield above
-        above = above.cpu_parent
+    ancestor: FunctionEvent | None = event
+    while ancestor is not None:
+        yield ancestor
+        ancestor = ancestor.cpu_parent

@@ -4,15 +4,17 @@ import re
 from collections.abc import Sequence
 
 from replay.output.text import Columns, Pairs, gibibytes, milliseconds, one_line
-from replay.profiling.shares import MemoryPeak, MemoryProfile, Profile, Saving, Work
+from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile, Saving, Work
 
 NUM_HOLDERS = 20
 HELD = {"cuda": "held at the peak", "cpu": "resident at the peak"}
 VIEWERS = {"cuda": "pytorch.org/memory_viz", "cpu": "ui.perfetto.dev"}
 WHY_MORE = "memory may be given out and never touched"
 WHY_LESS = "libraries take memory for themselves, and what is freed may stay"
-NEAR = 0.02  # share of the measured peak by which the sum of the parts may differ from it without a remark
-NAME_WIDTH = 44  # of a kernel's name; the whole one is in run.json
+# The sum of the parts may differ from the measured peak by this share of it without a remark.
+NEAR = 0.02
+# Longer names of kernels are shortened. run.json has the whole names.
+NAME_WIDTH = 44
 
 
 def share_table(profile: Profile) -> Columns:
@@ -22,16 +24,16 @@ def share_table(profile: Profile) -> Columns:
         {work for rank in ranks for work in rank.seconds_by_work},
         key=lambda work: -sum(rank.seconds_by_work.get(work, 0.0) for rank in ranks),
     )
-    columns: Columns = {"profiled pass": [_named(work) for work in works]}
+    columns: Columns = {"profiled pass": [_label_work(work) for work in works]}
     for number, rank in enumerate(ranks):
         seconds = [rank.seconds_by_work.get(work, 0.0) for work in works]
-        behind = f" {number}" if len(ranks) > 1 else ""
-        columns[f"ms{behind}"] = [milliseconds(one) for one in seconds]
-        columns[f"share{behind}"] = [f"{one / rank.seconds:.1%}" for one in seconds]
+        suffix = f" {number}" if len(ranks) > 1 else ""
+        columns[f"ms{suffix}"] = [milliseconds(work_seconds) for work_seconds in seconds]
+        columns[f"share{suffix}"] = [f"{work_seconds / rank.seconds:.1%}" for work_seconds in seconds]
     return columns
 
 
-def _named(work: str) -> str:
+def _label_work(work: str) -> str:
     return "communication, exposed" if work == Work.COMMUNICATION else work
 
 
@@ -39,7 +41,7 @@ def kernel_table(profile: Profile) -> Columns:
     """Return a row for each of the longest kernels of rank 0."""
     rows = profile.ranks[0].longest
     return {
-        "kernel" if profile.device == "cuda" else "operator": [_short(row.name) for row in rows],
+        "kernel" if profile.device == "cuda" else "operator": [_shorten(row.name) for row in rows],
         "module": [row.module or "-" for row in rows],
         "calls": [str(row.count) for row in rows],
         "ms": [milliseconds(row.seconds) for row in rows],
@@ -48,10 +50,10 @@ def kernel_table(profile: Profile) -> Columns:
 
 def remarks(profile: Profile) -> Pairs:
     """Name the profiled pass, hidden communication, the rank that waits and for whom, and the trace files."""
-    pairs: Pairs = [("profiled", f"pass {profile.index + 1} once more, {profile.source}: {_time_of(profile)}")]
+    pairs: Pairs = [("profiled", f"pass {profile.index + 1} once more, {profile.source}: {_describe_clock(profile)}")]
     hidden = [rank.hidden_communication_seconds for rank in profile.ranks]
     if len(profile.ranks) > 1:
-        by_rank = ", ".join(milliseconds(one) for one in hidden)
+        by_rank = ", ".join(milliseconds(seconds) for seconds in hidden)
         pairs.append(("hidden", f"{by_rank} ms of communication ran behind other work"))
     if (waits := profile.waits) is not None:
         last, first = waits.index(min(waits)), waits.index(max(waits))
@@ -65,14 +67,14 @@ def remarks(profile: Profile) -> Pairs:
     return pairs
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     """Leave out a C++ kernel's arguments, then the middle of a long name: its end says more, such as `_backward`."""
     name = re.sub(r"(?<=[\w>])\([^()]*\)$", "", name)
     half = (NAME_WIDTH - 3) // 2
     return name if len(name) <= NAME_WIDTH else f"{name[:half]}...{name[-half:]}"
 
 
-def _time_of(profile: Profile) -> str:
+def _describe_clock(profile: Profile) -> str:
     if profile.device == "cuda":
         return "time of the device; gaps: it ran nothing"
     return "time of the CPU; gaps: no operator of torch ran, but Python or compiled code"
@@ -80,13 +82,12 @@ def _time_of(profile: Profile) -> str:
 
 def holder_table(memory: MemoryPeak) -> Columns:
     """Return a row for each part that held the peak of the rank with the highest one, the largest first."""
-    rank = _highest(memory)
-    shown, rest = rank.holders[:NUM_HOLDERS], rank.holders[NUM_HOLDERS:]
-    rows = [(one.kind.value, one.name or "-", one.count, one.num_bytes) for one in shown]
-    if rest:
-        rows.append(
-            (f"{len(rest)} smaller ones", "-", sum(one.count for one in rest), sum(one.num_bytes for one in rest))
-        )
+    rank = _find_highest_rank(memory)
+    shown, smaller = rank.holders[:NUM_HOLDERS], rank.holders[NUM_HOLDERS:]
+    rows = [(holder.kind.value, holder.name or "-", holder.count, holder.num_bytes) for holder in shown]
+    if smaller:
+        count, num_bytes = sum(holder.count for holder in smaller), sum(holder.num_bytes for holder in smaller)
+        rows.append((f"{len(smaller)} smaller ones", "-", count, num_bytes))
     return {
         HELD[rank.device]: [kind for kind, _, _, _ in rows],
         "module": [name for _, name, _, _ in rows],
@@ -98,10 +99,12 @@ def holder_table(memory: MemoryPeak) -> Columns:
 
 def memory_remarks(memory: MemoryPeak) -> Pairs:
     """Name the pass and rank, hold the sum against the measured peak, say what options would need, name the files."""
-    rank = _highest(memory)
+    rank = _find_highest_rank(memory)
     number = memory.ranks.index(rank) if rank.rank is None else rank.rank
     again = " once more" if memory.is_once_more else ""
-    pairs: Pairs = [("peak held", f"pass {memory.index + 1}{again}, rank {number}, {memory.source}; {_sums(rank)}")]
+    pairs: Pairs = [
+        ("peak held", f"pass {memory.index + 1}{again}, rank {number}, {memory.source}; {_describe_sums(rank)}")
+    ]
     if rank.device == "cpu":
         text = "of the process, by torch's profiler of a CPU's allocations, in place of an allocator's snapshot on CUDA"
         pairs.insert(0, ("resident", text))
@@ -110,36 +113,39 @@ def memory_remarks(memory: MemoryPeak) -> Pairs:
     if rank.failed:
         pairs.append(("failed", f"this time: {one_line(rank.failed)}"))
     if not rank.ran_out:
-        pairs.append(("would need", f"by prediction, {saved(rank.savings)}"))
+        pairs.append(("would need", f"by prediction, {describe_savings(rank.savings)}"))
     elif rank.savings:
-        pairs.append(("would need", f"at least, from what was held when it ran out, {saved(rank.savings)}"))
-    files, viewer = ", ".join(one.snapshot for one in memory.ranks), VIEWERS[rank.device]
+        pairs.append(("would need", f"at least, from what was held when it ran out, {describe_savings(rank.savings)}"))
+    files, viewer = ", ".join(profile.snapshot for profile in memory.ranks), VIEWERS[rank.device]
     pairs.append(("snapshot", f"{files} in the log folder, for {viewer}"))
     return pairs
 
 
-def saved(savings: Sequence[Saving]) -> str:
+def describe_savings(savings: Sequence[Saving]) -> str:
     """Name options, each with the peak that is predicted with it."""
     if not savings:
         return "no option needs 1% less"
-    return "; ".join(f"{one.option}: {gibibytes(one.peak_bytes)} GiB" for one in savings)
+    return "; ".join(f"{saving.option}: {gibibytes(saving.peak_bytes)} GiB" for saving in savings)
 
 
-def _sums(rank: MemoryProfile) -> str:
+def _describe_sums(rank: MemoryProfile) -> str:
     sums = f"these are {gibibytes(rank.peak_bytes)} GiB"
     if rank.device == "cuda":
         assert rank.reserved_bytes is not None
         unused = gibibytes(rank.reserved_bytes - rank.peak_bytes)
         counted = gibibytes(rank.counted_bytes)
         return f"{sums}, the allocator counted {counted}, and {unused} GiB more were reserved and not in use"
-    off = rank.peak_bytes / rank.counted_bytes - 1
-    less = f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
-    why = f": {WHY_MORE if off > 0 else WHY_LESS}" if abs(off) > NEAR else ""
-    kept = ""
+    excess = rank.peak_bytes / rank.counted_bytes - 1
+    difference = f"{abs(excess):.1%} {'more' if excess > 0 else 'less'}"
+    reason = f": {WHY_MORE if excess > 0 else WHY_LESS}" if abs(excess) > NEAR else ""
+    in_the_run = ""
     if rank.reserved_bytes is not None and rank.reserved_bytes > rank.counted_bytes:
-        kept = f". In the run itself they were {gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
-    return f"{sums}, {less} than the {gibibytes(rank.counted_bytes)} GiB that were resident at most{why}{kept}"
+        in_the_run = (
+            f". In the run itself they were {gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
+        )
+    counted = gibibytes(rank.counted_bytes)
+    return f"{sums}, {difference} than the {counted} GiB that were resident at most{reason}{in_the_run}"
 
 
-def _highest(memory: MemoryPeak) -> MemoryProfile:
-    return max(memory.ranks, key=lambda one: one.peak_bytes)
+def _find_highest_rank(memory: MemoryPeak) -> MemoryProfile:
+    return max(memory.ranks, key=lambda profile: profile.peak_bytes)

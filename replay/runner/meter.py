@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.profiler import record_function
 
-from replay.profiling.shares import PHASE
+from replay.profiling.profile_records import PHASE_PREFIX
 from replay.runlog.records import PhaseCost
 
 
@@ -177,7 +177,7 @@ class Meter:
         """Charge the time inside the block to `name`, also if it raises. A profiler sees it as a range."""
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
-        with record_function(PHASE + name):
+        with record_function(PHASE_PREFIX + name):
             start, start_seconds = self._instrument.mark(), time.perf_counter()
             try:
                 yield

@@ -28,7 +28,7 @@ from replay.verdict.job_values import GradientSamples, gradient_samples
 from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:
-    from replay.profiling.memory import History
+    from replay.profiling.peak_holders import AllocationHistory
 
 # Dynamo writes, after a guard, the line of code that made it and the stack there.
 GUARD_ORIGIN = re.compile(r"\s+# .*")
@@ -233,15 +233,15 @@ class RunObservers:
 class AllocationHistoryMarker(PassObserver):
     """Marks the borders of a pass in the history of its allocations."""
 
-    def __init__(self, history: "History", model: PreTrainedModel) -> None:
+    def __init__(self, history: "AllocationHistory", model: PreTrainedModel) -> None:
         self._history = history
         self._model = model
 
     def phase_begins(self, phase: Phase) -> None:
         if phase is Phase.WAITING:
-            self._history.forward_ended()
+            self._history.note_forward_end()
         elif phase is Phase.SETTLING:
-            self._history.phases_ended()
+            self._history.note_phases_end()
 
     def after_backward(self) -> None:
-        self._history.backward_ended(self._model)
+        self._history.note_gradients(self._model)

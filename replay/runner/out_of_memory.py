@@ -20,10 +20,10 @@ from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.options.spec import MeasureSpec
 from replay.output.text import Pairs, counted, gibibytes
-from replay.profiling.memory_advice import PassSize, savings
-from replay.profiling.prediction import Cost, Measured, Model, Shape, read_shapes, spread
-from replay.profiling.shares import Holder, HolderKind, Saving
-from replay.profiling.text import saved
+from replay.profiling.memory_advice import PassSize, predict_savings
+from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass, choose_spread, read_shapes
+from replay.profiling.profile_records import Holder, HolderKind, Saving
+from replay.profiling.text import describe_savings
 from replay.runlog.records import PassRecord
 
 MIN_PASSES_TO_FIT = 3
@@ -94,7 +94,7 @@ class OutOfMemory:
         basis = f"by a fit to {counted(need.num_measured, 'measured pass')}{error_text}"
         return [
             ("memory", f"{where} would need {gibibytes(need.peak_bytes)} GiB {basis}{device}"),
-            ("would need", f"by prediction, {saved(need.savings)}{hint}"),
+            ("would need", f"by prediction, {describe_savings(need.savings)}{hint}"),
         ]
 
 
@@ -154,14 +154,16 @@ class OutOfMemoryAnalysis:
         if failed.index not in by_index:
             return "its input cannot be read"
         failed_shape = by_index.pop(failed.index)
-        chosen_shapes = spread([replace(shape, number=index) for index, shape in by_index.items()], MAX_PASSES_TO_READ)
+        chosen_shapes = choose_spread(
+            [replace(shape, number=index) for index, shape in by_index.items()], MAX_PASSES_TO_READ
+        )
         measured_passes = [_pair_with_cost(shape, finished[shape.number]) for shape in chosen_shapes]
         # A fit takes passes of the same phases.
         phases = measured_passes[-1].cost.peaks.keys()
         measured_passes = [measured for measured in measured_passes if measured.cost.peaks.keys() == phases]
-        cost_model = Model.of(measured_passes)
+        cost_model = CostModel.fit(measured_passes)
         predictor = cost_model.predictors[failed_shape.trains]
-        peaks = predictor.cost(failed_shape).peaks
+        peaks = predictor.predict(failed_shape).peaks
         phase = max(peaks, key=lambda name: peaks[name])
         peak = peaks[phase]
         fit = predictor.peaks[phase]
@@ -170,18 +172,18 @@ class OutOfMemoryAnalysis:
             return "the peaks of the measured passes do not grow with their tokens"
         if peak < max(measured.cost.peak_bytes for measured in measured_passes):
             return "passes that finished had a higher peak than is predicted of it"
-        size = PassSize.of(
+        size = PassSize.measure(
             model,
             self.config,
             self.actor,
-            failed_shape.fed_tokens(predictor.rows) // self.actor.parallel.ring,
+            failed_shape.count_fed_tokens(predictor.rows) // self.actor.parallel.ring,
             trains=failed.input.trains is not False,
         )
         return PredictedNeed(
             num_measured=len(measured_passes),
             peak_bytes=int(peak),
             error=None if cost_model.error is None else cost_model.error.most_of_peak,
-            savings=savings(self._estimate_holders(peak, growing, phase, size), self.actor, size),
+            savings=predict_savings(self._estimate_holders(peak, growing, phase, size), self.actor, size),
         )
 
     def _estimate_holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
@@ -218,10 +220,10 @@ class OutOfMemoryAnalysis:
         }
 
 
-def _pair_with_cost(shape: Shape, record: PassRecord) -> Measured:
+def _pair_with_cost(shape: InputShape, record: PassRecord) -> MeasuredPass:
     phases = record.cost.phases.items()
     cost = Cost(
         seconds={name: phase.seconds for name, phase in phases},
         peaks={name: float(phase.peak_allocated_bytes) for name, phase in phases},
     )
-    return Measured(shape=shape, fed_tokens=record.input.fed_tokens, cost=cost)
+    return MeasuredPass(shape=shape, fed_tokens=record.input.fed_tokens, cost=cost)

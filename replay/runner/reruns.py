@@ -21,7 +21,7 @@ from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, one_line
-from replay.profiling.shares import MemoryPeak, MemoryProfile, Profile
+from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import peak_bytes, summarize
@@ -35,7 +35,7 @@ from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
 if TYPE_CHECKING:
-    from replay.profiling.memory import History
+    from replay.profiling.peak_holders import AllocationHistory
 
 
 # On a CPU passes count as equal from this share of the highest peak on: what a pass frees stays resident, and hides how
@@ -124,7 +124,7 @@ class Reruns:
 
     def _profile_slowest_pass(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""
-        from replay.profiling.profiler import profiled
+        from replay.profiling.profiler import profile_pass
 
         slowest = summarize(records).slowest
         index = slowest.index if slowest is not None else max(_finished_indices(records), default=None)
@@ -140,7 +140,7 @@ class Reruns:
         self._restore_window(records, index)
         device = self.world.device
         file = self.folder / f"rank{self.world.rank}.profile.json.gz"
-        rank = profiled(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
+        rank = profile_pass(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
         if errors:
             self._stop_other_ranks(errors[0], index)
             return None, f"nothing: pass {index + 1} failed when it was run once more: {_describe_error(errors[0])}"
@@ -198,14 +198,14 @@ class Reruns:
         Returns what held the memory of this rank at the peak, None in a first run that did not run out, and what
         `replay` returned.
         """
-        from replay.profiling.memory import held_at_peak
+        from replay.profiling.peak_holders import find_peak_holders
 
         results: list[tuple[Pass, Exception | None]] = []
         is_single_process = self.world.world_size == 1
         suffix = "pickle" if self.world.device.type == "cuda" else "json.gz"
         with ExitStack() as stack:
 
-            def run(history: "History") -> Exception | None:
+            def run(history: "AllocationHistory") -> Exception | None:
                 own, error = replay([AllocationHistoryMarker(history, self.replayer.actor.backend.model)])
                 results.append((own, error))
                 record = own.record
@@ -219,7 +219,7 @@ class Reruns:
                     stack.enter_context(self.watch.unbroken())
                 return error
 
-            rank = held_at_peak(
+            rank = find_peak_holders(
                 run,
                 self.replayer.actor.backend.model,
                 self.source.config,

@@ -19,7 +19,7 @@ from capture.record.rng_and_outputs import read_environment
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, counted, one_line
-from replay.profiling.shares import MemoryPeak, Profile
+from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import folder_of, lines_so_far
 from replay.runlog.records import PassRecord

@@ -35,7 +35,7 @@ from replay.options.option_parsing import command_line, in_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import counted, damaged_files, milliseconds
 from replay.processes.pool import Child, Machine, RunLimits
-from replay.profiling.prediction import Rows, Shape, rows_fed
+from replay.profiling.prediction import InputShape, RowLayout, infer_row_layout
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
@@ -171,9 +171,9 @@ def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLi
 @dataclass(kw_only=True, slots=True)
 class _Work:
     campaign: Campaign[RecompilesPlan]
-    shapes: Sequence[Shape]
+    shapes: Sequence[InputShape]
     console: RecompilesConsole
-    rows: Rows | None = None  # known from the first pass that ran
+    rows: RowLayout | None = None  # known from the first pass that ran
 
     def run(self, policy: Policy) -> Result:
         """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
@@ -201,16 +201,16 @@ class _Work:
         if self.rows is None and policy is Policy.OFF:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]
             fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)
-            self.rows = rows_fed(fed) if first else None
+            self.rows = infer_row_layout(fed) if first else None
         return _result(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
 
     def _sizes(self) -> list[int]:
         """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
         if self.rows is None:
             raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
-        lengths = {shape.longest_row(self.rows): shape for shape in self.shapes}
+        lengths = {shape.find_longest_row(self.rows): shape for shape in self.shapes}
         if isinstance(self.campaign.plan.sizes, int):
-            return least_padding([shape.longest_row(self.rows) for shape in self.shapes], self.campaign.plan.sizes)
+            return least_padding([shape.find_longest_row(self.rows) for shape in self.shapes], self.campaign.plan.sizes)
         longest = max(lengths)
         if longest > max(self.campaign.plan.sizes):
             typed = ",".join(map(str, self.campaign.plan.sizes))

@@ -19,14 +19,14 @@ from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
 from replay.commands.worst.configuration import Configuration
 from replay.options.spec import ReplaySpec
-from replay.profiling.prediction import Cost, Measured, Model, Shape
+from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass
 from replay.resolution.job_defaults import find_source
 
 
 class Measure(Protocol):
     """Measures the chosen inputs with an actor of one rank, always the same ones in the same order."""
 
-    def __call__(self, actor: ActorSpec) -> Sequence[Measured]: ...
+    def __call__(self, actor: ActorSpec) -> Sequence[MeasuredPass]: ...
 
 
 class HeldBytes(Protocol):
@@ -57,13 +57,13 @@ class OtherModel:
     """Predicts another configuration's passes."""
 
     other: Configuration
-    model: Model  # of one rank's passes
+    model: CostModel  # of one rank's passes
     num_layers: int
     num_parameters: int
     memory: ShardedMemory
     accumulates: bool
 
-    def bounds(self, shapes: Sequence[Shape]) -> Bounds | None:
+    def bounds(self, shapes: Sequence[InputShape]) -> Bounds | None:
         """Predict the pass in which each data rank is fed one of `shapes`; None if no pass of its kind was measured."""
         costs = [cost for shape in shapes if (cost := self._cost(shape)) is not None]
         if len(costs) < len(shapes):
@@ -80,8 +80,8 @@ class OtherModel:
             most=Cost(seconds=whole.seconds, peaks=self._less(whole.peaks, 1 - 1 / tp, self._on_a_rank)),
         )
 
-    def _cost(self, shape: Shape) -> Cost | None:
-        cost = self.model.cost(shape, ring=self.other.actor.parallel.ring)
+    def _cost(self, shape: InputShape) -> Cost | None:
+        cost = self.model.predict(shape, ring=self.other.actor.parallel.ring)
         if cost is None:
             return None
         share = 1 - 1 / self.other.ranks
@@ -99,7 +99,7 @@ class OtherModel:
 
 
 def predict_configuration(
-    other: Configuration, spec: ReplaySpec, base: Sequence[Measured], measure: Measure, *, accumulates: bool
+    other: Configuration, spec: ReplaySpec, base: Sequence[MeasuredPass], measure: Measure, *, accumulates: bool
 ) -> OtherModel:
     """Measure as much of another configuration as one rank can run, and return what predicts its passes.
 
@@ -121,7 +121,7 @@ def predict_configuration(
         measured = [_extrapolated(one, another, share) for one, another in zip(measured, more, strict=True)]
     return OtherModel(
         other=other,
-        model=Model.of(measured),
+        model=CostModel.fit(measured),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
         memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.step),
@@ -133,7 +133,7 @@ def num_layers_of(spec: ReplaySpec) -> int:
     return int(find_source(spec).config.get_text_config().num_hidden_layers)
 
 
-def _extrapolated(one: Measured, other: Measured, share: float) -> Measured:
+def _extrapolated(one: MeasuredPass, other: MeasuredPass, share: float) -> MeasuredPass:
     """Return the cost on the line from one to the other, so many times their distance from the first."""
     seconds, peaks = (
         {name: before[name] + share * (after[name] - before[name]) for name in before}

@@ -16,7 +16,17 @@ from replay.commands.worst.configuration_costs import Bounds
 from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
-from replay.profiling.prediction import MOST_OF_PEAK, MOST_OF_SECONDS, TERMS, Cost, Error, Fit, Measured, Model, Shape
+from replay.profiling.prediction import (
+    MOST_OF_PEAK,
+    MOST_OF_SECONDS,
+    TERMS,
+    Cost,
+    CostFit,
+    CostModel,
+    InputShape,
+    MeasuredPass,
+    PredictionErrors,
+)
 
 SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
 
@@ -25,7 +35,7 @@ class WorstConsole:
     def __init__(
         self,
         command: str,
-        shapes: Sequence[Shape],
+        shapes: Sequence[InputShape],
         damaged: Sequence[tuple[Path, str]],
         *,
         full_names: bool,
@@ -39,7 +49,7 @@ class WorstConsole:
     def line(self, name: str, text: str) -> None:
         print_pairs(self._out, [(name, text)])
 
-    def measured(self, measured: Sequence[Measured], chosen: Sequence[Shape], measuring: Measuring) -> None:
+    def measured(self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: Measuring) -> None:
         where = f", in {measuring.log}" if measuring.log else ""
         self.line("measured", f"{len(measured)} of {counted(self._num_inputs, 'input')}{where}")
         for place, error in sorted(measuring.failed.items()):
@@ -50,10 +60,10 @@ class WorstConsole:
     def ranked(
         self,
         ranked: Sequence[Ranked],
-        model: Model,
+        model: CostModel,
         room: Room,
         num_ranks: int,
-        measured: Sequence[Measured],
+        measured: Sequence[MeasuredPass],
         num_shown: int,
     ) -> None:
         """Print the error, what takes the time and the memory, the largest and the slowest input, and a table."""
@@ -68,8 +78,8 @@ class WorstConsole:
         else:
             held_out = counted(model.error.num_inputs, "input")
             text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
-            guesses = [(guess, one.cost) for one in measured if (guess := model.cost(one.shape)) is not None]
-            own = Error.of(guesses)
+            guesses = [(guess, one.cost) for one in measured if (guess := model.predict(one.shape)) is not None]
+            own = PredictionErrors.compare(guesses)
             more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
             if max(more) > SAID_FROM:
                 text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
@@ -91,8 +101,8 @@ class WorstConsole:
     def checked(
         self,
         pairs: Sequence[tuple[Ranked, Cost]],
-        error: Error | None,
-        failed: Sequence[tuple[Shape, str]],
+        error: PredictionErrors | None,
+        failed: Sequence[tuple[InputShape, str]],
         ended: str,
     ) -> None:
         print_table(self._out, self._table([one for one, _ in pairs], [cost for _, cost in pairs]))
@@ -123,7 +133,7 @@ class WorstConsole:
             f"{seconds} ms{without}",
         )
 
-    def other_checked(self, other: Configuration, error: Error | None, failed: Sequence[str]) -> None:
+    def other_checked(self, other: Configuration, error: PredictionErrors | None, failed: Sequence[str]) -> None:
         for said in failed:
             self.line("failed", f"{other.text}: {said}")
         if error is not None:
@@ -146,10 +156,10 @@ class WorstConsole:
             "measured GiB": [gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
         }
 
-    def _described(self, shape: Shape) -> str:
+    def _described(self, shape: InputShape) -> str:
         return f"{self._name(shape)}, {counted(shape.rows, 'row')}, {shape.real_tokens:,} tokens"
 
-    def _name(self, shape: Shape) -> str:
+    def _name(self, shape: InputShape) -> str:
         return shape.source if self._full_names else short_names(shape.source)
 
 
@@ -172,7 +182,7 @@ def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
     return f"{gibibytes(peak)} GiB{held}; of {gibibytes(free)} GiB free on {room.memory.device}: {fits.value}, {left}"
 
 
-def _formula(fit: Fit, unit: float, name: str) -> str:
+def _formula(fit: CostFit, unit: float, name: str) -> str:
     """Write a fit as a sum, per thousand tokens and per million of squared lengths."""
     scales = (1.0, 1e3, 1e6, 1e3, 1e6)
     units = (
@@ -191,14 +201,14 @@ def _formula(fit: Fit, unit: float, name: str) -> str:
     return f"{' + '.join(parts) or f'0 {name}'}{floor}"
 
 
-def _said(error: Error) -> str:
+def _said(error: PredictionErrors) -> str:
     return (
         f"at most {error.most_of_peak:.1%} of a peak and {error.most_of_seconds:.1%} of a time "
         f"(medians {error.median_of_peak:.1%} and {error.median_of_seconds:.1%})"
     )
 
 
-def _judged(error: Error) -> str:
+def _judged(error: PredictionErrors) -> str:
     bounds = f"{MOST_OF_PEAK:.0%} and {MOST_OF_SECONDS:.0%}"
     return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_said(error)}"
 

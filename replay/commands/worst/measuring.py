@@ -11,7 +11,7 @@ from typing import Any
 
 from replay.campaign.campaign import Campaign, Job
 from replay.options.spec import Order, ReplaySpec
-from replay.profiling.prediction import MOST_OF_PEAK, Cost, Error, Shape
+from replay.profiling.prediction import MOST_OF_PEAK, Cost, InputShape, PredictionErrors
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import reason_to_leave_out
@@ -165,7 +165,7 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    shape: Shape
+    shape: InputShape
     cost: Cost  # predicted
 
 
@@ -175,7 +175,7 @@ class Room:
 
     memory: Memory | None  # None: the system does not say
     overhead: float  # what the allocator reserves, as a share of what it gives out
-    error: Error | None
+    error: PredictionErrors | None
     ran_out_at: float | None = None  # the least predicted peak of an input that ran out of memory when it was measured
 
     def has_shown(self, peak: float) -> bool:

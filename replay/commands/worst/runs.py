@@ -27,13 +27,13 @@ from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
     LEAST_FOR_HOLDING_OUT,
     Cost,
-    Error,
-    Measured,
-    Model,
+    CostModel,
+    InputShape,
+    MeasuredPass,
+    PredictionErrors,
     Predictor,
-    Shape,
+    choose_spread,
     read_shapes,
-    spread,
 )
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import tells_of_memory
@@ -86,7 +86,7 @@ def _run(campaign: Campaign[WorstPlan], inputs: ShapedInputs, limits: RunLimits)
 class _Work:
     campaign: Campaign[WorstPlan]
     selection: Selection
-    shapes: Sequence[Shape]
+    shapes: Sequence[InputShape]
     console: WorstConsole
 
     @property
@@ -107,13 +107,13 @@ class _Work:
         )
         if not measured:
             raise UsageError(f"no pass could be measured: {measuring.ended or next(iter(measuring.failed.values()))}")
-        model = Model.of(measured)
+        model = CostModel.fit(measured)
         ranked = sorted(
-            (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.cost(shape)) is not None),
+            (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.predict(shape)) is not None),
             key=lambda one: (-one.cost.total_seconds, -one.shape.real_tokens),
         )
         ran_out = [chosen[place] for place, error in measuring.failed.items() if tells_of_memory(error)]
-        peaks = [cost.peak_bytes for shape in ran_out if (cost := model.cost(shape)) is not None]
+        peaks = [cost.peak_bytes for shape in ran_out if (cost := model.predict(shape)) is not None]
         elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))
         num_ranks = self.plan.spec.actor.parallel.tp * self.plan.spec.actor.parallel.ring
@@ -137,16 +137,16 @@ class _Work:
         self.console.finish(self.campaign.path)
         return is_fine
 
-    def _chosen(self) -> list[Shape]:
+    def _chosen(self) -> list[InputShape]:
         """Choose the inputs to measure: of both kinds in proportion, but of neither too few for a fit."""
         kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
-        chosen: list[Shape] = []
+        chosen: list[InputShape] = []
         for own in kinds:
             share = round(self.plan.num_measured * len(own) / len(self.shapes))
-            chosen += spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.plan.num_measured)))
+            chosen += choose_spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.plan.num_measured)))
         return chosen
 
-    def _measure(self, actor: ActorSpec, chosen: Sequence[Shape]) -> Measuring:
+    def _measure(self, actor: ActorSpec, chosen: Sequence[InputShape]) -> Measuring:
         return measure(
             self.campaign,
             replace(self.plan.spec, actor=actor),
@@ -163,7 +163,7 @@ class _Work:
         """Append to a list in the result."""
         self._add(**{name: [*(self.campaign.result or {}).get(name, []), entry]})
 
-    def _check(self, ranked: Sequence[Ranked], measured: Sequence[Measured]) -> bool:
+    def _check(self, ranked: Sequence[Ranked], measured: Sequence[MeasuredPass]) -> bool:
         """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
         done = {one.shape.number for one in measured}
         chosen = _to_check([one for one in ranked if one.shape.number not in done])
@@ -172,7 +172,7 @@ class _Work:
             return True
         measuring = self._measure(self.plan.spec.actor, [one.shape for one in chosen])
         pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
-        error = Error.of([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
+        error = PredictionErrors.compare([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
         self._add(
             checked={
@@ -186,11 +186,13 @@ class _Work:
         self.console.checked(pairs, error, failed, measuring.ended)
         return error is not None and error.is_near and not failed and not measuring.ended
 
-    def _other(self, other: Configuration, base: Sequence[Measured], chosen: Sequence[Shape], room: Room) -> bool:
+    def _other(
+        self, other: Configuration, base: Sequence[MeasuredPass], chosen: Sequence[InputShape], room: Room
+    ) -> bool:
         """Predict another configuration, and measure it if --check asks for it and the machine can."""
         measured_with: list[dict[str, Any]] = []
 
-        def measured_again(actor: ActorSpec) -> list[Measured]:
+        def measured_again(actor: ActorSpec) -> list[MeasuredPass]:
             measuring = self._measure(actor, chosen)
             measured = _measured(chosen, measuring)
             measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
@@ -228,7 +230,7 @@ class _Work:
         self._add_to("others", entry)
         return (not self.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
-    def _rounds(self, num_data_ranks: int) -> dict[int, list[Shape]]:
+    def _rounds(self, num_data_ranks: int) -> dict[int, list[InputShape]]:
         """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
         if num_data_ranks == 1:
             return {shape.number: [shape] for shape in self.shapes}
@@ -260,7 +262,7 @@ class _Work:
             window=self.selection.grad_accumulation,
         )
         pairs = [(bounds[numbers[place]], cost) for place, cost in sorted(measuring.costs.items())]
-        error = Error.of([(one.nearest(cost), cost) for one, cost in pairs]) if pairs else None
+        error = PredictionErrors.compare([(one.nearest(cost), cost) for one, cost in pairs]) if pairs else None
         self._add_to(
             "others_checked",
             {
@@ -286,14 +288,14 @@ def _to_check(ranked: Sequence[Ranked]) -> list[Ranked]:
     return sorted(chosen.values(), key=lambda one: one.shape.real_tokens)
 
 
-def _measured(chosen: Sequence[Shape], measuring: Measuring) -> list[Measured]:
+def _measured(chosen: Sequence[InputShape], measuring: Measuring) -> list[MeasuredPass]:
     return [
-        Measured(shape=chosen[place], fed_tokens=measuring.fed_tokens[place], cost=cost)
+        MeasuredPass(shape=chosen[place], fed_tokens=measuring.fed_tokens[place], cost=cost)
         for place, cost in sorted(measuring.costs.items())
     ]
 
 
-def _row(shape: Shape, cost: Cost) -> dict[str, Any]:
+def _row(shape: InputShape, cost: Cost) -> dict[str, Any]:
     return {
         "number": shape.number,
         "source": shape.source,
@@ -305,5 +307,5 @@ def _row(shape: Shape, cost: Cost) -> dict[str, Any]:
     }
 
 
-def _by_kind(model: Model) -> list[tuple[str, Predictor]]:
+def _by_kind(model: CostModel) -> list[tuple[str, Predictor]]:
     return [("train" if trains else "rollout", one) for trains, one in model.predictors.items()]

@@ -14,7 +14,7 @@ import pytest
 from actor_init.as_json import to_json
 from replay.command_line.cli import main
 from replay.options.option_parsing import spec_from_dict
-from replay.profiling.shares import (
+from replay.profiling.profile_records import (
     Holder,
     HolderKind,
     LongKernel,

@@ -27,7 +27,7 @@ from replay.objective.objective import negated_mean
 from replay.options.spec import ReplaySpec, default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
-from replay.profiling.prediction import Rows, fitted, read_shapes, spread
+from replay.profiling.prediction import RowLayout, choose_spread, fit_costs, read_shapes
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from replay.runlog.records import PhaseCost
@@ -312,9 +312,9 @@ def test_shapes_count_what_a_pass_is_fed() -> None:
     for path, shape in zip(paths, shapes, strict=True):
         batch = read_call(path).micro_batch()
         packed, padded = prepare_inputs(batch, packing=True), prepare_inputs(batch, packing=False)
-        assert shape.fed_tokens(Rows.PACKED) == packed.input_ids.numel()
-        assert shape.fed_tokens(Rows.PADDED) == padded.input_ids.numel()
-        assert shape.fed_tokens(Rows.DOCUMENTS) == unpack(packed).input_ids.numel()
+        assert shape.count_fed_tokens(RowLayout.PACKED) == packed.input_ids.numel()
+        assert shape.count_fed_tokens(RowLayout.PADDED) == padded.input_ids.numel()
+        assert shape.count_fed_tokens(RowLayout.DOCUMENTS) == unpack(packed).input_ids.numel()
         assert shape.action_tokens == len(packed.predictor_N)
 
 
@@ -323,11 +323,11 @@ def test_inputs_to_measure_are_spread_from_the_smallest_to_the_largest(tmp_path:
         write_pass(tmp_path, step=step, length=100, num_real=real) for step, real in enumerate([9, 90, *[20] * 30])
     ]
     shapes, _ = read_shapes(paths, "stand-in")
-    chosen = [shape.real_tokens for shape in spread(shapes, 4)]
+    chosen = [shape.real_tokens for shape in choose_spread(shapes, 4)]
     assert chosen == [18, 40, 40, 180]
-    assert len({shape.number for shape in spread(shapes, 4)}) == 4
-    assert [shape.real_tokens for shape in spread(shapes, 1)] == [180]
-    assert len(spread(shapes, 99)) == 32
+    assert len({shape.number for shape in choose_spread(shapes, 4)}) == 4
+    assert [shape.real_tokens for shape in choose_spread(shapes, 1)] == [180]
+    assert len(choose_spread(shapes, 99)) == 32
 
 
 def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
@@ -336,13 +336,13 @@ def test_fits_have_no_negative_coefficient_and_find_a_floor() -> None:
     terms = [
         [1.0, t, t * t / 2, t * share, t * t * share] for t, share in zip(tokens, torch.rand(12).tolist(), strict=True)
     ]
-    falling = fitted(terms, [10 - t / 200 for t in tokens])
+    falling = fit_costs(terms, [10 - t / 200 for t in tokens])
     assert min(falling.coefficients) >= 0
-    fit = fitted(terms, [max(7.0, 0.02 * t) for t in tokens])
+    fit = fit_costs(terms, [max(7.0, 0.02 * t) for t in tokens])
     assert fit([1.0, 5000.0, 0.0, 0.0, 0.0]) == pytest.approx(100, rel=1e-6)
     assert fit([1.0, 1.0, 0.0, 0.0, 0.0]) == pytest.approx(7, rel=1e-6)
     noisy = [5 + 0.01 * t * (1 + 0.01 * float(torch.randn(()))) for t in tokens]
-    assert fitted(terms, noisy)(terms[-1]) == pytest.approx(15, rel=0.02)
+    assert fit_costs(terms, noisy)(terms[-1]) == pytest.approx(15, rel=0.02)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,12 +10,12 @@ import torch
 
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
-from replay.profiling.host_memory import PROCESS, TraceEvent, peak_in
-from replay.profiling.memory import History, _holders
-from replay.profiling.memory_peak import Block
-from replay.profiling.shares import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.host_memory import PROCESS_ADDRESS, TraceEvent, find_peak
+from replay.profiling.peak_holders import AllocationHistory, _group_holders
+from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.residency import LEAST_MAPPED_BYTES, ResidencyReader, parse_mappings
+from replay.profiling.snapshot_peak import Block
 from replay.profiling.text import memory_remarks
-from replay.profiling.touched import MAPPED, Touched, mappings_in
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
 
@@ -65,19 +65,20 @@ EVENTS = [
     given(180, 570, 10),  # 7
 ]
 BEFORE = [
-    Block(address=at, num_bytes=size, number=None, frames=()) for at, size in ((100, 50), (200, 200), (PROCESS, 1_000))
+    Block(address=at, num_bytes=size, number=None, frames=())
+    for at, size in ((100, 50), (200, 200), (PROCESS_ADDRESS, 1_000))
 ]
 
 
 def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
-    history = History(device=torch.device("cpu"), gradients={550: 80, 9_000: 300})
+    history = AllocationHistory(device=torch.device("cpu"), gradients={550: 80, 9_000: 300})
 
-    peak = peak_in(reversed(EVENTS), BEFORE, history)
+    peak = find_peak(reversed(EVENTS), BEFORE, history)
 
     # what C++ alone holds of the gradients, 300, was the process's
     assert peak.allocated_bytes == 50 + 200 + 1_000 + 7 + 20 + 40 + 80 + 30
     assert (peak.number, peak.num_allocations) == (6, 8)
-    holders = _holders(peak, history, weights=[210], blocks={"model.layers.0"})
+    holders = _group_holders(peak, history, weights=[210], blocks={"model.layers.0"})
     assert {(one.kind, one.name): one.num_bytes for one in holders} == {
         (HolderKind.PROCESS, ""): 700,
         (HolderKind.WEIGHTS, ""): 200,
@@ -88,8 +89,8 @@ def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
         (HolderKind.COMMUNICATION, ""): 30,
         (HolderKind.OTHER, ""): 7,
     }
-    in_head = peak_in(EVENTS[:12], BEFORE, history)
-    assert (HolderKind.HEAD, "") in {(one.kind, one.name) for one in _holders(in_head, history, [], set())}
+    in_head = find_peak(EVENTS[:12], BEFORE, history)
+    assert (HolderKind.HEAD, "") in {(one.kind, one.name) for one in _group_holders(in_head, history, [], set())}
 
 
 def test_the_text_of_smaps_is_read() -> None:
@@ -101,21 +102,21 @@ VmFlags: rd wr
 Size:                  4 kB
 Rss:                   4 kB
 """
-    assert mappings_in(text, 3.5) == [(3.5, 0x7F0000000000, 0x7F0004000000, 12 * 1024)]
+    assert parse_mappings(text, 3.5) == [(3.5, 0x7F0000000000, 0x7F0004000000, 12 * 1024)]
 
 
 @pytest.mark.skipif("not __import__('pathlib').Path('/proc/self/smaps').exists()", reason="reads Linux's mappings")
 def test_what_is_given_out_and_not_touched_takes_no_memory() -> None:
-    with mmap.mmap(-1, 2 * MAPPED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
-        with Touched(lambda: None) as touched:
-            block[: MAPPED // 2] = bytes(MAPPED // 2)
+    with mmap.mmap(-1, 2 * LEAST_MAPPED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        with ResidencyReader(lambda: None) as touched:
+            block[: LEAST_MAPPED_BYTES // 2] = bytes(LEAST_MAPPED_BYTES // 2)
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
 
-        seen = touched.bytes_of(address, 2 * MAPPED, 0.0, float("inf"), most=3)
+        seen = touched.find_resident_bytes(address, 2 * LEAST_MAPPED_BYTES, 0.0, float("inf"), most=3)
 
-    assert MAPPED // 2 <= seen < MAPPED
-    assert touched.bytes_of(address, 2 * MAPPED, -2.0, -1.0, most=3) == 3, "not seen then"
-    assert touched.bytes_of(address, 7, 0.0, float("inf"), most=3) == 7, "too small to be mapped by itself"
+    assert LEAST_MAPPED_BYTES // 2 <= seen < LEAST_MAPPED_BYTES
+    assert touched.find_resident_bytes(address, 2 * LEAST_MAPPED_BYTES, -2.0, -1.0, most=3) == 3, "not seen then"
+    assert touched.find_resident_bytes(address, 7, 0.0, float("inf"), most=3) == 7, "too small to be mapped by itself"
 
 
 @on_cpu

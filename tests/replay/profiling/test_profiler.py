@@ -8,18 +8,18 @@ import pytest
 
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
-from replay.profiling.shares import (
+from replay.profiling.profile_records import (
     Interval,
     LongKernel,
     Profile,
     RankProfile,
     Work,
-    hidden_seconds,
-    seconds_by_work,
-    waited_for,
-    work_of,
+    classify_work,
+    divide_seconds,
+    find_waits,
+    measure_hidden_seconds,
 )
-from replay.profiling.text import _short, kernel_table, remarks, share_table
+from replay.profiling.text import _shorten, kernel_table, remarks, share_table
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.read_logs import read_log
 
@@ -42,19 +42,19 @@ def test_each_moment_belongs_to_one_kind_of_work() -> None:
         Interval(9.0, 12.0, Work.COPIES),  # the pass ends at 10
     ]
 
-    assert seconds_by_work(intervals, 0.0, 10.0) == {
+    assert divide_seconds(intervals, 0.0, 10.0) == {
         Work.MATMUL: 2.0,
         Work.ELEMENTWISE: 2.0,
         Work.COMMUNICATION: 2.0,
         Work.COPIES: 1.0,
         Work.GAPS: 3.0,
     }
-    assert hidden_seconds(intervals) == 1.0
+    assert measure_hidden_seconds(intervals) == 1.0
 
 
 def test_a_pass_without_kernels_is_all_gaps() -> None:
-    assert seconds_by_work([], 2.0, 5.0) == {Work.GAPS: 3.0}
-    assert hidden_seconds([]) == 0.0
+    assert divide_seconds([], 2.0, 5.0) == {Work.GAPS: 3.0}
+    assert measure_hidden_seconds([]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_a_pass_without_kernels_is_all_gaps() -> None:
     ],
 )
 def test_a_name_says_the_kind_of_work(name: str, work: Work) -> None:
-    assert work_of(name) is work
+    assert classify_work(name) is work
 
 
 def test_the_last_to_come_is_waited_for() -> None:
-    assert waited_for([[0.5, 0.1], [0.1, 0.1], [0.4, 0.3]]) == pytest.approx([0.4, 0.0, 0.5])
-    assert waited_for([[0.5], [0.1, 0.1]]) is None, "the ranks ran other collectives"
-    assert waited_for([[], []]) is None
+    assert find_waits([[0.5, 0.1], [0.1, 0.1], [0.4, 0.3]]) == pytest.approx([0.4, 0.0, 0.5])
+    assert find_waits([[0.5], [0.1, 0.1]]) is None, "the ranks ran other collectives"
+    assert find_waits([[], []]) is None
 
 
 def test_the_text_names_the_rank_that_waits_and_for_whom() -> None:
@@ -145,4 +145,4 @@ def test_a_run_profiles_its_slowest_pass_and_does_not_measure_it(
     ],
 )
 def test_a_kernel_is_shown_without_its_arguments(name: str, shown: str) -> None:
-    assert _short(name) == shown
+    assert _shorten(name) == shown

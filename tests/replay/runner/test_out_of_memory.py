@@ -292,7 +292,7 @@ def test_a_profile_that_fails_by_itself_leaves_the_report(
     def breaks(*_: Any, **__: Any) -> None:
         raise ValueError("no events")
 
-    monkeypatch.setattr("replay.profiling.profiler.summarised", breaks)
+    monkeypatch.setattr("replay.profiling.profiler.summarize_events", breaks)
     exit_code, run, records, _ = run_of(tmp_path, 99, "--profile")
 
     assert (exit_code, run["status"], len(records)) == (0, "finished", 2)

@@ -13,21 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actor_init.spec import ActorSpec, OptimizerName
 from actor_init.toggles import Dtype
 from replay.command_line.cli import main
-from replay.profiling import memory
-from replay.profiling.memory import History, _holders, held_at_peak
-from replay.profiling.memory_advice import PassSize, savings
-from replay.profiling.memory_peak import AllocatorEvent, Frame, SegmentBlock, Snapshot, peak_of
-from replay.profiling.shares import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling import peak_holders
+from replay.profiling.memory_advice import PassSize, predict_savings
+from replay.profiling.peak_holders import AllocationHistory, _group_holders, find_peak_holders
+from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
+from replay.profiling.snapshot_peak import AllocatorEvent, PythonFrame, SegmentBlock, Snapshot, find_snapshot_peak
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runner.meter import Meter
 
-GATHERING: list[Frame] = [
+GATHERING: list[PythonFrame] = [
     {"filename": "/site/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "line": 1, "name": "gather"}
 ]
-ELSEWHERE: list[Frame] = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
+ELSEWHERE: list[PythonFrame] = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
 
 
-def event(action: str, address: int, size: int, frames: Sequence[Frame] = ()) -> AllocatorEvent:
+def event(action: str, address: int, size: int, frames: Sequence[PythonFrame] = ()) -> AllocatorEvent:
     return {"action": action, "addr": address, "size": size, "frames": list(frames)}
 
 
@@ -58,7 +58,7 @@ HISTORY = snapshot(
 
 def test_the_peak_counts_what_was_there_before_and_what_was_freed() -> None:
     # by hand: before 1,000 + 30; 1,080; 1,150 (the peak so far); 1,080; 1,100; 1,070; 1,130; 1,080; 1,120
-    peak = peak_of(HISTORY, 0)
+    peak = find_snapshot_peak(HISTORY, 0)
 
     assert (peak.allocated_bytes, peak.number, peak.num_allocations) == (1_150, 1, 5)
     assert {block.address: block.num_bytes for block in peak.blocks} == {100: 1_000, 150: 30, 200: 50, 300: 70}
@@ -76,13 +76,13 @@ def test_what_comes_after_the_measured_phases_is_no_peak() -> None:
         reserved=600,
     )
 
-    assert peak_of(more, 0).allocated_bytes == 507
-    assert (found := peak_of(more, 0, until=1)).allocated_bytes == 57
+    assert find_snapshot_peak(more, 0).allocated_bytes == 507
+    assert (found := find_snapshot_peak(more, 0, until=1)).allocated_bytes == 57
     assert [block.num_bytes for block in found.blocks] == [7, 50]
 
 
 def test_a_history_without_events_holds_what_lives() -> None:
-    peak = peak_of(snapshot(at_end={100: 7}, reserved=20), 0)
+    peak = find_snapshot_peak(snapshot(at_end={100: 7}, reserved=20), 0)
 
     assert (peak.allocated_bytes, peak.reserved_bytes, peak.number) == (7, 20, -1)
 
@@ -90,10 +90,10 @@ def test_a_history_without_events_holds_what_lives() -> None:
 def test_each_block_is_charged_to_one_part() -> None:
     more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
     begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
-    history = History(device=torch.device("cpu"), begins=begins)
+    history = AllocationHistory(device=torch.device("cpu"), module_borders=begins)
     history.forward_end, history.gradients = 4, {500: 40}
 
-    holders = _holders(peak_of(more, 0), history, weights=[110], blocks={"model.layers.3"})
+    holders = _group_holders(find_snapshot_peak(more, 0), history, weights=[110], blocks={"model.layers.3"})
 
     assert {(one.kind, one.name): one.num_bytes for one in holders} == {
         (HolderKind.WEIGHTS, ""): 1_000,
@@ -102,7 +102,7 @@ def test_each_block_is_charged_to_one_part() -> None:
         (HolderKind.GRADIENTS, ""): 40,
         (HolderKind.OTHER, "loss.py:7 in loss"): 20,
     }
-    first = _holders(peak_of(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
+    first = _group_holders(find_snapshot_peak(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
     assert {(one.kind, one.name): one.num_bytes for one in first} == {
         (HolderKind.WEIGHTS, ""): 1_000,
         (HolderKind.COMMUNICATION, ""): 70,
@@ -153,7 +153,7 @@ class Allocator:
         self.recording: list[str | None] = []
         self.observers: list[Callable[..., None]] = []
         self.num_snapshots = 0
-        memory._attach_observer.cache_clear()
+        peak_holders._attach_observer.cache_clear()
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(cuda, "memory_stats", lambda _: {"allocation.all.allocated": 3})
@@ -177,15 +177,15 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return Allocator(monkeypatch)
 
 
-def held(run: Callable[[History], Exception | None], file: Path, **options: Any) -> MemoryProfile | None:
+def held(run: Callable[[AllocationHistory], Exception | None], file: Path, **options: Any) -> MemoryProfile | None:
     config = LlamaConfig(**SMALL)
     spec = ActorSpec(backend="ddp", dtype=Dtype.FP32)
     device, model = torch.device("cuda"), LlamaForCausalLM(config)
-    return held_at_peak(run, model, config, spec, device, file, rank=1, resident=lambda: None, **options)
+    return find_peak_holders(run, model, config, spec, device, file, rank=1, resident=lambda: None, **options)
 
 
 def test_a_pass_that_ran_out_is_seen_at_that_moment(allocator: Allocator, tmp_path: Path) -> None:
-    def run(history: History) -> Exception:
+    def run(history: AllocationHistory) -> Exception:
         allocator.runs_out()
         return torch.OutOfMemoryError("CUDA out of memory")
 
@@ -213,7 +213,7 @@ def test_a_pass_that_did_not_run_out_leaves_nothing_if_only_such_are_wanted(
 
 
 def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: Allocator, tmp_path: Path) -> None:
-    def run(history: History) -> None:
+    def run(history: AllocationHistory) -> None:
         allocator.runs_out()
 
     found = held(run, tmp_path / "a.pickle")
@@ -223,10 +223,10 @@ def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: A
 
 
 def test_a_users_own_model_has_the_usual_head() -> None:
-    assert memory._head_name(torch.nn.Linear(1, 1)) == "lm_head"
+    assert peak_holders._find_head_name(torch.nn.Linear(1, 1)) == "lm_head"
     model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.get_output_embeddings = lambda: model.model.layers[1].mlp.up_proj
-    assert memory._head_name(model) == "model.layers.1.mlp.up_proj"
+    assert peak_holders._find_head_name(model) == "model.layers.1.mlp.up_proj"
 
 
 def test_a_device_without_the_counters_is_refused_in_a_line(
@@ -260,7 +260,7 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
     holders = holders_of(held)
     size = replace(TEN_LAYERS, weight_bytes=4)
 
-    found = savings(holders, ActorSpec(backend="fsdp2"), size)
+    found = predict_savings(holders, ActorSpec(backend="fsdp2"), size)
 
     # of 2,350 bytes: no states, and half of weights and gradients; half of the layers' activations, and a quarter of
     # what belongs to parameters; with checkpointing the activations are 150, and backward's end is the peak: 400
@@ -271,7 +271,10 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
         ("--gradient-checkpointing", 400 + 400 + 800),
     ]
     checkpointed = ActorSpec(backend="fsdp2", gradient_checkpointing=True, optimizer=OptimizerName.NONE)
-    assert [one.option for one in savings(holders, checkpointed, size)] == ["--num-layers 5", "twice as many ranks"]
+    assert [one.option for one in predict_savings(holders, checkpointed, size)] == [
+        "--num-layers 5",
+        "twice as many ranks",
+    ]
 
 
 def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
@@ -279,7 +282,7 @@ def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
     holders = holders_of(held)
     size = replace(TEN_LAYERS, keeps_gradients=False)
 
-    found = {one.option: one.peak_bytes for one in savings(holders, ActorSpec(backend="deepspeed"), size)}
+    found = {one.option: one.peak_bytes for one in predict_savings(holders, ActorSpec(backend="deepspeed"), size)}
 
     assert found["--num-layers 5"] == 0.75 * (400 + 800 + 600)
     assert found["--optimizer none"] == 400 + 600
@@ -292,7 +295,7 @@ def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
     for num_layers, expected in ((10, 10 + 300 + 10 * 5), (2, 10 + 500 + 2 * 5)):
         size = replace(TEN_LAYERS, num_layers=num_layers)
 
-        found = {one.option: one.peak_bytes for one in savings(holders, spec, size)}
+        found = {one.option: one.peak_bytes for one in predict_savings(holders, spec, size)}
 
         assert found["--gradient-checkpointing"] == expected
 
@@ -302,7 +305,7 @@ def test_without_autograd_fewer_layers_keep_as_many_activations() -> None:
     holders = holders_of(held)
     size = replace(TEN_LAYERS, trains=False)
 
-    found = savings(holders, ActorSpec(backend="ddp", optimizer=OptimizerName.NONE), size)
+    found = predict_savings(holders, ActorSpec(backend="ddp", optimizer=OptimizerName.NONE), size)
 
     assert [(one.option, one.peak_bytes) for one in found] == [("--num-layers 5", 300 + 1_000)]
 
@@ -321,10 +324,10 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
     residual = 8_192 * 4_096 * 2
     size = replace(TEN_LAYERS, num_layers=8, block_share=0.624, weight_bytes=4, residual_bytes=residual)
 
-    peaks = {one.option: one.peak_bytes / 2**30 for one in savings(holders, ActorSpec(backend="fsdp2"), size)}
+    peaks = {one.option: one.peak_bytes / 2**30 for one in predict_savings(holders, ActorSpec(backend="fsdp2"), size)}
 
     assert peaks.pop("--num-layers 4") == pytest.approx(16.35, rel=0.02)
     assert peaks.pop("--optimizer none") == pytest.approx(17.95, rel=0.05)
-    more = savings(holders, ActorSpec(backend="fsdp2", optimizer=OptimizerName.NONE), size)
+    more = predict_savings(holders, ActorSpec(backend="fsdp2", optimizer=OptimizerName.NONE), size)
     by_option = {one.option: one.peak_bytes / 2**30 for one in more}
     assert by_option["--gradient-checkpointing"] == pytest.approx(22.85, rel=0.02)

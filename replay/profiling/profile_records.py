@@ -1,4 +1,4 @@
-"""Divide the time of a profiled pass among kinds of work.
+"""Define what a profile holds of a pass, its time and its memory, and divide the time among kinds of work.
 
 Every moment belongs to one kind: to the kernel that runs, the one that began first where several do; to exposed
 communication where only communication runs; to `gaps` where nothing runs. So the kinds add up to the pass.
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-PHASE = "phase: "  # begins the name of the range that a phase of a pass is recorded under
+# The name of the range under which a phase of a pass is recorded begins with this.
+PHASE_PREFIX = "phase: "
 
 
 class Work(StrEnum):
@@ -22,8 +23,9 @@ class Work(StrEnum):
     GAPS = "gaps"
 
 
-# parts of the names of CUDA kernels and of torch's operators, in the order in which they are tried
-PARTS: Mapping[Work, Sequence[str]] = {
+# A kernel of CUDA, or an operator of torch, whose name contains one of these parts is this kind of work. They are
+# tried in this order: a name may contain parts of several.
+NAME_PARTS: Mapping[Work, Sequence[str]] = {
     Work.COMMUNICATION: ("nccl", "gloo:", "c10d::", "oneccl"),
     Work.ATTENTION: ("flash", "fmha", "sdpa", "scaled_dot_product", "efficient_attention"),
     Work.MATMUL: (
@@ -52,46 +54,49 @@ class Interval(NamedTuple):
     work: Work
 
 
-def work_of(name: str) -> Work:
+def classify_work(name: str) -> Work:
     """Return the kind of work of a kernel or operator by its name; what no part fits is elementwise."""
     name = name.lower()
-    return next((work for work, parts in PARTS.items() if any(part in name for part in parts)), Work.ELEMENTWISE)
+    return next((work for work, parts in NAME_PARTS.items() if any(part in name for part in parts)), Work.ELEMENTWISE)
 
 
-def seconds_by_work(intervals: Iterable[Interval], begin: float, end: float) -> dict[Work, float]:
+def divide_seconds(intervals: Iterable[Interval], begin: float, end: float) -> dict[Work, float]:
     """Return the seconds of each kind between `begin` and `end`, which add up to `end - begin`."""
     seconds: dict[Work, float] = defaultdict(float)
-    clipped = sorted(one._replace(begin=max(one.begin, begin), end=min(one.end, end)) for one in intervals)
-    computing = [one for one in clipped if one.work is not Work.COMMUNICATION and one.begin < one.end]
-    last = begin
-    for one in computing:
-        seconds[one.work] += max(0.0, one.end - max(one.begin, last))
-        last = max(last, one.end)
+    clipped = sorted(
+        interval._replace(begin=max(interval.begin, begin), end=min(interval.end, end)) for interval in intervals
+    )
+    clipped = [interval for interval in clipped if interval.begin < interval.end]
+    computing = [interval for interval in clipped if interval.work is not Work.COMMUNICATION]
+    last_end = begin
+    for interval in computing:
+        seconds[interval.work] += max(0.0, interval.end - max(interval.begin, last_end))
+        last_end = max(last_end, interval.end)
     busy = sum(seconds.values())
-    communicating = [one for one in clipped if one.work is Work.COMMUNICATION and one.begin < one.end]
-    busy_with_both = _covered(sorted([*computing, *communicating]))
+    communicating = [interval for interval in clipped if interval.work is Work.COMMUNICATION]
+    busy_with_both = _measure_union(sorted([*computing, *communicating]))
     if communicating:
         seconds[Work.COMMUNICATION] = busy_with_both - busy
     seconds[Work.GAPS] = end - begin - busy_with_both
     return dict(seconds)
 
 
-def hidden_seconds(intervals: Sequence[Interval]) -> float:
+def measure_hidden_seconds(intervals: Sequence[Interval]) -> float:
     """Return the seconds in which communication ran beside other work."""
-    communicating = [one for one in intervals if one.work is Work.COMMUNICATION]
-    computing = [one for one in intervals if one.work is not Work.COMMUNICATION]
-    return max(0.0, _covered(communicating) + _covered(computing) - _covered(intervals))
+    communicating = [interval for interval in intervals if interval.work is Work.COMMUNICATION]
+    computing = [interval for interval in intervals if interval.work is not Work.COMMUNICATION]
+    return max(0.0, _measure_union(communicating) + _measure_union(computing) - _measure_union(intervals))
 
 
-def _covered(intervals: Iterable[Interval]) -> float:
-    total, last = 0.0, float("-inf")
-    for one in sorted(intervals):
-        total += max(0.0, one.end - max(one.begin, last))
-        last = max(last, one.end)
+def _measure_union(intervals: Iterable[Interval]) -> float:
+    total, last_end = 0.0, float("-inf")
+    for interval in sorted(intervals):
+        total += max(0.0, interval.end - max(interval.begin, last_end))
+        last_end = max(last_end, interval.end)
     return total
 
 
-def waited_for(seconds_by_rank: Sequence[Sequence[float]]) -> list[float] | None:
+def find_waits(seconds_by_rank: Sequence[Sequence[float]]) -> list[float] | None:
     """Return how long each rank waited in collectives, given the seconds of each collective on each rank, in order.
 
     The rank that comes last to a collective is in it for the shortest time; what another is in it longer, it waited.
@@ -99,11 +104,8 @@ def waited_for(seconds_by_rank: Sequence[Sequence[float]]) -> list[float] | None
     """
     if len({len(seconds) for seconds in seconds_by_rank}) != 1 or not seconds_by_rank[0]:
         return None
-    shortest = [min(one) for one in zip(*seconds_by_rank, strict=True)]
+    shortest = [min(seconds) for seconds in zip(*seconds_by_rank, strict=True)]
     return [sum(seconds) - sum(shortest) for seconds in seconds_by_rank]
-
-
-# Define what a profile says of one pass, of its time and of its memory, in base units.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,8 @@ class LongKernel:
     """All launches of one kernel (on a CPU one operator) for one module."""
 
     name: str
-    module: str | None  # whose forward, or backward, launched it; None: outside all modules that are told apart
+    # The module whose forward or backward launched it. None: outside all modules that are told apart.
+    module: str | None
     count: int
     seconds: float
 
@@ -121,11 +124,14 @@ class RankProfile:
     """What one rank's profile says of the pass; seconds on the device's clock, on a CPU on the host's."""
 
     seconds: float
-    seconds_by_work: Mapping[str, float]  # by values of Work; they add up to `seconds`
+    # By the values of Work. They add up to `seconds`.
+    seconds_by_work: Mapping[str, float]
     hidden_communication_seconds: float
     longest: Sequence[LongKernel]
-    collective_seconds: Sequence[float]  # in order
-    timeline: str  # a Chrome trace, file in the log folder
+    # In the order in which the collectives ran.
+    collective_seconds: Sequence[float]
+    # The file of a Chrome trace in the log folder.
+    timeline: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,21 +146,25 @@ class Profile:
     @property
     def waits(self) -> Sequence[float] | None:
         """Seconds that each rank waited for another in collectives; None where that cannot be told."""
-        return waited_for([rank.collective_seconds for rank in self.ranks]) if len(self.ranks) > 1 else None
+        return find_waits([rank.collective_seconds for rank in self.ranks]) if len(self.ranks) > 1 else None
 
 
 class HolderKind(StrEnum):
     """What memory is held for, at the peak of a pass."""
 
     WEIGHTS = "weights"
-    OPTIMIZER = "optimizer and masters"  # held before the pass, and no weight that the model computes with
+    # Held before the pass, and no weight that the model computes with.
+    OPTIMIZER = "optimizer and masters"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     HEAD = "head and logits"
-    COMMUNICATION = "communication"  # gathered weights, gradients on their way
-    BACKWARD = "backward"  # gradients of activations, and what operators need meanwhile
+    # Gathered weights, and gradients on their way.
+    COMMUNICATION = "communication"
+    # Gradients of activations, and what operators need meanwhile.
+    BACKWARD = "backward"
     OTHER = "other"
-    PROCESS = "the process"  # on a CPU: Python, libraries, and memory that was freed and is kept
+    # On a CPU: Python, libraries, and memory that was freed and is kept.
+    PROCESS = "the process"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +172,11 @@ class Holder:
     """Blocks that one part of the pass held at its peak."""
 
     kind: HolderKind
-    name: str  # of the module, with `*` for a block's number; or of a place in the code; may be empty
+    # The name of a module, with `*` for a block's number, or of a place in the code. It may be empty.
+    name: str
     num_bytes: int
-    count: int  # of blocks
+    # The number of blocks.
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,16 +191,25 @@ class Saving:
 class MemoryProfile:
     """What held one rank's peak of a pass."""
 
-    peak_bytes: int  # sum of the holders
-    counted_bytes: int  # the allocator's own peak; on a CPU that of the process's resident memory
-    reserved_bytes: int | None  # held from the driver then; on a CPU the resident peak of the run's own pass, if known
-    ran_out: str | None  # the error, if memory did not suffice
-    holders: Sequence[Holder]  # the largest first
-    snapshot: str  # file in the log folder
-    savings: Sequence[Saving] = ()  # the lowest predicted peak first
-    rank: int | None = None  # None: its place among the ranks
-    device: str = "cuda"  # or cpu
-    failed: str | None = None  # another error
+    # The sum of the holders.
+    peak_bytes: int
+    # The allocator's own peak; on a CPU that of the process's resident memory.
+    counted_bytes: int
+    # What the allocator held from the driver at the peak; on a CPU the resident peak of the run's own pass, if known.
+    reserved_bytes: int | None
+    # The error, if memory did not suffice.
+    ran_out: str | None
+    # The largest first.
+    holders: Sequence[Holder]
+    # The file in the log folder.
+    snapshot: str
+    # The lowest predicted peak first.
+    savings: Sequence[Saving] = ()
+    # None: its place among the ranks.
+    rank: int | None = None
+    device: str = "cuda"  # or "cpu"
+    # An error other than that memory did not suffice.
+    failed: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,4 +219,5 @@ class MemoryPeak:
     index: int
     source: str
     ranks: Sequence[MemoryProfile]
-    is_once_more: bool = True  # False: it was not run again
+    # Whether the pass was run again for this.
+    is_once_more: bool = True
