@@ -347,8 +347,8 @@ def compare_hook(job: Job, folder: Path) -> None:
         parts = {
             "a pass begins": lambda: recorder._forward_hooks.before_forward(job.model, (), batch),
             "a pass ends": lambda: recorder._forward_hooks.after_forward(job.model, (), output),
-            "clipping": lambda: recorder.clips(parameters, 1.0, norm),
-            "the optimizer's step": lambda: recorder.steps(job.optimizer),
+            "clipping": lambda: recorder.before_clipping(parameters, 1.0, norm),
+            "the optimizer's step": lambda: recorder.before_step(job.optimizer),
         }
         taken: dict[str, list[float]] = {name: [] for name in parts}
         for _ in range(100):
@@ -396,7 +396,7 @@ def count_waits(job: Job, folder: Path) -> None:
             if recorder is not None:
                 recorder.note(grad_norm=norm)
                 if name == "judged":
-                    recorder.steps(job.optimizer)
+                    recorder.before_step(job.optimizer)
             torch.cuda.set_sync_debug_mode("default")
         job.optimizer.zero_grad()
         counts[name] = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)

@@ -142,8 +142,8 @@ class ModelSearch:
     def close_at_child_exit(self) -> None:
         """Have this process, which multiprocessing has started for a function, say at its end what was recorded."""
         leave_mark(Path(self._order.marks))
-        # The order puts this after the recorder's own closing.
-        call_at_child_exit(self._print_as_child, order=0)
+        # The recorder closes itself with a higher priority, so it has closed by then.
+        call_at_child_exit(self._print_as_child, priority=0)
 
     def _print_as_child(self) -> None:
         if self.recordings[0][1].rank == 0:

@@ -4,8 +4,8 @@
 
 This memory belongs to the host. If the process dies, the next recording on the host into the same folder writes the
 passes there, and so do `capture salvage FOLDER`, `replay inspect FOLDER` and `capture collect FOLDER`, which hold the
-directory's lock meanwhile. The process holds it while it lives: so it is known to be alive in another container too,
-where its number says nothing.
+directory's lock meanwhile. The process itself holds the lock while it lives. That tells other containers that it is
+alive: there, its number may be that of another process.
 """
 
 import fcntl
@@ -24,10 +24,13 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import load_plain
 
 SHARED_MEMORY = Path("/dev/shm")
-POSITION_FILE, STACKS_FILE = "position", "stacks.txt"  # beside the passes
+# Files beside the passes.
+POSITION_FILE, STACKS_FILE = "position", "stacks.txt"
 MAX_SPOOL_BYTES = 256 * 2**20
-_SHARE_OF_FREE = 8  # what a job's data loaders and collectives need is theirs
-_own: dict[Path, int] = {}  # directory to the descriptor that holds its lock
+# A spool takes at most one part in so many of the free memory: a job's data loaders and collectives need it too.
+_FREE_MEMORY_PARTS = 8
+# Directories of this process, and the descriptors that hold their locks.
+_locks: dict[Path, int] = {}
 
 
 class SharedFolder:
@@ -36,12 +39,12 @@ class SharedFolder:
     def __init__(self, folder: Path, rank: int) -> None:
         self.directory = SHARED_MEMORY / f"{_directory_prefix(folder)}{rank}-{os.getpid()}-{secrets.token_hex(4)}"
         self.directory.mkdir(mode=0o700)
-        _own[self.directory] = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(_own[self.directory], fcntl.LOCK_EX)
+        _locks[self.directory] = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(_locks[self.directory], fcntl.LOCK_EX)
 
     def close(self) -> None:
         """Remove the directory. A second call does nothing."""
-        if (lock := _own.pop(self.directory, None)) is not None:
+        if (lock := _locks.pop(self.directory, None)) is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(lock)
 
@@ -55,8 +58,9 @@ class Spool:
     def __init__(self, shared: SharedFolder) -> None:
         self._directory = shared.directory
         status = os.statvfs(SHARED_MEMORY)
-        self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _SHARE_OF_FREE)
-        self._num_bytes_of: dict[str, int] = {}  # by name, the oldest first
+        self._max_bytes = min(MAX_SPOOL_BYTES, status.f_bavail * status.f_frsize // _FREE_MEMORY_PARTS)
+        # Sizes of the passes by name, the oldest first.
+        self._sizes: dict[str, int] = {}
         self._num_bytes = 0
 
     def put(self, encoded: EncodedCall) -> None:
@@ -64,27 +68,27 @@ class Spool:
         parts = encoded.pickle_parts()
         self.remove(encoded)
         num_bytes = sum(len(part) for part in parts)
-        while self._num_bytes_of and self._num_bytes + num_bytes > self._max_bytes:
-            self._remove(next(iter(self._num_bytes_of)))
+        while self._sizes and self._num_bytes + num_bytes > self._max_bytes:
+            self._remove(next(iter(self._sizes)))
         if num_bytes <= self._max_bytes:
             target = os.path.join(self._directory, encoded.name)
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
                 file.writelines(parts)
-            self._num_bytes_of[encoded.name] = num_bytes
+            self._sizes[encoded.name] = num_bytes
             self._num_bytes += num_bytes
 
     def remove(self, encoded: EncodedCall) -> None:
-        if encoded.name in self._num_bytes_of:
+        if encoded.name in self._sizes:
             self._remove(encoded.name)
 
     def _remove(self, name: str) -> None:
-        self._num_bytes -= self._num_bytes_of.pop(name)
+        self._num_bytes -= self._sizes.pop(name)
         os.unlink(os.path.join(self._directory, name))
 
     def close(self) -> None:
-        while self._num_bytes_of:
-            name = self._num_bytes_of.popitem()[0]
+        while self._sizes:
+            name = self._sizes.popitem()[0]
             with suppress(OSError):
                 os.unlink(os.path.join(self._directory, name))
 
@@ -106,12 +110,12 @@ def find_dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
     """
     if not SHARED_MEMORY.is_dir():
         return
-    named = re.compile(re.escape(_directory_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
+    directory_name = re.compile(re.escape(_directory_prefix(folder)) + r"(\d+)-(\d+)-[0-9a-f]{8}")
     for directory in sorted(SHARED_MEMORY.iterdir()):
-        match = named.fullmatch(directory.name)
+        match = directory_name.fullmatch(directory.name)
         if match is None:
             continue
-        with _lock_of_dead(directory, int(match[2])) as is_dead:
+        with _lock_if_dead(directory, int(match[2])) as is_dead:
             if not is_dead:
                 continue
             calls, num_cut_short = [], 0
@@ -119,13 +123,13 @@ def find_dead_spools(folder: Path) -> Generator[DeadSpool, None, None]:
                 if path.name in (POSITION_FILE, STACKS_FILE):
                     continue
                 try:
-                    calls.append(_encoded(path))
+                    calls.append(_read_encoded_call(path))
                 except CaptureError:
                     num_cut_short += 1
             yield DeadSpool(rank=int(match[1]), directory=directory, calls=calls, num_cut_short=num_cut_short)
 
 
-def _encoded(path: Path) -> EncodedCall:
+def _read_encoded_call(path: Path) -> EncodedCall:
     call = read_call(path)
     data = path.read_bytes()
     _, start = load_plain(data, source=path.name)
@@ -139,11 +143,12 @@ def _directory_prefix(folder: Path) -> str:
 
 
 @contextmanager
-def _lock_of_dead(directory: Path, process: int) -> Iterator[bool]:
+def _lock_if_dead(directory: Path, process: int) -> Iterator[bool]:
     """Hold the directory's lock if nobody else does, and tell whether its process is dead."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # it has just been closed
+    except FileNotFoundError:
+        # Its recording has just been closed, and has removed it.
         yield False
         return
     try:
@@ -157,13 +162,15 @@ def _is_dead(descriptor: int, directory: Path, process: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    if not directory.exists():  # another process salvaged it a moment ago
+    # Another process may have salvaged and removed it just before it was locked.
+    if not directory.exists():
         return False
-    # a process in a container often has the number of the one before it: ours tells nothing
-    return process == os.getpid() or not _runs(process)
+    # In a container, a process often gets the number of an earlier one: that a process with this process's own number
+    # runs tells nothing about the owner of the directory.
+    return process == os.getpid() or not _is_running(process)
 
 
-def _runs(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -173,10 +180,10 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _let_go_in_child() -> None:
-    """Close the locks in a child, such as a data loader: it may outlive the process whose directories these are."""
-    while _own:
-        os.close(_own.popitem()[1])
+def _close_locks_in_child() -> None:
+    """Close the locks in a forked child, such as a data loader, which may outlive the process that owns them."""
+    while _locks:
+        os.close(_locks.popitem()[1])
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_locks_in_child)

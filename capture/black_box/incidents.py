@@ -27,15 +27,17 @@ MAX_INCIDENT_BYTES = 8 * 2**20
 _MAX_TEXT = 20_000
 _MAX_FRAMES = 60
 _SECRET_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_MIN_SECRET_LENGTH = 6  # shorter values are switches
+# Shorter values are switches such as `1`, and would be found everywhere.
+_MIN_SECRET_LENGTH = 6
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote (process|peer)|ncclRemoteError|"
     r"peer .*(closed|disconnected)|failed to recv, got 0 bytes",
     re.IGNORECASE,
 )
 _LIBRARY_FOLDER = re.compile(r"[^\s\"']*/(?:site|dist)-packages/")
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")  # its files keep `python3.11/`, so they are not taken for the job's
-_OWN_PARENT = str(Path(__file__).resolve().parents[2])
+# Files of the standard library keep `python3.11/` before their names, so that they are not taken for the job's.
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_CAPTURE_PARENT = str(Path(__file__).resolve().parents[2])
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./-])(?:/[\w.@+~%-]+)+/([\w.@+~%-]*)")
 
 
@@ -48,14 +50,14 @@ class Incident:
     forward         number of the forward that had begun last, or of the one whose numbers they are
     files           names of the files that were written for it
     num_not_copied  passes whose copy did not reach the host in time
-    place           where in or behind the pass `forward` the rank was (`Place`); empty: not known
+    place           the phase in or after the pass `forward` that the rank was in (`TrainingPhase`); empty: not known
     last_backward   the pass whose loss was differentiated last; None: none was seen
     stacks          every thread's stack, as `capture.black_box.stacks` writes it
     collectives     how many collectives the rank had entered, by process group
     last_collective what torch's flight recorder of collectives had last, by group
     world_size      ranks of the job; None: not known
     opened          when the recording began
-    last_moved      when the rank came to `place`, of a process that was killed
+    last_moved      when the rank entered `place`, if its process was killed
     """
 
     what: str
@@ -99,21 +101,19 @@ def describe_exception(error: BaseException, where: str, forward: int | None) ->
     """Describe an exception as texts alone: the exception itself holds its frames, and these the job's tensors."""
     is_out_of_memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
     lines = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES).format()
-    made = make_incident(
-        "out of memory" if is_out_of_memory else "exception", where, forward, f"{type(error).__name__}: {error}"
-    )
-    return replace(made, traceback=scrub("".join(lines)))
+    what, message = "out of memory" if is_out_of_memory else "exception", f"{type(error).__name__}: {error}"
+    return replace(make_incident(what, where, forward, message), traceback=scrub("".join(lines)))
 
 
-def add_position(happened: Incident, recording: Recording) -> Incident:
+def add_position(incident: Incident, recording: Recording) -> Incident:
     """Add to an incident that happens now where the rank is, what every thread does, and its last collectives."""
     stacks = scrub(format_all_stacks())
-    frames = [*find_main_stack(stacks), *parse_traceback(happened.traceback)]
-    at = recording.position
+    frames = [*find_main_stack(stacks), *parse_traceback(incident.traceback)]
+    position = recording.position
     return replace(
-        happened,
-        place=correct_phase(at.place, frames),
-        last_backward=at.last_backward if at.last_backward >= 0 else None,
+        incident,
+        place=correct_phase(position.phase, frames),
+        last_backward=position.last_backward if position.last_backward >= 0 else None,
         stacks=stacks,
         collectives=count_collectives(),
         last_collective=find_last_collective(),
@@ -122,12 +122,15 @@ def add_position(happened: Incident, recording: Recording) -> Incident:
     )
 
 
-def is_first_report(listener: int, error: BaseException) -> bool:
-    """Tell whether `listener` hears of this exception for the first time: on its way up it passes several hooks."""
-    heard_by: set[int] = error.__dict__.setdefault("_heard_by_capture", set())
-    if listener in heard_by:
+def is_first_report(listener_id: int, error: BaseException) -> bool:
+    """Tell whether a listener gets this exception for the first time: on its way up it passes several hooks.
+
+    The exception itself remembers its listeners, so that nothing else keeps it, and the tensors of its frames, alive.
+    """
+    reported_to: set[int] = error.__dict__.setdefault("_reported_by_capture", set())
+    if listener_id in reported_to:
         return False
-    heard_by.add(listener)
+    reported_to.add(listener_id)
     return True
 
 
@@ -139,7 +142,7 @@ def scrub(text: str) -> str:
             text = text.replace(value, "***")
     text = text.replace(f"{_STANDARD_LIBRARY}/site-packages/", "").replace(f"{_STANDARD_LIBRARY}/dist-packages/", "")
     text = text.replace(f"{_STANDARD_LIBRARY}/", f"{Path(_STANDARD_LIBRARY).name}/")
-    text = text.replace(f"{_OWN_PARENT}/capture/", "capture/")
+    text = text.replace(f"{_CAPTURE_PARENT}/capture/", "capture/")
     return _ABSOLUTE_PATH.sub(r"\1", _LIBRARY_FOLDER.sub("", text))
 
 
@@ -152,7 +155,7 @@ def write_incidents(folder: Path, incidents: Sequence[Incident], *, num_others: 
         "format": FORMAT,
         "rank": rank,
         "num_others": num_others,
-        "incidents": [asdict(one) for one in incidents],
+        "incidents": [asdict(incident) for incident in incidents],
     }
     make_rank_folder(folder)
     write_atomically(folder / f"incidents_rank{rank}_{stamp}.json", json.dumps(content, indent=1).encode())
@@ -174,11 +177,11 @@ def read_incidents(folder: Path) -> list[IncidentRecord]:
     Raises CaptureError for a damaged one.
     """
     paths = [path for home in list_capture_folders(folder) for path in home.glob("incidents_rank*.json")]
-    records = [_read(path) for path in sorted(paths)]
-    return sorted(records, key=lambda record: min((one.time for one in record.incidents), default=""))
+    records = [_read_record(path) for path in sorted(paths)]
+    return sorted(records, key=lambda record: min((incident.time for incident in record.incidents), default=""))
 
 
-_KINDS: dict[str, type | UnionType] = {
+_FIELD_TYPES: dict[str, type | UnionType] = {
     "what": str,
     "where": str,
     "forward": int | None,
@@ -196,33 +199,33 @@ _KINDS: dict[str, type | UnionType] = {
     "opened": str,
     "last_moved": str,
 }
-assert _KINDS.keys() == {field.name for field in fields(Incident)}
+assert _FIELD_TYPES.keys() == {field.name for field in fields(Incident)}
 
 
-def _read(path: Path) -> IncidentRecord:
+def _read_record(path: Path) -> IncidentRecord:
     try:
         with open(path, "rb") as file:
             content: Any = json.loads(file.read(MAX_INCIDENT_BYTES + 1)[:MAX_INCIDENT_BYTES])
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{path.name}: cannot be read: {error}. Delete the file or copy it again") from None
-    incidents = _incidents_in(content)
+    incidents = _parse_incidents(content)
     if incidents is None:
         raise CaptureError(f"{path.name}: no incidents of format {FORMAT}. Delete the file or copy it again")
     return IncidentRecord(name=path.name, rank=content["rank"], num_others=content["num_others"], incidents=incidents)
 
 
-def _incidents_in(content: Any) -> list[Incident] | None:
+def _parse_incidents(content: Any) -> list[Incident] | None:
     """Return the incidents of a record; None if it is no record."""
     match content:
-        case {"format": format, "rank": int(), "num_others": int(), "incidents": list(items)} if format == FORMAT:
+        case {"format": format, "rank": int(), "num_others": int(), "incidents": list(all_values)} if format == FORMAT:
             pass
         case _:
             return None
     is_whole = all(
-        isinstance(item, dict)
-        and item.keys() == _KINDS.keys()
-        and all(isinstance(item[name], kind) for name, kind in _KINDS.items())
-        and all(isinstance(count, int) for count in item["collectives"].values())
-        for item in items
+        isinstance(values, dict)
+        and values.keys() == _FIELD_TYPES.keys()
+        and all(isinstance(values[name], field_type) for name, field_type in _FIELD_TYPES.items())
+        and all(isinstance(count, int) for count in values["collectives"].values())
+        for values in all_values
     )
-    return [Incident(**item) for item in items] if is_whole else None
+    return [Incident(**values) for values in all_values] if is_whole else None

@@ -1,9 +1,9 @@
-"""Keep where a rank is, also in shared memory, where it outlives whatever ends the process.
+"""Keep the position of a rank in shared memory, where it outlives whatever ends the process.
 
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/position      one page: a struct, then a JSON object
     /dev/shm/capture-<user>-<folder>-rank<r>-<process>/stacks.txt    what faulthandler writes at a crash
 
-Moving on is a store into mapped memory: no call of the system.
+A change of position is a store into mapped memory, without a system call.
 """
 
 import faulthandler
@@ -23,56 +23,65 @@ from capture.black_box.flight_recorder import POSITION_FILE, STACKS_FILE, Shared
 from capture.record.observer import TRAINING_PHASES, Recording, TrainingPhase
 
 PAGE_BYTES = 4096
-# forward, place, when it was reached, rank, world size, was_told, has_stacks, last_backward
-_MOVING = struct.Struct("<qqdqqqqq")
-_NUMBER_OF = {place: number for number, place in enumerate(TRAINING_PHASES)}
-_TRACE_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # where NCCL's flight recorder dumps
-_enabled: "list[PositionPage]" = []  # the one that faulthandler writes for
+# The forward, the number of the phase, when it began, rank, world size, was_reported, has_stacks, last_backward.
+_POSITION = struct.Struct("<qqdqqqqq")
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(TRAINING_PHASES)}
+# Environment variables that say where NCCL's flight recorder writes its dump.
+_TRACE_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# The page whose stacks file faulthandler writes to; at most one.
+_pages_with_faulthandler: "list[PositionPage]" = []
 
 
 class PositionPage:
     """A page in shared memory with this process's position. Any thread may write it.
 
-    was_told  an incident in this pass says already why the process ends
+    was_reported  an incident in this pass says already why the process ends
     """
 
     def __init__(self) -> None:
-        self.was_told = False
+        self.was_reported = False
         self._page: mmap.mmap | None = None
         self._stacks: IO[bytes] | None = None
 
     def open(self, shared: SharedFolder, recording: Recording) -> None:
-        """Keep the position in shared memory from here on, and have faulthandler write there unless the job uses that.
-
-        Raises OSError.
-        """
+        """Make the page, and have faulthandler write beside it, unless the job uses that itself. Raises OSError."""
         facts = {
             "opened": recording.opened,
             "main_thread": threading.main_thread().ident,
-            "trace_file": next((os.environ[name] for name in _TRACE_FILES if name in os.environ), None),
+            "trace_file": next((os.environ[name] for name in _TRACE_FILE_VARIABLES if name in os.environ), None),
         }
         path = shared.directory / POSITION_FILE
-        path.write_bytes((bytes(_MOVING.size) + json.dumps(facts).encode()).ljust(PAGE_BYTES, b" "))
+        path.write_bytes((bytes(_POSITION.size) + json.dumps(facts).encode()).ljust(PAGE_BYTES, b" "))
         with path.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
         if not faulthandler.is_enabled():
             self._stacks = (shared.directory / STACKS_FILE).open("wb")
             faulthandler.enable(self._stacks)
-            _enabled.append(self)
+            _pages_with_faulthandler.append(self)
         self.write(recording)
 
     def write(self, recording: Recording) -> None:
         """Write where `recording` is. Without shared memory there is no page, and nothing to do."""
         if self._page is not None:
-            at = recording.position
-            moving = (at.forward, _NUMBER_OF[at.place], time.time(), recording.rank, recording.world_size)
-            _MOVING.pack_into(self._page, 0, *moving, self.was_told, self._stacks is not None, at.last_backward)
+            position, has_stacks = recording.position, self._stacks is not None
+            _POSITION.pack_into(
+                self._page,
+                0,
+                position.forward,
+                _PHASE_NUMBERS[position.phase],
+                time.time(),
+                recording.rank,
+                recording.world_size,
+                self.was_reported,
+                has_stacks,
+                position.last_backward,
+            )
 
     def close(self) -> None:
         """Let go of the file and of faulthandler. A second call does nothing."""
-        if self in _enabled:
+        if self in _pages_with_faulthandler:
             faulthandler.disable()
-            _enabled.remove(self)
+            _pages_with_faulthandler.remove(self)
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
@@ -82,21 +91,21 @@ class PositionPage:
 class LastPosition:
     """Where a process that is gone was last.
 
-    was_told     an incident in the same pass says why the process ends
+    was_reported an incident in the same pass says why the process ends
     has_stacks   faulthandler wrote beside it, and not where the job had it write
-    time         when it came there (ISO 8601, UTC)
+    time         when it entered the phase (ISO 8601, UTC)
     opened       when its recording began
-    main_thread  its number in faulthandler's text
-    trace_file   beginning of the name of NCCL's dump, if the job had set it
+    main_thread  the main thread's number in faulthandler's text
+    trace_file   beginning of the path of NCCL's dump, if the job had set it
     """
 
     rank: int
     world_size: int
-    was_told: bool
+    was_reported: bool
     has_stacks: bool
     forward: int | None
     last_backward: int | None
-    place: TrainingPhase
+    phase: TrainingPhase
     time: str
     opened: str
     main_thread: int | None
@@ -107,16 +116,18 @@ def read_position(directory: Path) -> LastPosition | None:
     """Read the position that a dead process left; None if there is none, or it is damaged."""
     try:
         data = (directory / POSITION_FILE).read_bytes()
-        forward, number, seconds, rank, world_size, was_told, has_stacks, last_backward = _MOVING.unpack_from(data)
-        facts: Mapping[str, Any] = json.loads(data[_MOVING.size :])
+        forward, number, seconds, rank, world_size, was_reported, has_stacks, last_backward = _POSITION.unpack_from(
+            data
+        )
+        facts: Mapping[str, Any] = json.loads(data[_POSITION.size :])
         return LastPosition(
             rank=rank,
             world_size=world_size,
-            was_told=bool(was_told),
+            was_reported=bool(was_reported),
             has_stacks=bool(has_stacks),
             forward=forward if forward >= 0 else None,
             last_backward=last_backward if last_backward >= 0 else None,
-            place=TRAINING_PHASES[number],
+            phase=TRAINING_PHASES[number],
             time=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds"),
             opened=str(facts["opened"]),
             main_thread=facts["main_thread"],
@@ -126,11 +137,11 @@ def read_position(directory: Path) -> LastPosition | None:
         return None
 
 
-def _let_go_in_child() -> None:
-    """Stop faulthandler in a child, such as a data loader: its crash is not this process's."""
-    if _enabled:
+def _disable_in_child() -> None:
+    """Stop faulthandler in a forked child, such as a data loader, whose crash is not this process's."""
+    if _pages_with_faulthandler:
         faulthandler.disable()
-        _enabled.clear()
+        _pages_with_faulthandler.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_disable_in_child)

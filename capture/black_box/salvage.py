@@ -24,7 +24,7 @@ STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faultha
 def salvage(folder: Path, keep: RetentionSettings) -> int:
     """Write the passes that killed processes had in their flight recorders, and return how many.
 
-    Every rank's: a launcher that starts ranks again may give this host's to another one. Raises OSError.
+    Those of every rank: a launcher that starts ranks again may give another rank to this host. Raises OSError.
     """
     num_saved = 0
     for spool in find_dead_spools(folder):
@@ -32,11 +32,11 @@ def salvage(folder: Path, keep: RetentionSettings) -> int:
         rank = spool.rank if position is None else position.rank
         stamp = utc_now()
         world_size = max((encoded.world_size or 1 for encoded in spool.calls), default=None)
-        files = open_rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
+        writer = open_rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
         try:
-            num_saved += _write(spool, position, files, rank=rank, stamp=stamp)
+            num_saved += _write_spool(spool, position, writer, rank=rank, stamp=stamp)
         finally:
-            files.close()
+            writer.close()
         shutil.rmtree(spool.directory)
     return num_saved
 
@@ -50,21 +50,21 @@ def repair_folder(folder: Path) -> int:
     )
 
 
-def _write(spool: DeadSpool, position: LastPosition | None, files: RankWriter, *, rank: int, stamp: str) -> int:
+def _write_spool(spool: DeadSpool, position: LastPosition | None, writer: RankWriter, *, rank: int, stamp: str) -> int:
     """Write what a dead process had, and return how many passes there was room for."""
-    names = [path.name for encoded in spool.calls if (path := files.write(encoded)) is not None]
-    if spool.calls or spool.num_cut_short or (position is not None and not position.was_told):
-        last = max((encoded.step for encoded in spool.calls), default=None)
-        died = make_incident("died", "without a word", last)
+    names = [path.name for encoded in spool.calls if (path := writer.write(encoded)) is not None]
+    if spool.calls or spool.num_cut_short or (position is not None and not position.was_reported):
+        last_forward = max((encoded.step for encoded in spool.calls), default=None)
+        incident = make_incident("died", "without a word", last_forward)
         if position is not None:
-            died = _placed(died, spool.directory, position)
-        died = replace(died, files=names, num_not_copied=spool.num_cut_short)
-        write_incidents(files.home, [died], num_others=0, rank=rank, stamp=format_stamp(stamp))
-        files.commit()
+            incident = _add_last_position(incident, spool.directory, position)
+        incident = replace(incident, files=names, num_not_copied=spool.num_cut_short)
+        write_incidents(writer.home, [incident], num_others=0, rank=rank, stamp=format_stamp(stamp))
+        writer.commit()
     return len(names)
 
 
-def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident:
+def _add_last_position(incident: Incident, directory: Path, position: LastPosition) -> Incident:
     """Add where the process was, and what faulthandler wrote if it crashed."""
     try:
         text = (directory / STACKS_FILE).read_text(errors="replace")
@@ -72,15 +72,15 @@ def _placed(died: Incident, directory: Path, position: LastPosition) -> Incident
         text = ""
     text = text.partition("\nExtension modules:")[0]
     stacks = scrub(mark_main_thread(text, position.main_thread))
-    begun = datetime.fromisoformat(position.opened).timestamp()
+    began = datetime.fromisoformat(position.opened).timestamp()
     return replace(
-        died,
-        forward=died.forward if position.forward is None else position.forward,
+        incident,
+        forward=incident.forward if position.forward is None else position.forward,
         message=scrub(text.partition("\n")[0]) if position.has_stacks else STACKS_ELSEWHERE,
-        place=correct_phase(position.place, find_main_stack(stacks)),
+        place=correct_phase(position.phase, find_main_stack(stacks)),
         last_backward=position.last_backward,
         stacks=stacks,
-        last_collective=find_last_collective_in_dump(position.rank, position.trace_file, after=begun),
+        last_collective=find_last_collective_in_dump(position.rank, position.trace_file, after=began),
         world_size=position.world_size,
         opened=position.opened,
         last_moved=position.time,
@@ -98,9 +98,9 @@ def salvage_for_reading(folder: Path) -> str | None:
     try:
         salvage(folder, RetentionSettings())
     except OSError as error:
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return (
-            f"{named} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
+            f"{names} died without an incident file, and the last passes are in this host's memory: {error.strerror}. "
             f"Try, as a user who may write there: capture salvage {folder}"
         )
     return None

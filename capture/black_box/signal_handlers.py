@@ -1,9 +1,9 @@
-"""Listen to signals and uncaught exceptions, which may end the process, and pass them on to earlier handlers.
+"""Report signals and uncaught exceptions, which may end the process, and pass them on to the handlers before ours.
 
-Python runs a signal's handler only once the main thread is back in the interpreter, and a thread that waits in a
-collective for a peer that is gone never is. So the signal's number also goes through a pipe
-(`signal.set_wakeup_fd`) to a thread of this module, which acts on it whatever the main thread does, and ends the
-process where the signal's default action would have.
+Python runs a signal's handler only once the main thread is back in the interpreter. A thread that waits in a collective
+for a peer that is gone never comes back. So the signal's number also goes through a pipe (`signal.set_wakeup_fd`) to a
+thread of this module. That thread reports the signal whatever the main thread does, and ends the process where the
+signal's default action would have.
 """
 
 import contextlib
@@ -16,46 +16,56 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1)
-MAX_SIGNAL_SECONDS = 10.0  # that a signal waits for the disk
-HEAD_START_SECONDS = 2.0  # for the main thread to handle a signal itself
+# How long a signal waits for the disk.
+MAX_SIGNAL_SECONDS = 10.0
+# How long the main thread has to handle a signal, before the thread that reads the pipe ends the process.
+HEAD_START_SECONDS = 2.0
 
 
 class IncidentListener(Protocol):
-    """Is told of signals and exceptions. Its methods do not raise."""
+    """Gets signals and uncaught exceptions. Its methods do not raise."""
 
-    def hear_signal(self, number: int) -> None: ...
+    def on_signal(self, number: int) -> None: ...
 
-    def hear_exception(self, error: BaseException, where: str) -> None: ...
+    def on_exception(self, error: BaseException, where: str) -> None: ...
 
     def flush(self, *, max_seconds: float) -> bool: ...
 
 
 class _Handlers:
-    """The signal handlers and exception hooks of this process while somebody listens."""
+    """The signal handlers and exception hooks of this process, installed while there is a listener.
+
+    previous  the handlers before ours, by the signal's number
+    wakeup    both ends of the pipe, while it is in use
+    reported  set while a signal has been reported to the listeners, but Python's handler has not run for it
+    handled   set once Python's handler has run for a signal
+    """
 
     def __init__(self) -> None:
         self.listeners: tuple[IncidentListener, ...] = ()
-        self.process = os.getpid()
+        self.process_id = os.getpid()
         self.previous: dict[int, Any] = {}
         self.previous_excepthook: Any = None
         self.previous_thread_excepthook: Any = None
         self.wakeup: tuple[int, int] | None = None
-        self.heard = {number: threading.Event() for number in SIGNALS}
+        self.reported = {number: threading.Event() for number in SIGNALS}
         self.handled = {number: threading.Event() for number in SIGNALS}
 
     def install(self) -> None:
-        self.previous_excepthook, sys.excepthook = sys.excepthook, _excepthook
-        self.previous_thread_excepthook, threading.excepthook = threading.excepthook, _thread_excepthook
+        self.previous_excepthook, sys.excepthook = sys.excepthook, _handle_exception
+        self.previous_thread_excepthook, threading.excepthook = threading.excepthook, _handle_thread_exception
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             previous = signal.getsignal(number)
-            if previous is not None and previous != signal.SIG_IGN:  # None: C code's, which cannot be called from here
-                self.previous[number] = signal.signal(number, _handle)
+            # None is a handler written in C, which could not be called from ours.
+            if previous is not None and previous != signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, _handle_signal)
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        if (others := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:  # such as asyncio's
-            signal.set_wakeup_fd(others)
+        # Somebody else, such as asyncio, may have a pipe of their own here. Theirs stays.
+        if (other := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(other)
             os.close(reading)
             os.close(writing)
             return
@@ -65,26 +75,29 @@ class _Handlers:
     def uninstall(self) -> None:
         """Restore what was there before.
 
-        A handler that somebody has put on top of ours stays and calls ours, which from then on only passes on.
+        A handler that somebody has put on top of ours stays, and calls ours, which from then on only passes on.
         """
-        if sys.excepthook is _excepthook:
+        if sys.excepthook is _handle_exception:
             sys.excepthook = self.previous_excepthook
-        if threading.excepthook is _thread_excepthook:
+        if threading.excepthook is _handle_thread_exception:
             threading.excepthook = self.previous_thread_excepthook
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in [number for number in self.previous if signal.getsignal(number) is _handle]:
+        for number in [number for number in self.previous if signal.getsignal(number) is _handle_signal]:
             signal.signal(number, self.previous.pop(number))
         if self.wakeup is not None:
             _, writing = self.wakeup
             self.wakeup = None
             if (current := signal.set_wakeup_fd(-1)) != writing:
                 signal.set_wakeup_fd(current)
-            os.close(writing)  # ends the thread, which closes the other end
+            # The reading thread sees the end of the pipe, ends, and closes its own end.
+            os.close(writing)
 
-    def pipe_is_ours(self) -> bool:
+    def has_wakeup_pipe(self) -> bool:
+        """Tell whether signals still go through our pipe: the job may have put another one in its place."""
         if self.wakeup is None:
             return False
+        # Python tells the current descriptor only when another one is set.
         current = signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
         if current != self.wakeup[1]:
             signal.set_wakeup_fd(current)
@@ -96,7 +109,7 @@ _lock = threading.RLock()
 
 
 def add_listener(listener: IncidentListener) -> bool:
-    """Add a listener. Returns whether it hears signals too: it does if the first one was added in the main thread."""
+    """Add a listener. Returns whether it gets signals too: it does if the first one was added in the main thread."""
     with _lock:
         if not _handlers.listeners:
             _handlers.install()
@@ -106,30 +119,36 @@ def add_listener(listener: IncidentListener) -> bool:
 
 def remove_listener(listener: IncidentListener) -> None:
     with _lock:
-        rest = tuple(other for other in _handlers.listeners if other is not listener)
-        if _handlers.listeners and not rest:
+        remaining = tuple(other for other in _handlers.listeners if other is not listener)
+        if _handlers.listeners and not remaining:
             _handlers.uninstall()
-        _handlers.listeners = rest
+        _handlers.listeners = remaining
 
 
-def _tell(number: int) -> None:
+def _report_signal(number: int) -> None:
     for listener in _handlers.listeners:
-        listener.hear_signal(number)
+        listener.on_signal(number)
 
 
-def _wait() -> None:
+def _flush_listeners() -> None:
     for listener in _handlers.listeners:
         listener.flush(max_seconds=MAX_SIGNAL_SECONDS)
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _handlers.process and _handlers.listeners:
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal in the main thread: wait until it is reported and written, and pass it on.
+
+    SIGUSR1 does not end the job, so it does not wait for the disk.
+    """
+    if os.getpid() == _handlers.process_id and _handlers.listeners:
+        reported = _handlers.reported[signal.Signals(number)]
         _handlers.handled[signal.Signals(number)].set()
-        if not (_handlers.pipe_is_ours() and _handlers.heard[signal.Signals(number)].wait(MAX_SIGNAL_SECONDS)):
-            _tell(number)
-        _handlers.heard[signal.Signals(number)].clear()
+        # The thread that reads the pipe reports the signal; without the pipe, or if it takes too long, this one does.
+        if not (_handlers.has_wakeup_pipe() and reported.wait(MAX_SIGNAL_SECONDS)):
+            _report_signal(number)
+        reported.clear()
         if number != signal.SIGUSR1:
-            _wait()
+            _flush_listeners()
     previous = _handlers.previous.get(number, signal.SIG_DFL)
     if callable(previous):
         previous(number, frame)
@@ -139,45 +158,50 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _read_signals(reading: int) -> None:
+    """Handle each signal whose number comes through the pipe, until the pipe is closed."""
     while numbers := os.read(reading, 64):
         for number in numbers:
             if number in _handlers.previous:
-                _act_on(number)
+                _handle_signal_in_thread(number)
     os.close(reading)
 
 
-def _act_on(number: int) -> None:
+def _handle_signal_in_thread(number: int) -> None:
+    """Report a signal, and end the process if the main thread does not come to it."""
     handled = _handlers.handled[signal.Signals(number)]
-    _tell(number)
-    _handlers.heard[signal.Signals(number)].set()
+    _report_signal(number)
+    _handlers.reported[signal.Signals(number)].set()
     if number == signal.SIGUSR1 or callable(_handlers.previous.get(number)):
         return
-    _wait()
-    if not handled.wait(HEAD_START_SECONDS):  # the main thread is not in the interpreter: do what the default would
+    _flush_listeners()
+    if not handled.wait(HEAD_START_SECONDS):
+        # The main thread is not in the interpreter, so this thread does what the signal's default action would. Python
+        # sets handlers in the main thread alone, so it restores the default by C's `signal`.
         ctypes.CDLL(None).signal(number, 0)
         os.kill(os.getpid(), number)
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    _hear(error, "main thread")
+def _handle_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    _report_exception(error, "main thread")
     _handlers.previous_excepthook(kind, error, traceback)
 
 
-def _thread_excepthook(args: Any) -> None:
+def _handle_thread_exception(args: Any) -> None:
     if args.exc_value is not None:
-        _hear(args.exc_value, "another thread")
+        _report_exception(args.exc_value, "another thread")
     _handlers.previous_thread_excepthook(args)
 
 
-def _hear(error: BaseException, where: str) -> None:
-    if os.getpid() == _handlers.process:
+def _report_exception(error: BaseException, where: str) -> None:
+    if os.getpid() == _handlers.process_id:
         for listener in _handlers.listeners:
-            listener.hear_exception(error, where)
+            listener.on_exception(error, where)
 
 
-def _forget_in_child() -> None:
-    """Restore a child's own handlers: its signals must not go through the pipe that it shares with its parent."""
+def _uninstall_in_child() -> None:
+    """Restore the handlers in a forked child: its signals must not go through the pipe of its parent."""
     global _lock
+    # A thread of the parent may have held the lock at the fork, and is not there to release it.
     _lock = threading.RLock()
     if _handlers.listeners:
         if _handlers.wakeup is not None:
@@ -187,4 +211,4 @@ def _forget_in_child() -> None:
     _handlers.__init__()  # type: ignore[misc]
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_uninstall_in_child)

@@ -19,13 +19,15 @@ from typing import Any
 
 from capture.record.observer import TrainingPhase
 
-MAX_FRAMES = 100  # of a thread, the innermost
-_OWN_HANDLER = "capture/black_box/signal_handlers.py", "_handle"  # on top of what the signal interrupted
-_FRAME = re.compile(r'^\s*File "([^"\n]*)", line (\d+|\?\?\?),? in (.+?)\s*$', re.MULTILINE)
-_HEAD = re.compile(
+# The innermost frames of a thread that are written.
+MAX_FRAMES = 100
+# The file and the function of our signal handler, whose frame lies on top of those that the signal interrupted.
+_HANDLER_FILE, _HANDLER_FUNCTION = "capture/black_box/signal_handlers.py", "_handle_signal"
+_FRAME_LINE = re.compile(r'^\s*File "([^"\n]*)", line (\d+|\?\?\?),? in (.+?)\s*$', re.MULTILINE)
+_THREAD_LINE = re.compile(
     r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]\n]*)\])? \(most recent call first\):", re.MULTILINE
 )
-_MAIN = "MainThread"
+_MAIN_THREAD = "MainThread"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,67 +48,73 @@ class StackFrame:
 
 def format_all_stacks() -> str:
     """Write the stacks of all threads, the main thread's last. Paths are those of the host."""
-    threads: Any = getattr(threading, "_active", {})  # enumerate would take a lock that an interrupted thread may hold
+    # threading.enumerate would take a lock that an interrupted thread may hold.
+    threads: Any = getattr(threading, "_active", {})
     names = {ident: thread.name for ident, thread in list(threads.items())}
-    main = threading.main_thread().ident
+    main_ident, current_ident = threading.main_thread().ident, threading.get_ident()
+    names[main_ident] = _MAIN_THREAD
     frames = sys._current_frames()
-    own = threading.get_ident()
-    order = sorted((ident for ident in frames if ident != own or ident == main), key=lambda ident: ident == main)
+    # The current thread is the one that writes the stacks: its stack tells nothing, unless it is the main thread.
+    idents = [ident for ident in frames if ident != current_ident or ident == main_ident]
     return "\n\n".join(
-        f"Thread 0x{ident:016x} [{_MAIN if ident == main else names.get(ident, '?')}] (most recent call first):\n"
-        + "\n".join(_lines(frames[ident]))
-        for ident in order
+        f"Thread 0x{ident:016x} [{names.get(ident, '?')}] (most recent call first):\n"
+        + "\n".join(_format_frames(frames[ident]))
+        for ident in sorted(idents, key=lambda ident: ident == main_ident)
     )
 
 
-def _lines(innermost: FrameType) -> Iterator[str]:
+def _format_frames(innermost: FrameType) -> Iterator[str]:
+    """Write a line for each frame of a thread, from the innermost out, without those of our signal handler."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:
-        file, function = _OWN_HANDLER
-        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
+        code = frame.f_code
+        if code.co_name == _HANDLER_FUNCTION and code.co_filename.endswith(_HANDLER_FILE):
             frames.clear()
         else:
             frames.append(frame)
         frame = frame.f_back
-    for one in frames[:MAX_FRAMES]:
-        yield f'  File "{one.f_code.co_filename}", line {one.f_lineno} in {one.f_code.co_name}'
+    for frame in frames[:MAX_FRAMES]:
+        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
 
 
 def mark_main_thread(text: str, ident: int | None) -> str:
     """Mark the main thread in faulthandler's text."""
     if ident is None:
         return text
-    return re.sub(rf"^((?:Current thread|Thread) 0x0*{ident:x})(?= \()", rf"\1 [{_MAIN}]", text, flags=re.MULTILINE)
+    return re.sub(
+        rf"^((?:Current thread|Thread) 0x0*{ident:x})(?= \()", rf"\1 [{_MAIN_THREAD}]", text, flags=re.MULTILINE
+    )
 
 
 def find_main_stack(stacks: str) -> list[StackFrame]:
     """Return the main thread's frames, the innermost first; of the last thread if none is marked as the main one."""
-    heads = list(_HEAD.finditer(stacks))
-    if not heads:
+    thread_lines = list(_THREAD_LINE.finditer(stacks))
+    if not thread_lines:
         return []
-    ends = [head.start() for head in heads[1:]] + [len(stacks)]
-    chosen = next((number for number, head in enumerate(heads) if head[2] == _MAIN), len(heads) - 1)
-    return _frames(stacks[heads[chosen].end() : ends[chosen]])
+    ends = [line.start() for line in thread_lines[1:]] + [len(stacks)]
+    numbers = (number for number, line in enumerate(thread_lines) if line[2] == _MAIN_THREAD)
+    main_number = next(numbers, len(thread_lines) - 1)
+    return _parse_frames(stacks[thread_lines[main_number].end() : ends[main_number]])
 
 
 def parse_traceback(traceback: str) -> list[StackFrame]:
     """Return the frames of an exception's traceback, the innermost first."""
-    return _frames(traceback)[::-1]
+    return _parse_frames(traceback)[::-1]
 
 
-def _frames(text: str) -> list[StackFrame]:
-    return [StackFrame(*match.groups()) for match in _FRAME.finditer(text)]
+def _parse_frames(text: str) -> list[StackFrame]:
+    return [StackFrame(*match.groups()) for match in _FRAME_LINE.finditer(text)]
 
 
-def correct_phase(place: TrainingPhase, frames: Sequence[StackFrame]) -> TrainingPhase:
-    """Correct what the hooks saw last by the main thread's stack, which alone shows where a backward ends."""
-    if place in ("before any forward", "in forward"):
-        return place
+def correct_phase(phase: TrainingPhase, frames: Sequence[StackFrame]) -> TrainingPhase:
+    """Correct the phase that the hooks saw last by the main thread's stack: no hook sees where a backward ends."""
+    if phase in ("before any forward", "in forward"):
+        return phase
     if any(frame.function == "_engine_run_backward" for frame in frames):
         return "in backward"
-    if any(frame.file.startswith("torch/optim/") or "torch/optim/" in frame.file for frame in frames):
+    if any("torch/optim/" in frame.file for frame in frames):
         return "in the optimizer's step"
-    if place == "in backward" and frames:
+    if phase == "in backward" and frames:
         return "after backward"
-    return place
+    return phase

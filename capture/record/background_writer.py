@@ -1,9 +1,10 @@
 """Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped.
 
-The thread takes the interpreter from the job's thread while it works, and each waking of it costs the job a change of
-threads. While a pass begins, a device that has done all before stands idle for as long. So the thread sleeps until it
-is roused, as it is at the end of each forward: then the device has work, and the job's thread goes on to the backward
-or to a wait for the device, which need no interpreter. What comes after that waits for the end of the next forward, or
+Python runs one thread at a time. While this thread works, the job's own thread has to wait for its turn, and each time
+this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device that has
+finished all earlier work stands idle until the job's thread gives it more. So this thread sleeps until the job calls
+`wake`, as it does at the end of each forward. By then the device has work, and the job's thread goes on to the backward
+or waits for the device, and needs Python for neither. What is queued after that waits for the next call of `wake`, or
 for MAX_DELAY_SECONDS.
 """
 
@@ -18,16 +19,18 @@ from typing import Generic, Protocol, TypeVar
 from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
-_MAX_REMARKS_A_PASS = 4  # what may wait beside the passes
-MAX_DELAY_SECONDS = 0.2  # that something waits for `rouse`
+MAX_DELAY_SECONDS = 0.2
+# Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: their number alone is limited.
+_MAX_SMALL_TASKS_PER_PASS = 4
 
-Item = TypeVar("Item")
+TaskT = TypeVar("TaskT")
 
 
 class Deadline(Protocol):
-    """A time limit that the thread keeps an eye on while nothing is handed over."""
+    """A time limit that the thread watches while it waits for tasks."""
 
-    def seconds_left(self) -> float | None: ...
+    def seconds_left(self) -> float | None:
+        """Return the seconds that are left, 0 once they have passed; None while there is no limit."""
 
 
 def warn(message: str) -> None:
@@ -38,62 +41,68 @@ def warn(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-class BackgroundWriter(Generic[Item]):
-    """Runs one daemon thread with a queue of at most `max_queued` passes and `max_queued_bytes` bytes.
+class BackgroundWriter(Generic[TaskT]):
+    """Runs one daemon thread, which calls `handle` with each queued task, in order.
 
-    num_dropped  passes lost: the queue was full, `handle` refused the item (CaptureError), or writing stopped
-    failure      why writing stopped: whatever else `handle` raised
-    refusal      why `handle` refused the first pass that it refused
-    is_urgent    set while something waits for the queue to be empty
+    A task is a pass, or something small that belongs to one. At most `max_queued` passes wait, with at most
+    `max_queued_bytes` bytes in all.
 
-    The thread calls `rest` when it has handled what it was roused for, `when_late` once `deadline` has no seconds left,
-    and `finish` at its end, with whether it failed.
+    num_dropped  passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
+    failure      why writing has stopped: the first exception other than CaptureError
+    refusal      why `handle` refused a pass, of the first pass that it refused
+    must_hurry   set while somebody waits for the queue to become empty
+
+    The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` once `deadline` has passed,
+    and `on_end` as its last act, with whether writing has failed.
     The first failure of each kind is one warning; nothing is raised.
     """
 
     def __init__(
         self,
-        handle: Callable[[Item], object],
+        handle: Callable[[TaskT], object],
         *,
         max_queued: int,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-        rest: Callable[[], None] = lambda: None,
-        finish: Callable[[bool], None] = lambda failed: None,
-        is_urgent: threading.Event | None = None,
+        on_idle: Callable[[], None] = lambda: None,
+        on_end: Callable[[bool], None] = lambda failed: None,
+        must_hurry: threading.Event | None = None,
         deadline: Deadline | None = None,
-        when_late: Callable[[], None] = lambda: None,
+        on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_dropped = 0
         self.failure: Exception | None = None
         self.refusal: str | None = None
-        self.is_urgent = is_urgent or threading.Event()
+        self.must_hurry = must_hurry or threading.Event()
         self._handle = handle
-        self._rest = rest
-        self._finish = finish
+        self._on_idle = on_idle
+        self._on_end = on_end
         self._deadline = deadline
-        self._when_late = when_late
-        self._max_queued = max_queued
-        self._max_queued_bytes = max_queued_bytes
-        self._queue: deque[tuple[Item, int, bool]] = deque()
-        self._num_ready = 0  # the first ones in the queue, which the thread may take now
-        self._num_queued = 0
+        self._on_deadline = on_deadline
+        self._max_queued_passes = max_queued
+        # Each task with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
+        # them; those behind wait for `wake`.
+        self._queue: deque[tuple[TaskT, int, bool]] = deque()
+        self._num_ready = 0
+        self._num_queued_passes = 0
         self._num_queued_bytes = 0
         self._is_busy = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
-        self._changed = threading.Condition()  # re-entrant: a signal's handler may come in between
+        # A Condition has a lock that one thread may take twice. That is needed: a signal's handler may interrupt the
+        # job's thread while it holds the lock, and queue a task itself.
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
 
-    def offer(self, item: Item, num_bytes: int) -> bool:
+    def queue_pass(self, task: TaskT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
             is_full = (
-                self._num_queued >= self._max_queued or self._num_queued_bytes + num_bytes > self._max_queued_bytes
+                self._num_queued_passes >= self._max_queued_passes
+                or self._num_queued_bytes + num_bytes > MAX_QUEUED_BYTES
             )
             if self.failure is None and not self._is_closing and not is_full:
-                self._queue.append((item, num_bytes, True))
-                self._num_queued += 1
+                self._queue.append((task, num_bytes, True))
+                self._num_queued_passes += 1
                 self._num_queued_bytes += num_bytes
                 return True
             self.num_dropped += 1
@@ -101,45 +110,49 @@ class BackgroundWriter(Generic[Item]):
             self._has_warned_of_full_queue |= must_warn
         if must_warn:
             warn(
-                f"capture: the disk is slower than the job: {self._max_queued} passes or {self._max_queued_bytes} "
+                f"capture: the disk is slower than the job: {self._max_queued_passes} passes or {MAX_QUEUED_BYTES} "
                 "bytes are waiting. New passes are dropped and counted until there is room"
             )
         return False
 
-    def tell(self, item: Item, *, is_urgent: bool = False) -> None:
-        """Queue something other than a pass. What is not urgent waits for `rouse`, and is left out if the disk is far
-        behind."""
+    def queue_small_task(self, task: TaskT, *, is_urgent: bool = False) -> None:
+        """Queue a task that is no pass.
+
+        An urgent one is handled at once, after all that was queued before it. Another one waits for `wake`, and is left
+        out if too many are waiting already.
+        """
         with self._changed:
-            num_remarks = len(self._queue) - self._num_queued
-            if self.failure is None and (is_urgent or num_remarks < _MAX_REMARKS_A_PASS * self._max_queued):
-                self._queue.append((item, 0, False))
+            num_small_tasks = len(self._queue) - self._num_queued_passes
+            has_room = num_small_tasks < _MAX_SMALL_TASKS_PER_PASS * self._max_queued_passes
+            if self.failure is None and (is_urgent or has_room):
+                self._queue.append((task, 0, False))
                 if is_urgent:
-                    self.is_urgent.set()
+                    self.must_hurry.set()
                     self._changed.notify_all()
 
-    def rouse(self, then: Item | None = None) -> None:
-        """Have the thread handle what is queued by now: the job's thread can do without the interpreter for a while.
+    def wake(self, next_task: TaskT | None = None) -> None:
+        """Have the thread handle what is queued by now, while the job's thread needs Python the least.
 
-        then  is queued behind that, as `tell` would
+        next_task  a small task to queue behind that, for the next call of `wake`
         """
         with self._changed:
             self._num_ready = len(self._queue)
-            if then is not None:
-                self.tell(then)
+            if next_task is not None:
+                self.queue_small_task(next_task)
             if self._num_ready:
                 self._changed.notify_all()
 
-    def drop(self) -> None:
-        """Count a pass that was not offered, because writing has stopped."""
+    def count_dropped_pass(self) -> None:
+        """Count a pass that was never queued, because writing has stopped."""
         with self._changed:
             self.num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Wait until all that was handed over before is done. Returns False if it took longer."""
+        """Wait until all that was queued before is handled. Returns False if it took longer than `max_seconds`."""
         deadline = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
-                self.is_urgent.set()
+                self.must_hurry.set()
                 self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
@@ -147,12 +160,15 @@ class BackgroundWriter(Generic[Item]):
             return True
 
     def stop(self, failure: Exception, num_lost: int = 0) -> None:
-        """Give up for good, with one warning: what is queued, and what is still offered, is dropped."""
+        """Give up writing for good, with one warning, and drop what is queued now and what comes later.
+
+        num_lost  passes lost by the failure that are no longer in the queue
+        """
         with self._changed:
-            self.num_dropped += num_lost + self._num_queued
+            self.num_dropped += num_lost + self._num_queued_passes
             self._queue.clear()
             self._num_ready = 0
-            self._num_queued = self._num_queued_bytes = 0
+            self._num_queued_passes = self._num_queued_bytes = 0
             is_first = self.failure is None
             self.failure = self.failure or failure
             self._changed.notify_all()
@@ -163,7 +179,7 @@ class BackgroundWriter(Generic[Item]):
             )
 
     def close(self, *, max_seconds: float) -> None:
-        """Handle what is queued and end the thread. After `max_seconds` the rest is given up."""
+        """Handle what is queued and end the thread. What is not handled after `max_seconds` is dropped."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -172,52 +188,60 @@ class BackgroundWriter(Generic[Item]):
             self.stop(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
 
     def _run(self) -> None:
-        while (taken := self._next()) is not None:
-            self._do(*taken)
+        while (taken := self._wait_for_task()) is not None:
+            self._handle_task(*taken)
+        # The thread ends in any case: an exception of its last act becomes a warning, as every other one.
         try:
-            self._finish(self.failure is not None)
-        except Exception as error:  # no exception may reach the job
+            self._on_end(self.failure is not None)
+        except Exception as error:
             self.stop(error)
 
-    def _next(self) -> tuple[Item | None, bool] | None:
-        """Wait for an item. Returns it and whether it is a pass; no item: the deadline has passed; None: the end."""
+    def _wait_for_task(self) -> tuple[TaskT | None, bool] | None:
+        """Wait for a task that may be handled, for the deadline, or for the end.
+
+        Returns the task and whether it is a pass; no task once the deadline has passed; None at the end.
+        """
         with self._changed:
             self._is_busy = False
             while not self._num_ready:
                 if not self._queue:
-                    self.is_urgent.clear()
+                    # Whoever waits in `drain` waits for this moment.
+                    self.must_hurry.clear()
                     self._changed.notify_all()
                     if self._is_closing or self.failure is not None:
                         return None
-                elif self.is_urgent.is_set() or self._is_closing:
+                elif self.must_hurry.is_set() or self._is_closing:
                     self._num_ready = len(self._queue)
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
                     return None, False
-                lull = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
-                if not self._changed.wait(lull):
+                max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
+                was_woken = self._changed.wait(max_seconds)
+                if not was_woken:
+                    # No forward has ended for a while: what is queued does not wait for one any longer.
                     self._num_ready = max(self._num_ready, len(self._queue))
-            item, num_bytes, is_pass = self._queue.popleft()
+            task, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
-            self._num_queued -= is_pass
+            self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
             self._is_busy = True
-            return item, is_pass
+            return task, is_pass
 
-    def _do(self, item: Item | None, is_pass: bool) -> None:
+    def _handle_task(self, task: TaskT | None, is_pass: bool) -> None:
+        """Handle a task, or the deadline if there is none, and turn what that raises into a warning."""
         try:
-            if item is None:
-                self._when_late()
+            if task is None:
+                self._on_deadline()
             else:
-                self._handle(item)
+                self._handle(task)
             if not self._num_ready:
-                self._rest()
+                self._on_idle()
         except CaptureError as error:
             with self._changed:
                 self.num_dropped += is_pass
             if is_pass and self.refusal is None:
                 self.refusal = str(error)
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
-        except Exception as error:  # no exception may reach the job
+        except Exception as error:
             self.stop(error, num_lost=int(is_pass))

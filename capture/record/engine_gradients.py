@@ -2,7 +2,7 @@
 
 They are flat partitions in fp32, unscaled and clipped. DeepSpeed's optimizers wrap the one that steps, and call it once
 for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their partitions. They keep the norm that they clipped by, so the
-clipping can be undone. deepspeed is not imported: what is not where version 0.19 has it is not sampled.
+clipping can be undone. deepspeed is not imported: attributes that are not where version 0.19 has them are not sampled.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from torch.optim.optimizer import Optimizer
 from capture.record.parameter_sampler import ParameterSlot
 from capture.record.sharding import SampleLocation
 
-_CLIP_EPS = 1e-6  # DeepSpeed's
-_GROUPS_OF_PARTITIONS = {  # attributes of its optimizers: the flat partitions, and the model's parameters in them
+# What DeepSpeed adds to the norm before it divides by the limit.
+_CLIP_EPSILON = 1e-6
+# Attributes of DeepSpeed's optimizers: the flat partitions, and the groups of the model's parameters that lie in them.
+_GROUPS_BY_PARTITIONS = {
     "single_partition_of_fp32_groups": "bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
     "fp32_partitioned_groups_flat": "fp16_groups",
@@ -30,8 +32,13 @@ def find_engine_optimizer(model: nn.Module | None, optimizer: Optimizer) -> Any 
     if model is None:
         return None
     first: Any = next(model.parameters(), None)
-    known = vars(model).get("optimizer"), getattr(first, "_z3_optimizer", None), getattr(first, "_zero_optimizer", None)
-    for wrapper in known:
+    # The engine has its optimizer as an attribute. Of a model inside an engine, the parameters have it.
+    candidates = (
+        vars(model).get("optimizer"),
+        getattr(first, "_z3_optimizer", None),
+        getattr(first, "_zero_optimizer", None),
+    )
+    for wrapper in candidates:
         if any(getattr(wrapper, name, None) is optimizer for name in ("optimizer", "backup_optimizer")):
             return wrapper
     return None
@@ -39,43 +46,56 @@ def find_engine_optimizer(model: nn.Module | None, optimizer: Optimizer) -> Any 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGradients:
-    """The gradients of the partitions that the optimizer steps on now."""
+    """The gradients of the partitions that the optimizer steps on now.
+
+    wrapper     DeepSpeed's optimizer around the one that steps
+    partitions  those parameters of the one that steps that have gradients
+    """
 
     wrapper: Any
-    held: Sequence[Tensor]  # the optimizer's parameters that have gradients
+    partitions: Sequence[Tensor]
 
     @classmethod
-    def now(cls, wrapper: Any, optimizer: Optimizer) -> "EngineGradients":
-        held = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        return cls(wrapper=wrapper, held=held)
+    def from_optimizer(cls, wrapper: Any, optimizer: Optimizer) -> "EngineGradients":
+        partitions = [
+            partition for group in optimizer.param_groups for partition in group["params"] if partition.grad is not None
+        ]
+        return cls(wrapper=wrapper, partitions=partitions)
 
     def find(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient that holds the slot's samples, and where in it they are; None if it is not among these."""
         if hasattr(parameter, "ds_tensor"):
-            return self._in_sub_group(slot, parameter)
+            return self._find_in_sub_group(slot, parameter)
+        # ZeRO 1, 2 and BF16: the parameter tells which part of it (low precision) lies where in the partition (high).
         if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            address, own = mapping.lp_fragment_address, mapping.hp_fragment_address
-            return self._at(slot, parameter, mapping.hp_fragment, address.start, address.numel, own.start)
-        return self._in_copy(slot, parameter)
+            part, fragment = mapping.lp_fragment_address, mapping.hp_fragment_address
+            return self._find_in_partition(
+                slot, parameter, mapping.hp_fragment, first=part.start, count=part.numel, offset=fragment.start
+            )
+        return self._find_in_copy(slot, parameter)
 
-    def num_parameters(self) -> list[int]:
+    def count_parameters(self) -> list[int]:
         """Count the model's parameters in each group that steps now."""
-        counted: list[int] = []
-        for name, groups in _GROUPS_OF_PARTITIONS.items():
-            for flat, own in zip(getattr(self.wrapper, name, ()), getattr(self.wrapper, groups, ()), strict=False):
-                if any(one is flat for one in self.held):
-                    counted.append(len(own))
-            if counted:
-                break
-        return counted or [len(own) for own in getattr(self.wrapper, "fp32_groups", ())]  # a copy of each parameter
+        counts: list[int] = []
+        for partitions_name, groups_name in _GROUPS_BY_PARTITIONS.items():
+            all_partitions = getattr(self.wrapper, partitions_name, ())
+            groups = getattr(self.wrapper, groups_name, ())
+            for flat, group in zip(all_partitions, groups, strict=False):
+                if any(partition is flat for partition in self.partitions):
+                    counts.append(len(group))
+            if counts:
+                return counts
+        # The optimizer has no flat partitions, but a copy of each parameter.
+        return [len(group) for group in getattr(self.wrapper, "fp32_groups", ())]
 
     @property
     def grad_norm(self) -> Tensor | float | None:
         """The global norm before clipping, without fp16's loss scale."""
         norm = getattr(self.wrapper, "_global_grad_norm", None)
         scale = getattr(getattr(self.wrapper, "loss_scale_config", None), "cur_scale", None)
+        # DeepSpeed's unfused optimizer leaves the loss scale in the norm.
         if norm is not None and scale is not None and hasattr(self.wrapper, "fp32_groups"):
-            norm = norm / scale  # the unfused optimizer leaves the scale in
+            norm = norm / scale
         if isinstance(norm, Tensor):
             return norm.detach() if norm.numel() == 1 else None
         return float(norm) if isinstance(norm, int | float) else None
@@ -85,82 +105,91 @@ class EngineGradients:
         value = getattr(self.wrapper, "clip_grad", None)
         return float(value) if isinstance(value, int | float) and value > 0 else None
 
-    def before_clipping(self, values: Tensor) -> Tensor:
-        """Undo the clipping of `values`, unless that would need a wait for a device."""
+    def undo_clipping(self, values: Tensor) -> Tensor:
+        """Return `values` as they were before the clipping; unchanged if that would need a wait for a device."""
         norm, max_norm = self.grad_norm, self.max_norm
         if norm is None or max_norm is None:
             return values
         if isinstance(norm, float):
-            return values * max(1.0, (norm + _CLIP_EPS) / max_norm)
+            return values * max(1.0, (norm + _CLIP_EPSILON) / max_norm)
         if norm.device != values.device:
-            if norm.is_cuda:  # moving it would wait for that device
+            # Moving the norm from a device would wait for that device.
+            if norm.is_cuda:
                 return values
             norm = norm.to(values.device)
-        return values * torch.clamp((norm.reshape(()) + _CLIP_EPS) / max_norm, min=1.0)
+        return values * torch.clamp((norm.reshape(()) + _CLIP_EPSILON) / max_norm, min=1.0)
 
     @property
-    def is_undone(self) -> bool:
-        """Tell whether `before_clipping` can undo the clipping."""
+    def can_undo_clipping(self) -> bool:
+        """Tell whether `undo_clipping` returns the gradients before the clipping."""
         norm = self.grad_norm
         if self.max_norm is None or isinstance(norm, float):
             return True
-        return norm is not None and all(not norm.is_cuda or one.device == norm.device for one in self.held)
+        return norm is not None and all(
+            not norm.is_cuda or partition.device == norm.device for partition in self.partitions
+        )
 
-    def _in_sub_group(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
+    def _find_in_sub_group(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient under ZeRO 3: one tensor has the partitions of several parameters, one by one."""
         position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
-        place = slot.place(slot.of_weight, parameter)
-        if position is None or isinstance(place, str) or not place.count:
+        location = slot.locate(slot.weight_location, parameter)
+        if position is None or isinstance(location, str) or not location.count:
             return None
-        number, begin, _ = position
+        number, offset, _ = position
         flat = self.wrapper.fp32_partitioned_groups_flat[number]
-        for held in self.held:
-            if held is flat and held.grad is not None:
-                name = str(held.grad.dtype).removeprefix("torch.")
-                return held.grad, replace(place, offset=begin + place.offset, dtype=name, held_as=None)
+        for partition in self.partitions:
+            if partition is flat and partition.grad is not None:
+                dtype = str(partition.grad.dtype).removeprefix("torch.")
+                offset_in_flat = offset + location.offset
+                return partition.grad, replace(location, offset=offset_in_flat, dtype=dtype, local_attribute=None)
         return None
 
-    def _in_copy(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
-        """Find the gradient at stage 0 in half precision: of a flat copy of each group, or of one of each parameter."""
+    def _find_in_copy(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
+        """Find the gradient at stage 0 in half precision: in a flat copy of each group, or a copy of each parameter."""
         for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
-            begin = 0
-            for index, own in enumerate(group):
-                if own is parameter:
+            offset = 0
+            for index, member in enumerate(group):
+                if member is parameter:
                     copies = getattr(self.wrapper, "fp32_groups", None)
                     if copies is not None:
-                        return self._at(slot, parameter, copies[number][index], 0, parameter.numel(), 0)
-                    flat = self.wrapper.fp32_groups_flat[number]
-                    return self._at(slot, parameter, flat, 0, parameter.numel(), begin)
-                begin += own.numel()
+                        copy, offset = copies[number][index], 0
+                    else:
+                        copy = self.wrapper.fp32_groups_flat[number]
+                    return self._find_in_partition(
+                        slot, parameter, copy, first=0, count=parameter.numel(), offset=offset
+                    )
+                offset += member.numel()
         return None
 
-    def _at(
-        self, slot: ParameterSlot, parameter: Tensor, own: Tensor, start: int, count: int, begin: int
+    def _find_in_partition(
+        self, slot: ParameterSlot, parameter: Tensor, fragment: Tensor, *, first: int, count: int, offset: int
     ) -> tuple[Tensor, SampleLocation] | None:
-        """Find the samples in the gradient of the partition that shares its storage with `own`.
+        """Find the sample in the gradient of the partition that shares its storage with `fragment`.
 
-        There `count` elements of the parameter, from `start` on, lie at `begin`.
+        In the partition, `count` elements of the parameter, from its element `first` on, lie at `offset`.
         """
-        storage = own.untyped_storage().data_ptr()
-        held = next((one for one in self.held if one.untyped_storage().data_ptr() == storage), None)
-        if held is None or held.grad is None or not held.grad.is_contiguous():
+        storage = fragment.untyped_storage().data_ptr()
+        partition = next(
+            (partition for partition in self.partitions if partition.untyped_storage().data_ptr() == storage), None
+        )
+        if partition is None or partition.grad is None or not partition.grad.is_contiguous():
             return None
         shape = tuple(parameter.shape)
-        first, length = slot.run(shape)
-        low, high = max(first, start), min(first + length, start + count)
-        if high <= low:
+        run_start, run_length = slot.find_run(shape)
+        start, end = max(run_start, first), min(run_start + run_length, first + count)
+        if end <= start:
             return None
-        place = SampleLocation(
+        location = SampleLocation(
             shape=shape,
-            start=low,
-            count=high - low,
-            offset=begin + low - start,
+            start=start,
+            count=end - start,
+            offset=offset + start - first,
             stride=1,
-            is_of_shard=count < parameter.numel() or hasattr(parameter, "_hp_mapping"),
-            dtype=str(held.grad.dtype).removeprefix("torch."),
-            held_as=None,
+            is_sharded=count < parameter.numel() or hasattr(parameter, "_hp_mapping"),
+            dtype=str(partition.grad.dtype).removeprefix("torch."),
+            local_attribute=None,
         )
-        return held.grad, place
+        return partition.grad, location
 
 
 def count_skipped_steps(model: nn.Module | None) -> int:

@@ -1,4 +1,4 @@
-"""What a recording tells an observer beside it, such as the black box, and all that it knows of one."""
+"""What a recording reports to an observer, such as the black box, and all that the observer knows of the recording."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ TrainingPhase = Literal[
     "in the optimizer's step",
     "after the optimizer's step",
 ]
-TRAINING_PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)  # in the order in which a pass goes through them
+# In the order in which a pass goes through them.
+TRAINING_PHASES: tuple[TrainingPhase, ...] = get_args(TrainingPhase)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,19 +26,19 @@ class JobPosition:
     """Where a job is, as the hooks of its recording saw it last.
 
     forward        number of the forward that began last; -1 before the first
-    last_backward  number of the pass whose loss was differentiated last; -1: none was seen
+    last_backward  number of the pass whose loss was differentiated last; -1 if none was seen
     """
 
     forward: int = -1
     last_backward: int = -1
-    place: TrainingPhase = "before any forward"
+    phase: TrainingPhase = "before any forward"
 
 
 class Recording(Protocol):
     """A recording as an observer sees it.
 
-    opened  the time of its beginning (ISO 8601, UTC), which its files have in their names
-    place   the rank, and the folder of its files, as the writer's thread knows them
+    opened         the time of its begin (ISO 8601, UTC), which its files have in their names
+    rank_and_home  the rank, and the folder of its files, as the writer's thread knows them
     """
 
     position: JobPosition
@@ -46,38 +47,38 @@ class Recording(Protocol):
     opened: str
 
     @property
-    def place(self) -> tuple[int, Path]: ...
+    def rank_and_home(self) -> tuple[int, Path]: ...
 
     def flush(self, *, max_seconds: float) -> bool:
-        """Wait until all that was handed over is done. Returns False if it took longer."""
+        """Wait until all that was handed to the writer's thread is handled. Returns False if it took longer."""
 
-    def do_in_writer(self, action: Callable[[], None]) -> None:
-        """Have the writer's thread do `action` soon, after what was handed over before."""
+    def run_in_writer(self, action: Callable[[], None]) -> None:
+        """Have the writer's thread call `action` soon, after what was handed over before."""
 
     def write_held(self) -> list[Path]:
-        """Write the passes that are held, in the writer's thread. Raises OSError."""
+        """Write the passes that are held in memory. For the writer's thread. Raises OSError."""
 
     def commit(self) -> None:
-        """List in manifests what was written, in the writer's thread. Raises OSError."""
+        """List in manifests what was written. For the writer's thread. Raises OSError."""
 
 
-class Observer:
-    """Is told what happens in one recording; this one does nothing about it.
+class RecordingObserver:
+    """Is called at what happens in one recording. This base class does nothing.
 
-    Its methods do not raise. Exception: those of the writer's thread may raise OSError, which ends the recording.
+    No method raises, except that those that the writer's thread calls may raise OSError, which ends the recording.
     """
 
-    hears_signals = False
+    handles_signals = False
 
-    # in the job's thread, which must not wait
+    # The job's thread calls these. They must not wait.
 
     def on_open(self, recording: Recording) -> None:
-        """The recording begins; there is no folder yet, and nothing is recorded if it cannot be made."""
+        """The recording begins. There is no folder yet, and nothing is recorded if it cannot be made."""
 
     def on_attach(self) -> None:
         """The folder is there, and the model will be hooked."""
 
-    def on_move(self) -> None:
+    def on_position_change(self) -> None:
         """The recording's position has changed."""
 
     def on_error(self, error: BaseException, where: str) -> None:
@@ -86,7 +87,7 @@ class Observer:
     def on_close(self) -> None:
         """The recording has ended, and its files are written."""
 
-    # in the writer's thread
+    # The writer's thread calls these.
 
     def seconds_left(self) -> float | None:
         """Return how long the writer may sleep before `on_deadline`; None without a deadline."""
@@ -94,20 +95,20 @@ class Observer:
 
     def on_deadline(self) -> None: ...
 
-    def on_settle(self) -> None:
-        """The recording has come to another place, and nothing is written there yet."""
+    def on_new_home(self) -> None:
+        """The rank, or the folder of its files, is another one from here on. Nothing is written there yet."""
 
     def on_hold(self, encoded: EncodedCall) -> None:
-        """A pass is held in memory, or what is held of it has changed."""
+        """A pass is held in memory, or a pass that is held has changed."""
 
     def on_release(self, encoded: EncodedCall) -> None:
-        """A pass is held no longer: it was written or let go."""
+        """A pass is no longer held: it was written or dropped."""
 
     def on_idle(self) -> None:
-        """What was handed over is done, or waits for a device."""
+        """All that was handed over is handled, or waits for a device."""
 
-    def on_numbers(self, forward: int, numbers: Mapping[str, Output]) -> None:
-        """These outputs and notes of a pass have come."""
+    def on_outputs(self, forward: int, outputs: Mapping[str, Output]) -> None:
+        """These outputs and noted numbers of a pass have arrived."""
 
     def on_lost_copy(self) -> None:
         """A copy from a device failed or came too late."""

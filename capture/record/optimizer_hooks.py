@@ -1,13 +1,15 @@
 """Hook torch's optimizers and the clipping of gradients, to see a job's steps without code in the job.
 
 torch has global hooks for optimizers, but none for clipping (https://github.com/pytorch/pytorch/issues/309 asked for
-clipping by the optimizer). So while somebody listens, attributes of modules that clip are wrapped, and restored after:
+clipping by the optimizer). So while hooks are attached, attributes of modules that clip are replaced by wrappers:
 
 * functions of `torch.nn.utils.clip_grad` into which torch 2.6 split `clip_grad_norm_`
-  (https://github.com/pytorch/pytorch/issues/139467). It looks them up there, so a job that imported it before is seen.
-* before torch 2.6 `clip_grad_norm_` itself, which does all alone. A job that imported it before is not seen, and has
-  to note its norm; until a clipping is seen, gradients there count as maybe clipped (`SEES_ALL_CLIPPING`).
-* the function of its own that DeepSpeed's engine clips with, which says nothing of it to others before the step
+  (https://github.com/pytorch/pytorch/issues/139467). `clip_grad_norm_` looks them up there at each call, so a job that
+  imported it before is seen.
+* before torch 2.6 `clip_grad_norm_` itself, which does everything in one function. A job that imported it before is not
+  seen, and has to note its norm; until a clipping is seen, gradients there count as maybe clipped
+  (`SEES_ALL_CLIPPING`).
+* the function of its own that DeepSpeed's engine clips with. Others get nothing from it before the step
   (https://github.com/deepspeedai/DeepSpeed/pull/1292 has the norm after it).
 """
 
@@ -16,7 +18,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,232 +26,258 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class OptimizerCallbacks(Protocol):
-    """Is told of clipping and steps. Its methods may not raise, wait for a device, or call a collective."""
+    """What the hooks call. These methods must not raise, wait for a device, or call a collective."""
 
-    def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
-        """Gradients of these parameters will be clipped. `norm` is their norm before, or None."""
+    def before_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
+        """Gradients of these parameters will be clipped. `norm` is theirs before it; None if it is not known yet."""
 
-    def clipped(self, norm: Any) -> None:
-        """The clipping is done, and this was the norm, if `clips` was not told it."""
+    def after_clipping(self, norm: Any) -> None:
+        """Gradients were clipped by a norm that was not known before. `norm` is theirs before it."""
 
-    def steps(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer will step."""
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """An optimizer has stepped."""
 
 
 class OptimizerHooks:
-    """Tells `listener` of clipping and steps from `attach` to `remove`; those of a forked child are not seen."""
+    """Calls `callbacks` at each clipping and step in this process, from `attach` to `remove`."""
 
-    def __init__(self, listener: OptimizerCallbacks) -> None:
-        self.listener = listener
-        self._process = os.getpid()
-        self._handle: Any = None
-        self._handle_after: Any = None
+    def __init__(self, callbacks: OptimizerCallbacks) -> None:
+        self.callbacks = callbacks
+        self._process_id = os.getpid()
+        self._pre_handle: Any = None
+        self._post_handle: Any = None
 
     def attach(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
-        self._handle_after = register_optimizer_step_post_hook(self._after_step)
-        _listening.append(self)
-        if len(_listening) == 1:
+        self._pre_handle = register_optimizer_step_pre_hook(self._before_step)
+        self._post_handle = register_optimizer_step_post_hook(self._after_step)
+        _attached_hooks.append(self)
+        if len(_attached_hooks) == 1:
             _wrap_clipping()
 
     def remove(self) -> None:
         """Take the hooks off. A second call does nothing."""
-        if self._handle is None:
+        if self._pre_handle is None:
             return
-        self._handle.remove()
-        self._handle_after.remove()
-        self._handle = None
-        _listening.remove(self)
-        if not _listening:
+        self._pre_handle.remove()
+        self._post_handle.remove()
+        self._pre_handle = None
+        _attached_hooks.remove(self)
+        if not _attached_hooks:
             _unwrap_clipping()
 
-    def hears(self) -> bool:
-        return os.getpid() == self._process and not torch.compiler.is_compiling()
+    def is_active(self) -> bool:
+        """Tell whether a call counts now: not in a forked child, nor while a compiler traces."""
+        return os.getpid() == self._process_id and not torch.compiler.is_compiling()
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Tell of the step; if it is given a closure, which runs the pass, have the closure tell when it returns."""
-        if not self.hears():
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        """Call `before_step`, now, or after the closure if the step is given one, which runs the pass."""
+        if not self.is_active():
             return None
-        if (given := _with_closure(args, kwargs, lambda: self._tell(optimizer))) is not None:
-            return given
-        self.listener.steps(optimizer)
+
+        def call_before_step() -> None:
+            if self.is_active():
+                self.callbacks.before_step(optimizer)
+
+        if (new_arguments := _wrap_closure(args, kwargs, call_before_step)) is not None:
+            return new_arguments
+        self.callbacks.before_step(optimizer)
         return None
 
-    def _tell(self, optimizer: Optimizer) -> None:
-        if self.hears():
-            self.listener.steps(optimizer)
-
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.hears():
-            self.listener.stepped()
+        if self.is_active():
+            self.callbacks.after_step()
 
 
 class RunningStepHook:
-    """Tells those who attach inside a step's closure of that step, until `remove`.
+    """Calls `before_step` for hooks that are attached inside a step's closure, until `remove`.
 
-    A closure is the pass, so a recording that is opened by the first pass has not seen that its step began.
+    A closure runs the pass. A recording that is opened by the first pass is therefore opened while a step runs, and its
+    own hooks have missed the begin of that step.
     """
 
     def __init__(self) -> None:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """Tell of no more steps, but for a closure that is running. A second call does nothing."""
+        """See no more steps, except one whose closure is running. A second call does nothing."""
         self._handle.remove()
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        before = tuple(_listening)
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        earlier_hooks = tuple(_attached_hooks)
 
-        def tell() -> None:
-            for hooks in _listening:
-                if hooks.hears() and not any(hooks is one for one in before):
-                    hooks.listener.steps(optimizer)
+        def call_new_hooks() -> None:
+            for hooks in _attached_hooks:
+                if hooks.is_active() and not any(hooks is earlier for earlier in earlier_hooks):
+                    hooks.callbacks.before_step(optimizer)
 
-        return None if torch.compiler.is_compiling() else _with_closure(args, kwargs, tell)
+        return None if torch.compiler.is_compiling() else _wrap_closure(args, kwargs, call_new_hooks)
 
 
-def _with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tell: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return a step's arguments with a closure that calls `tell` after its first call: LBFGS makes several.
+def _wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], after_first_call: Callable[[], None]
+) -> StepArguments | None:
+    """Return a step's arguments with a closure that calls `after_first_call` when it has run once: LBFGS runs it often.
 
     Returns None where the step is given no closure.
     """
 
-    def telling(closure: Callable[[], Any]) -> Callable[[], Any]:
-        has_told = False
+    def wrap(closure: Callable[[], Any]) -> Callable[[], Any]:
+        has_run = False
 
         @functools.wraps(closure)
-        def called() -> Any:
-            nonlocal has_told
+        def run_closure() -> Any:
+            nonlocal has_run
             loss = closure()
-            if not has_told:
-                has_told = True
-                tell()
+            if not has_run:
+                has_run = True
+                after_first_call()
             return loss
 
-        return called
+        return run_closure
 
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": telling(kwargs["closure"])}
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    # The first positional argument is the optimizer itself.
     if len(args) > 1 and callable(args[1]):
-        return (args[0], telling(args[1]), *args[2:]), kwargs
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
     return None
 
 
-_listening: list[OptimizerHooks] = []
-_wrapped: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # module, name, original, wrapper
-_norms_of_other_kinds: list[Tensor] = []  # the latest norm, if it is no root of a sum of squares
+class _WrappedFunction(NamedTuple):
+    """A function that a wrapper replaces as an attribute of a module."""
+
+    module: Any
+    name: str
+    original: Callable[..., Any]
+    wrapper: Callable[..., Any]
+
+
+_attached_hooks: list[OptimizerHooks] = []
+_wrapped_functions: list[_WrappedFunction] = []
+# The latest norm that torch computed, if it is of another order than 2. Gradients that are clipped by it count as
+# clipped by an unknown rule: the norms of ranks could not be added up.
+_latest_other_norm: Tensor | None = None
 
 
 def _wrap_clipping() -> None:
-    torchs = torch.nn.utils.clip_grad
+    clip_grad = torch.nn.utils.clip_grad
+    # torch.nn.utils re-exports the functions, so both modules get the wrapper.
+    modules = [clip_grad, nn.utils]
     if SEES_ALL_CLIPPING:
-        _wrap([torchs, nn.utils], torchs._clip_grads_with_norm_, _by_norm)
+        _replace(modules, clip_grad._clip_grads_with_norm_, _wrap_clip_by_known_norm)
     else:
-        _wrap([torchs, nn.utils], torchs.clip_grad_norm_, _whole)
-    _wrap([torchs, nn.utils], getattr(torchs, "_get_total_norm", None), _measuring)
-    _wrap([torchs, nn.utils], torchs.clip_grad_value_, _by_value)
+        _replace(modules, clip_grad.clip_grad_norm_, _wrap_clip_grad_norm)
+    _replace(modules, getattr(clip_grad, "_get_total_norm", None), _wrap_get_total_norm)
+    _replace(modules, clip_grad.clip_grad_value_, _wrap_clip_by_value)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
-        _wrap([engine], vars(engine).get("clip_grad_norm_"), _whole)
+        _replace([engine], vars(engine).get("clip_grad_norm_"), _wrap_clip_grad_norm)
 
 
-def _wrap(modules: Sequence[Any], own: Callable[..., Any] | None, wrapper: Callable[..., Callable[..., Any]]) -> None:
-    if own is None:  # another version of torch: gradients are sampled as the optimizer gets them
+def _replace(
+    modules: Sequence[Any], original: Callable[..., Any] | None, make_wrapper: Callable[..., Callable[..., Any]]
+) -> None:
+    """Put a wrapper in the place of `original` wherever these modules have it.
+
+    Other versions of torch may lack the function. Gradients are then sampled as the optimizer gets them.
+    """
+    if original is None:
         return
-    ours = wrapper(own)
+    wrapper = make_wrapper(original)
     for module in modules:
         for name, value in list(vars(module).items()):
-            if value is own:
-                _wrapped.append((module, name, own, ours))
-                setattr(module, name, ours)
+            if value is original:
+                _wrapped_functions.append(_WrappedFunction(module, name, original, wrapper))
+                setattr(module, name, wrapper)
 
 
 def _unwrap_clipping() -> None:
-    for module, name, own, ours in _wrapped:
-        if getattr(module, name) is ours:  # else somebody has wrapped ours, which only passes on
-            setattr(module, name, own)
-    _wrapped.clear()
-    _norms_of_other_kinds.clear()
+    global _latest_other_norm
+    for module, name, original, wrapper in _wrapped_functions:
+        # Somebody may have wrapped our wrapper meanwhile. Then it stays, and only passes calls on.
+        if getattr(module, name) is wrapper:
+            setattr(module, name, original)
+    _wrapped_functions.clear()
+    _latest_other_norm = None
 
 
-def _open_listeners() -> list[OptimizerCallbacks]:
-    return [] if torch.compiler.is_compiling() else [hooks.listener for hooks in _listening if hooks.hears()]
+def _find_active_callbacks() -> list[OptimizerCallbacks]:
+    return [] if torch.compiler.is_compiling() else [hooks.callbacks for hooks in _attached_hooks if hooks.is_active()]
 
 
-def _as_list(parameters: Any) -> list[Tensor]:
+def _list_parameters(parameters: Any) -> list[Tensor]:
+    """List what a clipping function was given: a tensor, or an iterable that may be read only once."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
-def _by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's clipping by a norm that is given, which tells listeners before it clips."""
+def _wrap_clip_by_known_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's function that clips by a norm computed before."""
 
     def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if listeners := _open_listeners():
-            parameters = _as_list(parameters)
-            is_of_other_kind = any(norm is total_norm for norm in _norms_of_other_kinds)
-            for listener in listeners:
-                if is_of_other_kind:
-                    listener.clips(parameters, None, None)
+        if active_callbacks := _find_active_callbacks():
+            parameters = _list_parameters(parameters)
+            is_other_norm = total_norm is _latest_other_norm and total_norm is not None
+            for callbacks in active_callbacks:
+                if is_other_norm:
+                    callbacks.before_clipping(parameters, None, None)
                 else:
-                    listener.clips(parameters, max_norm, total_norm)
-        return own(parameters, max_norm, total_norm, *args, **kwargs)
+                    callbacks.before_clipping(parameters, max_norm, total_norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip
 
 
-def _measuring(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what computes a norm, to remember one of another order than 2."""
+def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's function that computes a norm, to remember a norm of another order than 2."""
 
-    def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        total_norm = own(tensors, norm_type, *args, **kwargs)
-        if _open_listeners():
-            _norms_of_other_kinds[:] = [] if norm_type == 2 else [total_norm]
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        global _latest_other_norm
+        total_norm = original(tensors, norm_type, *args, **kwargs)
+        if _find_active_callbacks():
+            _latest_other_norm = None if norm_type == 2 else total_norm
         return total_norm
 
-    return measure
+    return get_total_norm
 
 
-def _by_value(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's clipping by value, which tells listeners before it clips."""
+def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's function that clips each element of the gradients."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if listeners := _open_listeners():
-            parameters = _as_list(parameters)
-            for listener in listeners:
-                listener.clips(parameters, None, None)
-        return own(parameters, *args, **kwargs)
+        if active_callbacks := _find_active_callbacks():
+            parameters = _list_parameters(parameters)
+            for callbacks in active_callbacks:
+                callbacks.before_clipping(parameters, None, None)
+        return original(parameters, *args, **kwargs)
 
     return clip
 
 
-def _whole(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's clipping that computes the norm itself, which tells listeners before and after."""
-    signature = inspect.signature(own)
+def _wrap_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that computes the norm and clips by it, in one."""
+    signature = inspect.signature(original)
 
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        listeners = _open_listeners()
-        if not listeners:
-            return own(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        given.arguments["parameters"] = _as_list(given.arguments["parameters"])
-        is_of_squares = given.arguments.get("norm_type") == 2
-        for listener in listeners:
-            listener.clips(given.arguments["parameters"], given.arguments["max_norm"] if is_of_squares else None, None)
-        norm = own(*given.args, **given.kwargs)
-        for listener in listeners:
-            if is_of_squares:
-                listener.clipped(norm)
+    def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+        active_callbacks = _find_active_callbacks()
+        if not active_callbacks:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        parameters = bound.arguments["parameters"] = _list_parameters(bound.arguments["parameters"])
+        has_order_2 = bound.arguments.get("norm_type") == 2
+        max_norm = bound.arguments["max_norm"] if has_order_2 else None
+        for callbacks in active_callbacks:
+            callbacks.before_clipping(parameters, max_norm, None)
+        norm = original(*bound.args, **bound.kwargs)
+        if has_order_2:
+            for callbacks in active_callbacks:
+                callbacks.after_clipping(norm)
         return norm
 
-    return clip
+    return clip_grad_norm

@@ -1,7 +1,7 @@
 """Take samples of a model's weights at each recorded pass, and of their gradients at each optimizer step.
 
-By these a replay knows whether its own are the same. Where a parameter's sample lies is in
-`capture/file_format/optimizer_step.py`; each rank keeps what it holds of it.
+They tell a replay whether its own weights and gradients are the same. `capture/file_format/optimizer_step.py` defines
+which elements of a parameter are its sample; each rank keeps those that it holds.
 
 Which parameters are sampled:
 
@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,29 +29,37 @@ from capture.record.sharding import SampleLocation, UnknownLayoutError, locate_r
 NUM_IN_FIRST_PASS = 1024
 NUM_PER_PASS = 8
 NUM_PER_STEP = 16
-NUM_IN_SMALL_MODEL = 64  # a model of no more parameters has all of them sampled at every step
-_NUM_ASKED = 8
+# A model with no more parameters than this has all of them sampled at every step.
+NUM_IN_SMALL_MODEL = 64
+# How many parameters are looked at to tell whether gradients were emptied.
+_NUM_CHECKED_FOR_GRADIENTS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSamples:
-    """Samples as they were taken, one after the other, and what they were taken of."""
+    """Samples of parameters as they were taken, and what they were taken of.
+
+    values     the samples of all parameters, one after the other
+    locations  name of each parameter, and where its sample lies in it
+    left_out   numbers of parameters without samples, by the reason
+    """
 
     values: Tensor
-    places: Sequence[tuple[str, SampleLocation]]  # by name
+    locations: Sequence[tuple[str, SampleLocation]]
     num_parameters: int
     num_frozen: int
     is_sharded: bool
     left_out: Mapping[str, int]
 
-    def parameter_samples(self) -> ParameterSamples:
+    def to_parameter_samples(self) -> ParameterSamples:
         """Return the samples as they are written, once `values` are on the host."""
         numbers = self.values.double().tolist()
         samples, begin = [], 0
-        for name, place in self.places:
-            values = tuple(numbers[begin : begin + place.count])
-            samples.append(Sample(name=name, dtype=place.dtype, shape=place.shape, start=place.start, values=values))
-            begin += place.count
+        for name, location in self.locations:
+            values = tuple(numbers[begin : begin + location.count])
+            sample = Sample(name=name, dtype=location.dtype, shape=location.shape, start=location.start, values=values)
+            samples.append(sample)
+            begin += location.count
         return ParameterSamples(
             samples=tuple(samples),
             num_parameters=self.num_parameters,
@@ -64,91 +73,104 @@ class RawSamples:
 class ParameterSlot:
     """The attribute of a module that is a parameter.
 
-    A library may put another object there, or other data into the same object.
+    A library may put another object there during the job, or other data into the same object. So a slot keeps neither,
+    and looks them up each time.
+
+    module  held weakly, so that a job that lets its model go gets the memory back
+    key     name of the attribute
+    reason  why the parameter has no samples, as far as its name tells
+    weight_location, gradient_location  where the sample lies in the weight and in the gradient
     """
 
     name: str
-    module: weakref.ref[nn.Module]  # so that a job that lets its model go gets the memory back
+    module: weakref.ref[nn.Module]
     key: str
-    reason: str | None = None  # why there are no samples, as far as the name says
-    of_weight: "CachedLocation" = field(default_factory=lambda: CachedLocation())
-    of_gradient: "CachedLocation" = field(default_factory=lambda: CachedLocation())
+    reason: str | None = None
+    weight_location: "CachedLocation" = field(default_factory=lambda: CachedLocation())
+    gradient_location: "CachedLocation" = field(default_factory=lambda: CachedLocation())
 
-    def parameter(self) -> nn.Parameter | None:
+    def get_parameter(self) -> nn.Parameter | None:
         module = self.module()
         return None if module is None else module._parameters.get(self.key)
 
     def is_among(self, ids: Container[int]) -> bool:
         """Tell whether the parameter, or what an optimizer has in its place, has one of these ids."""
-        return id(self.parameter()) in ids
+        return id(self.get_parameter()) in ids
 
-    def held(self) -> Any:
+    def get_local_weight(self) -> Any:
         """Return what this rank holds of the parameter."""
-        return self.parameter()
+        return self.get_parameter()
 
-    def gradient(self) -> Any:
+    def get_local_gradient(self) -> Any:
         """Return what this rank holds of the gradient; None where there is none."""
-        parameter = self.parameter()
+        parameter = self.get_parameter()
         return None if parameter is None else parameter.grad
 
-    def place(self, placed: "CachedLocation", held: Any) -> SampleLocation | str:
-        """Find the samples in `held`, the parameter or its gradient, as it is now; a text says why they cannot be."""
-        known = type(held), held.dtype, held.shape, held.stride()
-        if placed.known != known:
+    def locate(self, cached: "CachedLocation", tensor: Any) -> SampleLocation | str:
+        """Find the sample in `tensor`, the parameter or its gradient as it is now. A text says why it is not there."""
+        layout = type(tensor), tensor.dtype, tensor.shape, tensor.stride()
+        if cached.layout != layout:
             try:
-                placed.place = locate_run(held, self.run)
+                cached.location = locate_run(tensor, self.find_run)
             except UnknownLayoutError as error:
-                placed.place = str(error) or f"of type {type_name(held)}"
-            placed.known = known
-        return placed.place
+                cached.location = str(error) or f"of type {type_name(tensor)}"
+            cached.layout = layout
+        return cached.location
 
-    def run(self, shape: Sequence[int]) -> tuple[int, int]:
+    def find_run(self, shape: Sequence[int]) -> tuple[int, int]:
         return choose_sampled_run(self.name, shape)
 
 
 @dataclass(kw_only=True, slots=True)
 class FlatParameterSlot(ParameterSlot):
-    """A parameter that FSDP1 has put into a flat one, with others. `module` is the wrapper."""
+    """A parameter that FSDP1 has put into a flat one, with others. `module` is the wrapper.
 
-    number: int  # in the flat parameter
+    number  position of the parameter among those in the flat one
+    """
 
-    def parameter(self) -> nn.Parameter | None:
+    number: int
+
+    def get_parameter(self) -> nn.Parameter | None:
         module: Any = self.module()
         handle = getattr(module, "_handle", None)
         return None if handle is None else handle.flat_param
 
     def is_among(self, ids: Container[int]) -> bool:
-        flat: Any = self.parameter()
-        originals = getattr(flat, "_params", None)  # with use_orig_params
+        flat: Any = self.get_parameter()
+        # With use_orig_params the optimizer has the original parameters, as views of the flat one.
+        originals = getattr(flat, "_params", None)
         return id(flat) in ids or (originals is not None and id(originals[self.number]) in ids)
 
-    def held(self) -> Any:
-        flat: Any = self.parameter()
+    def get_local_weight(self) -> Any:
+        flat: Any = self.get_parameter()
         if flat is None:
             return None
-        sharded = getattr(flat, "_local_shard", None)
-        return flat.detach() if sharded is None else sharded
+        shard = getattr(flat, "_local_shard", None)
+        return flat.detach() if shard is None else shard
 
-    def gradient(self) -> Any:
-        flat: Any = self.parameter()
+    def get_local_gradient(self) -> Any:
+        flat: Any = self.get_parameter()
         return None if flat is None else flat.grad
 
-    def place(self, placed: "CachedLocation", held: Any) -> SampleLocation | str:
+    def locate(self, cached: "CachedLocation", tensor: Any) -> SampleLocation | str:
         try:
-            return locate_run_in_flat(self.parameter(), held, self.number, self.run)
+            return locate_run_in_flat(self.get_parameter(), tensor, self.number, self.find_run)
         except (UnknownLayoutError, AttributeError) as error:
             return str(error) or "in flat shards (FSDP1) of a kind that is not known here"
 
 
 @dataclass(slots=True)
 class CachedLocation:
-    """Where samples lie in a tensor, valid while that has this type, dtype, shape and strides."""
+    """Where a sample lies in a tensor, valid while the tensor has this type, dtype, shape and strides.
 
-    place: SampleLocation | str = ""  # text: why it is left out
-    known: tuple[Any, ...] = ()
+    location  a text says why there is none
+    """
+
+    location: SampleLocation | str = ""
+    layout: tuple[Any, ...] = ()
 
 
-Find = Callable[[ParameterSlot, nn.Parameter], tuple[Tensor, SampleLocation] | None]
+FindGradient = Callable[[ParameterSlot, nn.Parameter], tuple[Tensor, SampleLocation] | None]
 
 
 class ParameterSampler:
@@ -161,38 +183,40 @@ class ParameterSampler:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._has_looked = False
-        self._all: list[ParameterSlot] = []  # also those without samples
-        self._slots: list[ParameterSlot] = []
-        self._window: Sequence[ParameterSlot] = ()  # those whose gradients the next step keeps
+        self._has_listed_slots = False
+        self._all_slots: list[ParameterSlot] = []
+        # Those that have samples on this rank, and the next one of them in turn.
+        self._sampled_slots: list[ParameterSlot] = []
+        self._next_number = 0
+        # Those whose gradients the next optimizer step keeps.
+        self._step_slots: Sequence[ParameterSlot] = ()
         self._num_frozen = 0
         self._is_sharded = False
         self._is_plain = True
         self._left_out: dict[str, int] = {}
-        self._next = 0
-        self._has_taken = False
-        self._has_begun = False
+        self._has_sampled = False
+        self._has_begun_window = False
 
     @torch.inference_mode()
-    def weights(self, *, begins_window: bool = False) -> RawSamples | None:
+    def sample_weights(self, *, begins_window: bool = False) -> RawSamples | None:
         """Take samples of the next parameters; None where none can be taken.
 
-        begins_window  this is the first pass after an optimizer step: `gradients` will be those of these parameters
+        begins_window  this is the first pass after an optimizer step: its parameters are those of `sample_gradients`
         """
-        self._look()
-        is_first = not self._has_taken or (begins_window and not self._has_begun)
-        num_in_all = self.num_trained if self._num_frozen else len(self._slots)
-        num_a_step = num_in_all if num_in_all <= NUM_IN_SMALL_MODEL else NUM_PER_STEP
-        num_wanted = NUM_IN_FIRST_PASS if is_first else num_a_step if begins_window else NUM_PER_PASS
-        chosen = self._next_slots(num_wanted, are_trained=begins_window and not is_first)
-        self._has_taken = True
+        self._list_slots()
+        is_first = not self._has_sampled or (begins_window and not self._has_begun_window)
+        num_candidates = self.num_trained if self._num_frozen else len(self._sampled_slots)
+        num_per_step = num_candidates if num_candidates <= NUM_IN_SMALL_MODEL else NUM_PER_STEP
+        max_slots = NUM_IN_FIRST_PASS if is_first else num_per_step if begins_window else NUM_PER_PASS
+        slots = self._choose_next_slots(max_slots, only_trained=begins_window and not is_first)
+        self._has_sampled = True
         if begins_window:
-            self._has_begun, self._window = True, chosen
-        collected = _SampleViews()
-        for slot in chosen:
-            if (held := slot.held()) is not None:
-                collected.add(slot.name, slot.place(slot.of_weight, held), held)
-        return self._snapshot(collected) if collected.views or self._left_out else None
+            self._has_begun_window, self._step_slots = True, slots
+        views = _SampleViews()
+        for slot in slots:
+            if (weight := slot.get_local_weight()) is not None:
+                views.add(slot.name, slot.locate(slot.weight_location, weight), weight)
+        return self._copy_samples(views) if views.tensors or self._left_out else None
 
     @property
     def model(self) -> nn.Module | None:
@@ -200,158 +224,171 @@ class ParameterSampler:
 
     @property
     def is_same_after_forward(self) -> bool:
-        """Tell whether samples may as well be taken when a forward has ended: nothing gathers or moves the parameters.
+        """Tell whether samples may as well be taken when a forward has ended.
 
-        A sharded one may be whole by then.
+        That is so if no library gathers or moves the parameters: a sharded one may be whole after its forward.
         """
-        self._look()
+        self._list_slots()
         return self._is_plain
 
     @torch.inference_mode()
-    def gradients_in(self, find: Find, but: Container[str] = ()) -> RawSamples | None:
-        """Take samples of the gradients of the window's parameters, where `find` says that they are."""
-        collected = _SampleViews()
-        for slot in self._window:
-            parameter = slot.parameter()
-            if parameter is not None and slot.name not in but and (gradient := find(slot, parameter)) is not None:
-                collected.add(slot.name, gradient[1], gradient[0])
-        return self._snapshot(collected) if collected.views else None
+    def sample_gradients_with(self, find_gradient: FindGradient, excluded: Container[str] = ()) -> RawSamples | None:
+        """Take samples of the gradients of the step's parameters, where `find_gradient` says that they are.
+
+        excluded  names of parameters to leave out
+        """
+        views = _SampleViews()
+        for slot in self._step_slots:
+            parameter = slot.get_parameter()
+            if parameter is None or slot.name in excluded:
+                continue
+            if (gradient_and_location := find_gradient(slot, parameter)) is not None:
+                gradient, location = gradient_and_location
+                views.add(slot.name, location, gradient)
+        return self._copy_samples(views) if views.tensors else None
 
     @torch.inference_mode()
-    def gradients(
-        self, of: Container[int] | None = None, but: Container[str] = ()
+    def sample_gradients(
+        self, ids: Container[int] | None = None, excluded: Container[str] = ()
     ) -> tuple[RawSamples | None, list[str]]:
-        """Take samples of the gradients of the window's parameters.
+        """Take samples of the gradients of the step's parameters.
 
         Returns also the names of those that are trained and have no gradient.
 
-        of   ids of the parameters to sample; None: all
-        but  names of parameters to leave out
+        ids       ids of the parameters to sample; None: all
+        excluded  names of parameters to leave out
         """
-        collected, without = _SampleViews(), []
-        for slot in self._window:
-            parameter = slot.parameter()
-            if parameter is None or slot.name in but or (of is not None and not slot.is_among(of)):
+        views, without_gradient = _SampleViews(), []
+        for slot in self._step_slots:
+            parameter = slot.get_parameter()
+            if parameter is None or slot.name in excluded or (ids is not None and not slot.is_among(ids)):
                 continue
-            gradient = slot.gradient()
+            gradient = slot.get_local_gradient()
             if gradient is not None:
-                collected.add(slot.name, slot.place(slot.of_gradient, gradient), gradient)
+                views.add(slot.name, slot.locate(slot.gradient_location, gradient), gradient)
             elif parameter.requires_grad:
-                without.append(slot.name)
-        return self._snapshot(collected) if collected.views else None, without
+                without_gradient.append(slot.name)
+        return self._copy_samples(views) if views.tensors else None, without_gradient
 
-    def is_of_model(self, parameters: Container[int]) -> bool:
+    def has_any_of(self, ids: Container[int]) -> bool:
         """Tell whether one of the model's parameters has one of these ids."""
-        self._look()
-        return any(slot.is_among(parameters) for slot in (*self._window, *self._all))
+        self._list_slots()
+        # Those of the step come first: they are most likely among an optimizer's parameters.
+        return any(slot.is_among(ids) for slot in (*self._step_slots, *self._all_slots))
 
     @property
-    def has_flat(self) -> bool:
+    def has_flat_parameters(self) -> bool:
         """Tell whether FSDP1 has flattened some of the parameters."""
-        self._look()
-        return any(isinstance(slot, FlatParameterSlot) for slot in self._all)
+        self._list_slots()
+        return any(isinstance(slot, FlatParameterSlot) for slot in self._all_slots)
 
-    def num_among(self, ids: Container[int]) -> int:
+    def count_among(self, ids: Container[int]) -> int:
         """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
-        return sum(slot.is_among(ids) for slot in self._all)
+        return sum(slot.is_among(ids) for slot in self._all_slots)
 
     def has_no_gradients(self, *, in_shards: bool) -> bool:
         """Tell whether the first few trained parameters have no gradients: they were emptied, or never filled.
 
         in_shards  look at sharded parameters too, whose gradients may be kept elsewhere for a time
         """
-        self._look()
-        trained = (p for slot in self._all if (p := slot.parameter()) is not None and p.requires_grad)
-        asked = [parameter for _, parameter in zip(range(_NUM_ASKED), trained, strict=False)]
-        is_whole = in_shards or not any(hasattr(asked[0], name) for name in ("placements", "ds_tensor", "_hp_mapping"))
-        return is_whole and all(parameter.grad is None for parameter in asked)
+        self._list_slots()
+        parameters = (slot.get_parameter() for slot in self._all_slots)
+        trained = (parameter for parameter in parameters if parameter is not None and parameter.requires_grad)
+        checked = list(islice(trained, _NUM_CHECKED_FOR_GRADIENTS))
+        # Attributes of a DTensor, and of parameters that DeepSpeed partitions.
+        sharding_attributes = ("placements", "ds_tensor", "_hp_mapping")
+        is_whole = in_shards or not any(hasattr(checked[0], name) for name in sharding_attributes)
+        return is_whole and all(parameter.grad is None for parameter in checked)
 
     @property
     def num_trained(self) -> int:
-        return len(self._all) - self._num_frozen
+        return len(self._all_slots) - self._num_frozen
 
-    def _next_slots(self, num_wanted: int, *, are_trained: bool) -> Sequence[ParameterSlot]:
-        """Choose the next slots in turn; if `are_trained`, those of frozen parameters are passed over."""
-        chosen: list[ParameterSlot] = []
-        num_seen = 0
-        while num_seen < len(self._slots) and len(chosen) < num_wanted:
-            slot = self._slots[(self._next + num_seen) % len(self._slots)]
+    def _choose_next_slots(self, max_slots: int, *, only_trained: bool) -> Sequence[ParameterSlot]:
+        """Choose the next slots in turn; if `only_trained`, those of frozen parameters are passed over."""
+        slots: list[ParameterSlot] = []
+        num_seen, num_in_all = 0, len(self._sampled_slots)
+        while num_seen < num_in_all and len(slots) < max_slots:
+            slot = self._sampled_slots[(self._next_number + num_seen) % num_in_all]
             num_seen += 1
-            if not are_trained or ((parameter := slot.parameter()) is not None and parameter.requires_grad):
-                chosen.append(slot)
-        self._next = (self._next + num_seen) % max(len(self._slots), 1)
-        return chosen
+            if not only_trained or ((parameter := slot.get_parameter()) is not None and parameter.requires_grad):
+                slots.append(slot)
+        self._next_number = (self._next_number + num_seen) % max(num_in_all, 1)
+        return slots
 
-    def _snapshot(self, collected: "_SampleViews") -> RawSamples:
+    def _copy_samples(self, views: "_SampleViews") -> RawSamples:
         return RawSamples(
-            values=torch.cat(collected.views) if collected.views else torch.empty(0, device="cpu"),
-            places=collected.places,
-            num_parameters=len(self._all),
+            values=torch.cat(views.tensors) if views.tensors else torch.empty(0, device="cpu"),
+            locations=views.locations,
+            num_parameters=len(self._all_slots),
             num_frozen=self._num_frozen,
-            is_sharded=self._is_sharded or any(place.is_of_shard for _, place in collected.places),
+            is_sharded=self._is_sharded or any(location.is_sharded for _, location in views.locations),
             left_out=self._left_out,
         )
 
-    def _look(self) -> None:
-        """Find the parameters, and those that have samples on this rank. Later calls do nothing."""
+    def _list_slots(self) -> None:
+        """List the parameters, and those that have samples on this rank. Later calls do nothing."""
         model = self._model()
-        if self._has_looked or model is None:
+        if self._has_listed_slots or model is None:
             return
-        self._has_looked = True
+        self._has_listed_slots = True
         left_out: Counter[str] = Counter()
-        for slot, parameter in _slots_once(model):
-            self._all.append(slot)
+        for slot, parameter in _find_distinct_slots(model):
+            self._all_slots.append(slot)
             self._num_frozen += not parameter.requires_grad
             self._is_plain &= type(slot) is ParameterSlot and type(parameter) is nn.Parameter and not slot.reason
             self._is_plain &= not hasattr(parameter, "ds_tensor")
-            place = slot.reason or slot.place(slot.of_weight, slot.held())
-            if isinstance(place, str):
-                left_out[place] += 1
+            location = slot.reason or slot.locate(slot.weight_location, slot.get_local_weight())
+            if isinstance(location, str):
+                left_out[location] += 1
                 continue
-            self._is_sharded |= place.is_of_shard
-            if place.count:
-                self._slots.append(slot)
+            self._is_sharded |= location.is_sharded
+            if location.count:
+                self._sampled_slots.append(slot)
         self._left_out = dict(left_out)
 
 
 def list_frozen_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are not trained; of one with several names, the first."""
-    return [slot.name for slot, parameter in _slots_once(model) if not parameter.requires_grad]
+    return [slot.name for slot, parameter in _find_distinct_slots(model) if not parameter.requires_grad]
 
 
-def _slots_once(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
+def _find_distinct_slots(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
     """Yield each parameter once, also one that has several names."""
     seen: set[tuple[int, int]] = set()
-    for slot, parameter in _slots_of(model):
+    for slot, parameter in _find_slots(model):
         key = (id(parameter), slot.number) if isinstance(slot, FlatParameterSlot) else (id(parameter), 0)
         if key not in seen:
             seen.add(key)
             yield slot, parameter
 
 
-def _slots_of(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
-    flattened: tuple[str, ...] = ()  # prefixes of what FSDP1 has flattened
+def _find_slots(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:
+    """Yield each parameter of the model, and those that FSDP1 has put into a flat one, under each name."""
+    # Prefixes of the modules whose parameters FSDP1 has flattened.
+    flattened: tuple[str, ...] = ()
     for prefix, module in model.named_modules():
-        if (flat := _flat_parameter_of(module)) is not None:
+        if (flat := _find_flat_parameter(module)) is not None:
             flattened = (*flattened, f"{prefix}." if prefix else "")
             for number, name in enumerate(flat._fqns):
-                full = strip_wrappers(f"{prefix}.{name}" if prefix else name)
-                yield FlatParameterSlot(name=full, module=weakref.ref(module), key="", number=number), flat
+                full_name = strip_wrappers(f"{prefix}.{name}" if prefix else name)
+                yield FlatParameterSlot(name=full_name, module=weakref.ref(module), key="", number=number), flat
         if prefix.startswith(flattened) and flattened:
             continue
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                raw = f"{prefix}.{key}" if prefix else key
-                parts = raw.split(".")
-                is_of_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts  # of another release than known
-                reason = "in flat shards (FSDP1)" if is_of_fsdp1 else None
+                raw_name = f"{prefix}.{key}" if prefix else key
+                parts = raw_name.split(".")
+                # Other releases of FSDP1 keep the flat parameter elsewhere: then nothing is known of what is in it.
+                is_in_fsdp1 = "_fsdp_wrapped_module" in parts or "_flat_param" in parts
+                reason = "in flat shards (FSDP1)" if is_in_fsdp1 else None
                 yield (
-                    ParameterSlot(name=strip_wrappers(raw), module=weakref.ref(module), key=key, reason=reason),
+                    ParameterSlot(name=strip_wrappers(raw_name), module=weakref.ref(module), key=key, reason=reason),
                     parameter,
                 )
 
 
-def _flat_parameter_of(module: nn.Module) -> Any:
+def _find_flat_parameter(module: nn.Module) -> Any:
     """Return the flat parameter of FSDP1's wrapper; None of other modules."""
     flat = getattr(vars(module).get("_handle"), "flat_param", None)
     return flat if hasattr(flat, "_fqns") and hasattr(flat, "_shapes") else None
@@ -359,18 +396,20 @@ def _flat_parameter_of(module: nn.Module) -> Any:
 
 @dataclass(slots=True)
 class _SampleViews:
-    """Views of samples on one device. Of a model over several devices these are the samples of the first one."""
+    """Views of samples on one device. Of a model on several devices these are the samples of the first one."""
 
-    views: list[Tensor] = field(default_factory=list)
-    places: list[tuple[str, SampleLocation]] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    locations: list[tuple[str, SampleLocation]] = field(default_factory=list)
     device: torch.device | None = None
 
-    def add(self, name: str, place: SampleLocation | str, of: Any) -> None:
-        if isinstance(place, str) or not place.count:
+    def add(self, name: str, location: SampleLocation | str, tensor: Any) -> None:
+        """Add the elements at `location` in `tensor`, the weight or the gradient; nothing if they are not there."""
+        if isinstance(location, str) or not location.count:
             return
-        held = of if place.held_as is None else place.held(of)
-        if self.views and held.device != self.device:
+        local = location.get_local(tensor)
+        if self.tensors and local.device != self.device:
             return
-        self.device = held.device
-        self.views.append(held.as_strided((place.count,), (place.stride,), held.storage_offset() + place.offset))
-        self.places.append((name, place))
+        self.device = local.device
+        offset = local.storage_offset() + location.offset
+        self.tensors.append(local.as_strided((location.count,), (location.stride,), offset))
+        self.locations.append((name, location))

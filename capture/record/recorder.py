@@ -18,10 +18,10 @@ from torch import nn
 from capture.file_format.folder_layout import find_ranks
 from capture.file_format.listing import format_ranges
 from capture.record.background_writer import BackgroundWriter, warn
-from capture.record.call_arguments import ForwardHooks
+from capture.record.forward_hooks import ForwardHooks
 from capture.record.host_copy import is_capturing_graph
 from capture.record.job_facts import is_in_process_group, prepare_folder, read_rank_and_world_size
-from capture.record.observer import JobPosition, Observer, TrainingPhase
+from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import RawSamples
 from capture.record.pass_store import PassStore, RecordingEnded, WriterTask
@@ -31,17 +31,20 @@ from capture.record.snapshot import PassNotes, PassOutputs, RecordingClock, Reco
 from capture.record.step_window import StepPart, StepWindow
 
 MAX_FLUSH_SECONDS = 60.0
-_OPEN: "list[Recorder]" = []
-_held: dict[str, Any] | None = None  # what was noted for the next pass while there is no recording; None: not held
-MAX_SECONDS_FOR_OTHER_RANKS = 1.0  # that rank 0 waits at its end for the first file of another one
+# How long rank 0 waits at its end for the first file of each other rank.
+MAX_SECONDS_FOR_OTHER_RANKS = 1.0
+
+_open_recorders: "list[Recorder]" = []
+# What was noted for the next pass while there is no recording; None while such notes are not held.
+_held_notes: dict[str, Any] | None = None
 
 
 def note(**values: Any) -> None:
     """Call `Recorder.note` of each recording that is open in this process; without one, do nothing.
 
-    So a job keeps the line, and is recorded by `capture run` or not.
+    So a job can keep the line whether `capture run` records it or not.
     """
-    for recorder in _OPEN:
+    for recorder in _open_recorders:
         recorder.note(**values)
 
 
@@ -50,36 +53,38 @@ def note_next(**tensors: Any) -> None:
 
     Exception: while `capture run` searches for the model, what is noted goes to its first pass.
     """
-    if not _OPEN and _held is not None:
-        _held.update(tensors)
-    for recorder in _OPEN:
+    if not _open_recorders and _held_notes is not None:
+        _held_notes.update(tensors)
+    for recorder in _open_recorders:
         recorder.note_next(**tensors)
 
 
 def hold_notes() -> None:
     """Begin to hold what `note_next` is given without a recording, until `take_held_notes`."""
-    global _held
-    _held = {}
+    global _held_notes
+    _held_notes = {}
 
 
 def take_held_notes() -> dict[str, Any]:
-    """Return what was noted, and hold no more."""
-    global _held
-    held, _held = _held, None
-    return held or {}
+    """Return the held notes, and hold no more."""
+    global _held_notes
+    notes, _held_notes = _held_notes, None
+    return notes or {}
 
 
-def call_at_child_exit(action: Callable[[], object], *, order: int) -> None:
-    """Call `action` when this process ends, if multiprocessing started it: that calls nothing of `atexit`.
+def call_at_child_exit(action: Callable[[], object], *, priority: int) -> None:
+    """Call `action` when this process ends, if multiprocessing started it: such a process calls nothing of `atexit`.
 
-    order  the highest comes first
+    priority  the action with the highest one is called first
     """
     if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, action, exitpriority=order)
+        multiprocessing.util.Finalize(None, action, exitpriority=priority)
 
 
 class Recorder:
     """Records one model; made by `recording`.
+
+    The job is worth more than its record: whatever the recorder raises stops the recording, and never reaches the job.
 
     After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
 
@@ -89,13 +94,13 @@ class Recorder:
     num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
     num_skipped  passes that cannot be replayed from their arguments: with a key-value cache of earlier tokens, and
                  forwards inside a CUDA graph capture
-    not_recorded training passes among the skipped ones, by the reason
+    not_recorded numbers of training passes among the skipped ones, by the reason
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
     refusal      why the first of the passes that are no micro-batch was dropped, or None
     rank, world_size  as of the latest pass
-    hears_signals  False where the recording was opened outside the main thread: Python handles signals in that alone
+    handles_signals   False where the recording was opened outside the main thread: Python handles signals only there
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Recorder:
         keep: RetentionSettings,
         max_queued: int,
         names: Mapping[str, str],
-        observer: Observer | None = None,
+        observer: RecordingObserver | None = None,
     ) -> None:
         self.folder = folder
         self.keep = keep
@@ -115,47 +120,47 @@ class Recorder:
         self.not_recorded: Counter[str] = Counter()
         self.rank, self.world_size = read_rank_and_world_size()
         self.position = JobPosition()
-        self._observer = observer or Observer()
-        self._is_in_group = False
-        self._num_passed_over = 0
+        self._observer = observer or RecordingObserver()
+        self._was_in_process_group = False
+        self._num_not_selected = 0
         self._is_closed = False
-        self._process = os.getpid()
-        self._taken: int | None = None  # the latest forward that was handed to the writer
-        self._notes_of_next: PassNotes | None = None
-        self._choice = PassSelector(keep)
-        self._forward_hooks = ForwardHooks(self._pass_begins, self._pass_ends)
+        self._process_id = os.getpid()
+        self._last_queued_forward: int | None = None
+        self._next_notes: PassNotes | None = None
+        self._selector = PassSelector(keep)
+        self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
-        is_urgent, clock = threading.Event(), RecordingClock()
-        self.opened = clock.at(time.monotonic_ns())
+        must_hurry, clock = threading.Event(), RecordingClock()
+        self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = PassStore(folder, keep, opened=self.opened, is_urgent=is_urgent, observer=self._observer)
+        self._store = PassStore(folder, keep, opened=self.opened, must_hurry=must_hurry, observer=self._observer)
         self._writer: BackgroundWriter[WriterTask] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
-            rest=self._observer.on_idle,
-            finish=self._finish,
-            is_urgent=is_urgent,
+            on_idle=self._observer.on_idle,
+            on_end=self._finish_writing,
+            must_hurry=must_hurry,
             deadline=self._observer,
-            when_late=self._observer.on_deadline,
+            on_deadline=self._observer.on_deadline,
         )
         atexit.register(self.close)
-        call_at_child_exit(self.close, order=1)
+        call_at_child_exit(self.close, priority=1)
         try:
             model_name = prepare_folder(folder, model)
-            self._taker = SnapshotMaker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
-            if self._taker.window is not None:
-                self._taker.window.on_backward = self._backward_begins
-            self._writer.tell(RecordingOpened(rank=self.rank, world_size=self.world_size))
-        except Exception as error:  # the job is worth more than its record
+            self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            if self._maker.window is not None:
+                self._maker.window.on_backward = self._begin_backward
+            self._writer.queue_small_task(RecordingOpened(rank=self.rank, world_size=self.world_size))
+        except Exception as error:
             self._writer.stop(error)
             return
-        _OPEN.append(self)
+        _open_recorders.append(self)
         self._observer.on_attach()
         self._forward_hooks.attach(model)
         if keep.reproduce:
             self._optimizer_hooks.attach()
 
-    def _finish(self, failed: bool) -> None:
+    def _finish_writing(self, failed: bool) -> None:
         try:
             self._store.finish(failed)
         finally:
@@ -170,16 +175,16 @@ class Recorder:
         return self._writer.num_dropped + self._store.num_lost
 
     @property
-    def hears_signals(self) -> bool:
-        return self._observer.hears_signals
+    def handles_signals(self) -> bool:
+        return self._observer.handles_signals
 
     @property
-    def place(self) -> tuple[int, Path]:
-        return self._store.place
+    def rank_and_home(self) -> tuple[int, Path]:
+        return self._store.rank_and_home
 
     @property
     def num_not_kept(self) -> int:
-        return self._num_passed_over + self._store.num_not_kept
+        return self._num_not_selected + self._store.num_not_kept
 
     @property
     def failure(self) -> Exception | None:
@@ -209,65 +214,65 @@ class Recorder:
                          `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `action_mask`, ... (docs/objectives.md):
                          a number, [rows], or [rows, tokens] that cover the last tokens of the rows
 
-        What cannot be kept is one warning, and said in the capture.
+        What cannot be kept is one warning, and listed in the capture.
         """
-        if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process:
+        if self._is_closed or self.failure is not None or not self.num_seen or os.getpid() != self._process_id:
             return
         try:
+            forward = self.num_seen - 1
             outputs, plain = sort_noted_values({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
             if outputs or plain:
-                self._writer.tell(PassOutputs.of(self.num_seen - 1, outputs, plain))
+                self._writer.queue_small_task(PassOutputs.begin_copy(forward, outputs, plain))
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                forward = self.num_seen - 1
-                self._watch_steps(lambda window: window.watch_loss(forward, loss))
-            if tensors and self._taken == self.num_seen - 1:
-                self._writer.tell(PassNotes.of(self.num_seen - 1, tensors))
-        except Exception as error:  # the job is worth more than its record
+                self._update_window(lambda window: window.watch_loss(forward, loss))
+            if tensors and self._last_queued_forward == forward:
+                self._writer.queue_small_task(PassNotes.begin_copy(forward, tensors))
+        except Exception as error:
             self._writer.stop(error)
 
     def note_next(self, **tensors: Any) -> None:
         """Note tensors for the pass that comes next, as `note` does for the latest."""
-        if self._is_closed or self.failure is not None or os.getpid() != self._process:
+        if self._is_closed or self.failure is not None or os.getpid() != self._process_id:
             return
         try:
-            came = PassNotes.of(self.num_seen, tensors)
-            before = self._notes_of_next
-            self._notes_of_next = came if before is None else before.joined(came)
-        except Exception as error:  # the job is worth more than its record
+            notes, earlier_notes = PassNotes.begin_copy(self.num_seen, tensors), self._next_notes
+            self._next_notes = notes if earlier_notes is None else earlier_notes.merge(notes)
+        except Exception as error:
             self._writer.stop(error)
 
     def flush(self, *, max_seconds: float = MAX_FLUSH_SECONDS) -> bool:
-        """Wait until all that was handed over is done. Returns False if it took longer."""
+        """Wait until all that was handed to the writer's thread is handled. Returns False if it took longer."""
         return self._writer.drain(max_seconds=max_seconds)
 
     def close(self) -> None:
         """Take the hooks off the model and wait for the files, up to a minute. A second call does nothing."""
-        if self._is_closed or os.getpid() != self._process:  # a forked child has no writer thread
+        # A forked child has no writer's thread to wait for.
+        if self._is_closed or os.getpid() != self._process_id:
             return
         self._is_closed = True
-        if self in _OPEN:
-            _OPEN.remove(self)
+        if self in _open_recorders:
+            _open_recorders.remove(self)
         atexit.unregister(self.close)
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         if (self.world_size > 1 and self.num_seen) or self.not_recorded:
-            window = self._taker.window
-            self._writer.tell(
+            window, phase = self._maker.window, self.position.phase
+            self._writer.queue_small_task(
                 RecordingEnded(
                     num_passes=self.num_seen,
                     num_steps=None if window is None else window.number,
                     world_size=self.world_size,
-                    place="after backward" if self.position.place == "in backward" else self.position.place,
+                    phase="after backward" if phase == "in backward" else phase,
                     opened=self.opened,
                     not_recorded=dict(self.not_recorded),
                 )
             )
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
         self._observer.on_close()
-        if missing := self._missing_ranks():
-            named = f"rank{'s' * (len(missing) > 1)} {format_ranges(missing)}"
+        if missing_ranks := self._find_missing_ranks():
+            ranks = f"rank{'s' * (len(missing_ranks) > 1)} {format_ranges(missing_ranks)}"
             warn(
-                f"capture: {self.folder} has nothing of {named} of the job's {self.world_size}. Ranks of other hosts "
+                f"capture: {self.folder} has nothing of {ranks} of the job's {self.world_size}. Ranks of other hosts "
                 "have folders of their own; those of this one were started where no recording is opened"
             )
         if self.num_seen == 0 and self.failure is None:
@@ -276,21 +281,23 @@ class Recorder:
                 "calls: its wrapper if there is one; calls of model.forward(...) and model.compile() bypass the hooks"
             )
 
-    def _missing_ranks(self) -> list[int]:
-        """List the ranks that should have recorded and have left nothing, on rank 0; others may be a moment behind."""
+    def _find_missing_ranks(self) -> list[int]:
+        """List, on rank 0, the ranks that should have recorded and have left nothing in the folder."""
         if self.rank != 0 or self.world_size == 1 or not self.num_written:
             return []
-        wanted = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
+        expected = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
         deadline = time.monotonic() + MAX_SECONDS_FOR_OTHER_RANKS
         try:
-            while (missing := wanted - find_ranks(self.folder)) and time.monotonic() < deadline:
+            while (missing := expected - find_ranks(self.folder)) and time.monotonic() < deadline:
                 time.sleep(0.02)
         except OSError:
             return []
         return sorted(missing)
 
-    def do_in_writer(self, action: Callable[[], None]) -> None:
-        self._writer.tell(action, is_urgent=True)
+    # An observer calls these.
+
+    def run_in_writer(self, action: Callable[[], None]) -> None:
+        self._writer.queue_small_task(action, is_urgent=True)
 
     def write_held(self) -> list[Path]:
         return self._store.write_held()
@@ -298,110 +305,120 @@ class Recorder:
     def commit(self) -> None:
         self._store.commit()
 
-    def clips(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
-        self._watch_steps(lambda window: window.clips(parameters, max_norm, norm))
+    # The optimizer hooks call these.
 
-    def clipped(self, norm: Any) -> None:
-        self._watch_steps(lambda window: window.clipped(norm))
+    def before_clipping(self, parameters: Sequence[torch.Tensor], max_norm: Any, norm: Any) -> None:
+        self._update_window(lambda window: window.begin_clipping(parameters, max_norm, norm))
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        part = self._watch_steps(lambda window: window.steps(optimizer))
+    def after_clipping(self, norm: Any) -> None:
+        self._update_window(lambda window: window.add_clipped_norm(norm))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        part = self._update_window(lambda window: window.begin_step(optimizer))
         if part is not None:
-            self._writer.tell(part)
-        if self._taker.window is not None and self._taker.window.has_stepped:
-            self._move("in the optimizer's step")
+            self._writer.queue_small_task(part)
+        if self._maker.window is not None and self._maker.window.has_stepped:
+            self._enter_phase("in the optimizer's step")
 
-    def stepped(self) -> None:
-        if self.position.place == "in the optimizer's step":
-            self._move("after the optimizer's step")
+    def after_step(self) -> None:
+        if self.position.phase == "in the optimizer's step":
+            self._enter_phase("after the optimizer's step")
 
-    def _backward_begins(self, forward: int) -> None:
-        self.position.last_backward = forward
-        if forward == self.position.forward and self.position.place == "after forward":
-            self._move("in backward")
+    def _update_window(self, update: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
+        """Call `update` with the window of optimizer steps, if there is one.
 
-    def _move(self, place: TrainingPhase) -> None:
-        self.position.place = place
-        self._observer.on_move()
-
-    def _watch_steps(self, look: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
-        """Call `look`, and give up optimizer steps if it fails: the passes are still recorded."""
-        window = self._taker.window
+        If it raises, no more steps are recorded; the passes still are.
+        """
+        window = self._maker.window
         if window is None or self.failure is not None:
             return None
         try:
-            return look(window)
-        except Exception as error:  # the job is worth more than its record
-            self._taker.window = None
+            return update(window)
+        except Exception as error:
+            self._maker.window = None
             warn(f"capture: no optimizer steps are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _pass_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_backward(self, forward: int) -> None:
+        self.position.last_backward = forward
+        if forward == self.position.forward and self.position.phase == "after forward":
+            self._enter_phase("in backward")
+
+    def _enter_phase(self, phase: TrainingPhase) -> None:
+        self.position.phase = phase
+        self._observer.on_position_change()
+
+    # The forward hooks call the next two.
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_seen += 1
         self.position.forward = self.num_seen - 1
         try:
-            self._move("in forward")
-            self._take(args, kwargs)
-        except Exception as error:  # the job is worth more than its record
+            self._enter_phase("in forward")
+            self._capture_pass(args, kwargs)
+        except Exception as error:
             self._writer.stop(error, num_lost=1)
 
-    def _look_at_rank(self) -> None:
-        """Look at the rank again: a job may join a process group after the recording was opened, or leave it."""
-        self._is_in_group = is_in_process_group()
-        self.rank, self.world_size = read_rank_and_world_size()
-
-    def _pass_ends(self, output: Any, error: BaseException | None) -> None:
+    def _end_pass(self, output: Any, error: BaseException | None) -> None:
         if error is None:
-            self._move("after forward")
+            self._enter_phase("after forward")
         if self.failure is not None:
             return
         try:
-            self._look_at_rank()
+            self._update_rank()
             if error is not None:
-                self._end_broken_pass(error)
+                self._end_failed_pass(error)
                 return
-            settings, weights = self._taker.end_pass()
-            self._writer.rouse(self._outputs_of(output, settings, weights))
-        except Exception as own:  # the job is worth more than its record
-            self._writer.stop(own)
+            settings, weights = self._maker.end_pass()
+            self._writer.wake(self._copy_outputs(output, settings, weights))
+        except Exception as recorder_error:
+            self._writer.stop(recorder_error)
 
-    def _end_broken_pass(self, error: BaseException) -> None:
-        with suppress(Exception):  # the device may be lost: what was taken before goes to the disk
-            settings, weights = self._taker.end_pass()
-            self._writer.rouse(self._outputs_of(None, settings, weights))
+    def _end_failed_pass(self, error: BaseException) -> None:
+        # The device may be lost, and copies from it fail. What was copied before still goes to the disk.
+        with suppress(Exception):
+            settings, weights = self._maker.end_pass()
+            self._writer.wake(self._copy_outputs(None, settings, weights))
         self._observer.on_error(error, "forward")
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _update_rank(self) -> None:
+        """Read the rank again: a job may join a process group after the recording was opened, or leave it."""
+        self._was_in_process_group = is_in_process_group()
+        self.rank, self.world_size = read_rank_and_world_size()
+
+    def _capture_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the pass that begins, and queue it for the writer; count it if it is not recorded."""
         if self.failure is not None:
-            self._writer.drop()
+            self._writer.count_dropped_pass()
             return
-        notes, self._notes_of_next = self._notes_of_next, None
-        if self.num_seen == 1 or is_in_process_group() != self._is_in_group:
-            self._look_at_rank()
+        notes, self._next_notes = self._next_notes, None
+        if self.num_seen == 1 or is_in_process_group() != self._was_in_process_group:
+            self._update_rank()
         rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:
-            self._watch_steps(lambda window: window.begin_pass(forward))
-        if not self._choice.takes(forward=forward, rank=rank, trains=trains) or self._store.is_full:
-            self._num_passed_over += 1
+            self._update_window(lambda window: window.begin_pass(forward))
+        if not self._selector.select(forward=forward, rank=rank, trains=trains) or self._store.is_full:
+            self._num_not_selected += 1
             return
-        taken = self._taker.take(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
-        if isinstance(taken, str):
+        snapshot = self._maker.make(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
+        if isinstance(snapshot, str):
             self.num_skipped += 1
-            self.not_recorded.update([taken] if trains else [])
-        elif self._writer.offer(taken, taken.num_bytes):
-            self._taken = forward
+            self.not_recorded.update([snapshot] if trains else [])
+        elif self._writer.queue_pass(snapshot, snapshot.num_bytes):
+            self._last_queued_forward = forward
 
-    def _outputs_of(self, output: Any, settings: Mapping[str, str], weights: RawSamples | None) -> PassOutputs | None:
+    def _copy_outputs(self, output: Any, settings: Mapping[str, str], weights: RawSamples | None) -> PassOutputs | None:
+        """Begin to copy what is kept of a pass that ends; None if that is nothing."""
         forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.keep.reproduce)
-        plain: dict[str, str] = {}
+        dtypes: dict[str, str] = {}
         if self.keep.reproduce:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
-                self._watch_steps(lambda window: window.watch_loss(forward, loss))
-            if (few := self._taker.log_probs_of(output)) is not None:
-                outputs["token_log_probs"] = few
-            plain = describe_dtypes(output, loss)
+                self._update_window(lambda window: window.watch_loss(forward, loss))
+            if (token_log_probs := self._maker.compute_log_probs(output)) is not None:
+                outputs["token_log_probs"] = token_log_probs
+            dtypes = describe_dtypes(output, loss)
         if not (outputs or settings or weights) or is_capturing_graph(outputs):
             return None
-        return PassOutputs.of(forward, outputs, plain, settings, weights)
+        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights)

@@ -1,6 +1,7 @@
-"""Find a few elements of a parameter in what a rank holds of it.
+"""Find a few neighbouring elements of a parameter in what a rank holds of it.
 
-That is the whole, a DTensor, partitions of ZeRO 3, or a flat shard of FSDP1, which holds several parameters.
+A rank may hold the whole parameter, a DTensor's shard, a partition of ZeRO 3, or a flat shard of FSDP1, in which parts
+of several parameters lie one after the other.
 """
 
 import math
@@ -11,69 +12,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ElementRun = tuple[int, int]  # first element in the whole parameter, flattened; number of elements
+# The number of the first element in the whole parameter, flattened, and how many elements follow each other.
+ElementRun = tuple[int, int]
+FindRun = Callable[[tuple[int, ...]], ElementRun]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class UnknownLayoutError(ValueError):
-    """The elements cannot be found. The message says why."""
+    """The parameter is held in a way that is not known here. The message says which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLocation:
-    """Where neighbouring elements lie in what this rank holds of a parameter; `count` is 0 if other ranks hold them."""
+    """Where neighbouring elements lie in what this rank holds of a parameter.
 
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int  # in the whole parameter, flattened
+    shape            that of the whole parameter
+    start            number of the first element in the whole parameter, flattened
+    count            number of elements; 0 if other ranks hold them
+    offset, stride   of these elements in what the rank holds, in elements
+    local_attribute  attribute of the parameter that holds the rank's part; None: the parameter itself
+    """
+
+    shape: tuple[int, ...]
+    start: int
     count: int
-    offset: int  # in what the rank holds, in elements of its storage
+    offset: int
     stride: int
-    is_of_shard: bool
+    is_sharded: bool
     dtype: str
-    held_as: str | None  # attribute of the parameter that holds the rank's part; None: the parameter itself
+    local_attribute: str | None
 
-    def held(self, parameter: Any) -> Tensor:
-        held: Tensor = parameter if self.held_as is None else getattr(parameter, self.held_as)
-        return held
+    def get_local(self, parameter: Any) -> Tensor:
+        """Return what this rank holds of the parameter."""
+        local: Tensor = parameter if self.local_attribute is None else getattr(parameter, self.local_attribute)
+        return local
 
 
-def locate_run(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
-    """Find the run that `run_of` gives for the full shape of `parameter`. Raises UnknownLayoutError."""
+def locate_run(parameter: Any, find_run: FindRun) -> SampleLocation:
+    """Find the run that `find_run` gives for the full shape of `parameter`. Raises UnknownLayoutError."""
     if hasattr(parameter, "ds_tensor"):
-        return _in_partition(parameter, run_of)
+        return _locate_in_partition(parameter, find_run)
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
-        return _in_dtensor(parameter, run_of)
+        return _locate_in_dtensor(parameter, find_run)
     if type(parameter) not in (Tensor, nn.Parameter):
         raise UnknownLayoutError
     shape = tuple(parameter.shape)
-    _check(parameter, shape)
-    start, count = run_of(shape)
-    offset, stride = _in_strides(_unflattened(start, shape), parameter)
+    _check_layout(parameter, shape)
+    start, count = find_run(shape)
+    offset, stride = _find_offset_and_stride(_unflatten(start, shape), parameter)
     return SampleLocation(
         shape=shape,
         start=start,
         count=count,
         offset=offset,
         stride=stride,
-        is_of_shard=False,
-        dtype=_name(parameter.dtype),
-        held_as=None,
+        is_sharded=False,
+        dtype=_name_dtype(parameter.dtype),
+        local_attribute=None,
     )
 
 
-def locate_run_in_flat(
-    flat: Any, held: Tensor, number: int, run_of: Callable[[tuple[int, ...]], ElementRun]
-) -> SampleLocation:
+def locate_run_in_flat(flat: Any, local: Tensor, number: int, find_run: FindRun) -> SampleLocation:
     """Find the run in a rank's shard of FSDP1's flat parameter. Raises UnknownLayoutError.
 
-    held    the shard, or its gradient
-    number  of the parameter in the flat one
+    local   the shard, or its gradient
+    number  position of the parameter among those in the flat one
     """
     shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
-    _check(held, shape)
-    if held.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > held.numel()):
+    _check_layout(local, shape)
+    if local.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > local.numel()):
         raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
-    start, count = run_of(shape)
+    start, count = find_run(shape)
     begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
     first, last = max(start, begin), min(start + count, end)
     return SampleLocation(
@@ -82,11 +91,11 @@ def locate_run_in_flat(
         count=max(last - first, 0),
         offset=(info.offset_in_shard or 0) + max(first - begin, 0),
         stride=1,
-        is_of_shard=not info.in_shard
+        is_sharded=not info.in_shard
         or info.numel_in_shard < math.prod(shape)
-        or held.numel() < flat._unpadded_unsharded_size.numel(),
-        dtype=_name(held.dtype),
-        held_as=None,
+        or local.numel() < flat._unpadded_unsharded_size.numel(),
+        dtype=_name_dtype(local.dtype),
+        local_attribute=None,
     )
 
 
@@ -97,18 +106,23 @@ def list_local_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Ten
     1, except for torch's `_StridedShard`, which shards each of that many chunks.
     """
     indices = torch.arange(size, device="cpu")
-    for num_ranks, place, factor in shards:
-        indices = torch.cat([_chunks(chunk, num_ranks)[place] for chunk in _chunks(indices, factor)])
+    for num_ranks, rank, factor in shards:
+        indices = torch.cat([_chunk(chunk, num_ranks)[rank] for chunk in _chunk(indices, factor)])
     return indices
 
 
-def _chunks(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
-    """Cut as torch.chunk does, but with empty chunks at the end where that would leave them out."""
+def _chunk(indices: Tensor, num_chunks: int) -> Sequence[Tensor]:
+    """Cut as torch.chunk does, but into exactly `num_chunks`: the last ones may be empty."""
     size = -(-len(indices) // num_chunks)
     return indices.tensor_split([min(len(indices), number * size) for number in range(1, num_chunks)])
 
 
-def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
+def _locate_in_dtensor(parameter: Any, find_run: FindRun) -> SampleLocation:
+    """Find the run in a DTensor's shard.
+
+    It lists, for each dimension, which indices of the whole this rank has, and looks the run's indices up there. A run
+    lies along the last dimension; of its elements those are taken that are neighbours in the shard too.
+    """
     shape, mesh = tuple(parameter.shape), parameter.device_mesh
     local = parameter._local_tensor
     coordinate = mesh.get_coordinate()
@@ -119,33 +133,42 @@ def _in_dtensor(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun])
         if not placement.is_replicate():
             factor = int(getattr(placement, "split_factor", 1))
             shards[placement.dim].append((mesh.size(axis), coordinate[axis], factor))
-    own = [list_local_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
-    if tuple(map(len, own)) != tuple(local.shape):
+    local_indices = [list_local_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
+    if tuple(map(len, local_indices)) != tuple(local.shape):
         raise UnknownLayoutError("sharded in a way that is not known here")
-    _check(local, shape)
-    start, count = run_of(shape)
-    place: dict[str, Any] = {"shape": shape, "is_of_shard": any(shards), "dtype": _name(local.dtype)}
-    place |= {"held_as": "_local_tensor"}
-    *rows, column = _unflattened(start, shape) if shape else [0]
-    positions = [torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(own, rows, strict=False)]
-    columns = own[-1].tolist() if shape else [0]
-    held = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
-    held = [pair for pair in held if pair[1] - held[0][1] == pair[0] - held[0][0]]  # those that are neighbours here too
-    if not held or not all(positions):
-        return SampleLocation(start=start, count=0, offset=0, stride=1, **place)
-    offset, stride = _in_strides([*(indices[0] for indices in positions), held[0][1]][: len(shape)], local)
-    return SampleLocation(start=start + held[0][0], count=len(held), offset=offset, stride=stride, **place)
+    _check_layout(local, shape)
+    start, count = find_run(shape)
+    facts: dict[str, Any] = {
+        "shape": shape,
+        "is_sharded": any(shards),
+        "dtype": _name_dtype(local.dtype),
+        "local_attribute": "_local_tensor",
+    }
+    *rows, column = _unflatten(start, shape) if shape else [0]
+    local_rows = [
+        torch.nonzero(indices == row).flatten().tolist() for indices, row in zip(local_indices, rows, strict=False)
+    ]
+    columns = local_indices[-1].tolist() if shape else [0]
+    # The run's elements that this rank has: the number in the run, and the column in the shard.
+    elements = [(number, columns.index(column + number)) for number in range(count) if column + number in columns]
+    elements = [pair for pair in elements if pair[1] - elements[0][1] == pair[0] - elements[0][0]]
+    if not elements or not all(local_rows):
+        return SampleLocation(start=start, count=0, offset=0, stride=1, **facts)
+    first_number, first_column = elements[0]
+    first_element = [*(matches[0] for matches in local_rows), first_column][: len(shape)]
+    offset, stride = _find_offset_and_stride(first_element, local)
+    return SampleLocation(start=start + first_number, count=len(elements), offset=offset, stride=stride, **facts)
 
 
-def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun]) -> SampleLocation:
+def _locate_in_partition(parameter: Any, find_run: FindRun) -> SampleLocation:
     """Find the run under ZeRO 3, which flattens a parameter and gives each rank an equal piece, padded at the end."""
     part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     group = parameter.ds_process_group
     num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     if part is None or part.ndim != 1 or part.numel() != -(-math.prod(shape) // num_ranks):
         raise UnknownLayoutError("partitioned by ZeRO 3 in a way that is not known here")
-    _check(part, shape)
-    start, count = run_of(shape)
+    _check_layout(part, shape)
+    start, count = find_run(shape)
     begin = rank * part.numel()
     first, end = max(start, begin), min(start + count, begin + part.numel())
     return SampleLocation(
@@ -154,32 +177,32 @@ def _in_partition(parameter: Any, run_of: Callable[[tuple[int, ...]], ElementRun
         count=max(end - first, 0),
         offset=max(first - begin, 0),
         stride=1,
-        is_of_shard=num_ranks > 1,
-        dtype=_name(part.dtype),
-        held_as="ds_tensor",
+        is_sharded=num_ranks > 1,
+        dtype=_name_dtype(part.dtype),
+        local_attribute="ds_tensor",
     )
 
 
-def _check(held: Tensor, shape: tuple[int, ...]) -> None:
-    if held.dtype not in _FLOATS or held.layout != torch.strided or held.device.type == "meta":
-        raise UnknownLayoutError(f"of {held.dtype} on {held.device.type}")
+def _check_layout(local: Tensor, shape: tuple[int, ...]) -> None:
+    if local.dtype not in _FLOATS or local.layout != torch.strided or local.device.type == "meta":
+        raise UnknownLayoutError(f"of {local.dtype} on {local.device.type}")
     if not math.prod(shape):
         raise UnknownLayoutError("without elements")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unflattened(index: int, shape: Sequence[int]) -> list[int]:
-    indices_found = []
+def _unflatten(index: int, shape: Sequence[int]) -> list[int]:
+    indices = []
     for size in reversed(shape):
-        indices_found.append(index % size)
+        indices.append(index % size)
         index //= size
-    return indices_found[::-1]
+    return indices[::-1]
 
 
-def _in_strides(indices: Sequence[int], held: Tensor) -> ElementRun:
-    """Return the offset in the storage, and the stride along the last dimension."""
-    strides = held.stride()
+def _find_offset_and_stride(indices: Sequence[int], local: Tensor) -> tuple[int, int]:
+    """Return the offset of an element, and the stride along the last dimension."""
+    strides = local.stride()
     return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1

@@ -28,13 +28,15 @@ from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
 
-_SAMPLES = " weights"  # no argument of a forward has this name
+# The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
+_SAMPLES = " weights"
+# Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingOpened:
-    """Says that a recording was opened, on this rank of so many."""
+    """Says that a recording was opened, and on which rank of how many."""
 
     rank: int
     world_size: int
@@ -42,65 +44,71 @@ class RecordingOpened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassSnapshot:
-    """A forward's arguments on the host, complete once every event in `copied` has happened."""
+    """A forward's arguments on the host, complete once every event in `copy_events` has happened.
+
+    make_origin     is called in the background, since it takes a while
+    optimizer_step  number of the step that comes after the pass; None if steps are not recorded
+    settings        those that the environment of the process does not tell
+    notes           what was noted before the pass
+    """
 
     tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
+    copy_events: list[torch.cuda.Event]
     call_facts: Mapping[str, object]
     left_out: Mapping[str, str]
     trains: bool
-    origin: Callable[[], Origin]  # worked out in the background
+    make_origin: Callable[[], Origin]
     random: RandomSnapshot | None
     weights: RawSamples | None
     optimizer_step: int | None
-    settings: Mapping[str, str]  # beside those of the process
-    notes: "PassNotes | None" = None  # made before the pass
+    settings: Mapping[str, str]
+    notes: "PassNotes | None" = None
 
     @property
     def num_bytes(self) -> int:
-        noted = () if self.notes is None else self.notes.tensors.values()
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *noted))
+        noted_tensors = () if self.notes is None else self.notes.tensors.values()
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *noted_tensors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassNotes:
-    """Tensors that the job's loop noted for the pass `forward`, on the host once `copied` has happened.
+    """Tensors that the job's loop noted for the pass `forward`, on the host once `copy_events` have happened.
 
     left_out  what could not be noted, with the reason
     """
 
     forward: int
     tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
+    copy_events: list[torch.cuda.Event]
     left_out: Mapping[str, str]
 
     @classmethod
-    def of(cls, forward: int, values: Mapping[str, object]) -> "PassNotes":
-        """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; None is nothing."""
+    def begin_copy(cls, forward: int, values: Mapping[str, object]) -> "PassNotes":
+        """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; those that are None are left."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
         for name, value in values.items():
             if value is None:
                 continue
-            tensor = value if isinstance(value, Tensor) else _as_tensor(value)
+            tensor = value if isinstance(value, Tensor) else _make_tensor(value)
             if tensor is not None and can_encode(tensor):
                 tensors[name] = tensor
             else:
                 left_out[name] = f"noted as {type_name(value)}"
-        copies, copied = copy_to_host(tensors)
-        return cls(forward=forward, tensors=copies, copied=copied, left_out=left_out)
+        copies, copy_events = copy_to_host(tensors)
+        return cls(forward=forward, tensors=copies, copy_events=copy_events, left_out=left_out)
 
-    def joined(self, later: "PassNotes") -> "PassNotes":
-        """Return both; of what was noted twice, the later one."""
+    def merge(self, later: "PassNotes") -> "PassNotes":
+        """Return the notes of both; where both have a name, the later tensor."""
         return replace(
             later,
             tensors={**self.tensors, **later.tensors},
-            copied=[*self.copied, *later.copied],
+            copy_events=[*self.copy_events, *later.copy_events],
             left_out={**self.left_out, **later.left_out},
         )
 
 
-def _as_tensor(value: Any) -> Tensor | None:
+def _make_tensor(value: Any) -> Tensor | None:
     try:
         return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -109,17 +117,21 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutputs:
-    """What came of the pass `forward`: plain values, and tensors that are on the host once `copied` has happened."""
+    """What came out of the pass `forward`: plain values, and tensors on the host once `copy_events` have happened.
+
+    settings  those that were not known before the pass ran
+    weights   samples of the weights, if they were taken at the end of the pass
+    """
 
     forward: int
     tensors: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
+    copy_events: list[torch.cuda.Event]
     plain: Mapping[str, Output]
-    settings: Mapping[str, str]  # those that only the pass showed
-    weights: RawSamples | None  # if they were taken when it had ended
+    settings: Mapping[str, str]
+    weights: RawSamples | None
 
     @classmethod
-    def of(
+    def begin_copy(
         cls,
         forward: int,
         tensors: Mapping[str, Tensor],
@@ -127,31 +139,36 @@ class PassOutputs:
         settings: Mapping[str, str] | None = None,
         weights: RawSamples | None = None,
     ) -> "PassOutputs":
-        copies, copied = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
+        copies, copy_events = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
         if weights is not None:
             weights = replace(weights, values=copies.pop(_SAMPLES))
         return cls(
-            forward=forward, tensors=copies, copied=copied, plain=plain, settings=settings or {}, weights=weights
+            forward=forward,
+            tensors=copies,
+            copy_events=copy_events,
+            plain=plain,
+            settings=settings or {},
+            weights=weights,
         )
 
 
 class RecordingClock:
-    """A clock that never goes back, so that the names of files sort as recorded."""
+    """A clock that never goes back, so that files sorted by name are in the order of the passes."""
 
     def __init__(self) -> None:
-        self._began = datetime.now(timezone.utc), time.monotonic_ns()
+        self._start, self._start_ns = datetime.now(timezone.utc), time.monotonic_ns()
 
-    def at(self, monotonic_ns: int) -> str:
-        """Return the time in UTC, to the microsecond."""
-        began, began_ns = self._began
-        return (began + timedelta(microseconds=(monotonic_ns - began_ns) // 1000)).isoformat(timespec="microseconds")
+    def format_time(self, monotonic_ns: int) -> str:
+        """Format a time of `time.monotonic_ns` as UTC, to the microsecond."""
+        elapsed = timedelta(microseconds=(monotonic_ns - self._start_ns) // 1000)
+        return (self._start + elapsed).isoformat(timespec="microseconds")
 
 
 class SnapshotMaker:
-    """Makes a `Pass` of each call of `model`; with `reproduce` one that can be done again.
+    """Makes a `PassSnapshot` of each call of `model`; with `reproduce` one that holds what it takes to run it again.
 
-    names   the forward's names of arguments to those that they are kept by
-    window  what is seen of the optimizer's steps, with `reproduce`
+    names   the forward's names of arguments to those that a capture gives them
+    window  follows the optimizer's steps, with `reproduce`
     """
 
     def __init__(
@@ -160,20 +177,24 @@ class SnapshotMaker:
         self._names = names
         self._signature = find_forward_signature(model)
         attention = find_attention_kernel(model)
-        self._of_model = {"kernels": find_kernels(model)} if reproduce else {}
-        self._of_model |= {} if attention is None else {"attention": attention}
+        self._model_settings = {"kernels": find_kernels(model)} if reproduce else {}
+        self._model_settings |= {} if attention is None else {"attention": attention}
         self._clock = clock
         self._model_name = model_name
         self._reproduce = reproduce
         self._sampler = ParameterSampler(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
-        self._begins_window: bool | None = None  # of a pass whose weights are sampled when it has ended
-        self._wants_log_probs = reproduce
-        self._vocabularies = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
-        self._computing = ComputeDtypeProbe(model) if reproduce and not is_compiled(model) else None
+        # Whether the running pass is the first one after an optimizer step; None if its weights
+        # are not sampled at its end.
+        self._begins_window: bool | None = None
+        self._keeps_log_probs = reproduce
+        self._vocabulary_sizes = {
+            module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+        }
+        self._compute_dtype = ComputeDtypeProbe(model) if reproduce and not is_compiled(model) else None
 
-    def take(
+    def make(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -183,32 +204,32 @@ class SnapshotMaker:
         forward: int,
         notes: PassNotes | None = None,
     ) -> PassSnapshot | str:
-        """Take a call's arguments and what was noted before it, or say why these cannot replay the pass."""
-        taken = sort_arguments(self._signature, args, kwargs)
+        """Begin to copy a call's arguments. Returns a text, the reason, if the pass cannot be replayed from these."""
+        arguments = sort_arguments(self._signature, args, kwargs)
         if self._names:
-            taken = taken.renamed(self._names)
+            arguments = arguments.rename(self._names)
         trains = torch.is_grad_enabled()
-        if taken.continues_a_cache(trains=trains):
+        if arguments.depends_on_cache(trains=trains):
             return WITH_CACHE
-        if is_capturing_graph(taken.tensors):
+        if is_capturing_graph(arguments.tensors):
             return IN_GRAPH
-        weights = self._sampled_before(trains)
-        settings = describe_call_settings(taken.tensors, self._of_model) if self._reproduce else {}
-        if self._computing is not None:
-            settings |= self._computing.begin((trains, settings["autocast"]))
-        self._ids_BS = next((taken.tensors[name] for name in ID_NAMES if name in taken.tensors), None)
-        to_copy = taken.tensors if weights is None else {**taken.tensors, _SAMPLES: weights.values}
-        tensors, copied = copy_to_host(to_copy)
+        weights = self._sample_weights_before(trains)
+        settings = describe_call_settings(arguments.tensors, self._model_settings) if self._reproduce else {}
+        if self._compute_dtype is not None:
+            settings |= self._compute_dtype.begin((trains, settings["autocast"]))
+        self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)
+        to_copy = arguments.tensors if weights is None else {**arguments.tensors, _SAMPLES: weights.values}
+        tensors, copy_events = copy_to_host(to_copy)
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
         return PassSnapshot(
             tensors=tensors,
-            copied=copied,
-            call_facts=taken.call_facts,
-            left_out=taken.left_out,
+            copy_events=copy_events,
+            call_facts=arguments.call_facts,
+            left_out=arguments.left_out,
             trains=trains,
-            origin=partial(self._origin, rank, world_size, forward, time.monotonic_ns()),
-            random=take_random_snapshot(on_cuda=bool(copied)) if self._reproduce else None,
+            make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
+            random=take_random_snapshot(on_cuda=bool(copy_events)) if self._reproduce else None,
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
@@ -216,33 +237,33 @@ class SnapshotMaker:
         )
 
     def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
-        """Return what the pass that ends has shown: settings, and samples of the weights if not taken before."""
+        """Return the settings that the pass has shown, and samples of the weights if not taken at its begin."""
         begins_window, self._begins_window = self._begins_window, None
-        weights = None if begins_window is None else self._sampled(begins_window)
-        return {} if self._computing is None else self._computing.end(), weights
+        weights = None if begins_window is None else self._sample_weights(begins_window)
+        return {} if self._compute_dtype is None else self._compute_dtype.end(), weights
 
-    def log_probs_of(self, output: Any) -> Tensor | None:
+    def compute_log_probs(self, output: Any) -> Tensor | None:
         """Compute log-probs of a few tokens of the latest pass, which ends with `output`.
 
         A failure is one warning, and the end of log-probs; the pass is still recorded.
         """
         ids_BS, self._ids_BS = self._ids_BS, None
-        if ids_BS is None or not self._wants_log_probs:
+        if ids_BS is None or not self._keeps_log_probs:
             return None
         try:
-            logits = find_logits(output, ids_BS, self._vocabularies)
+            logits = find_logits(output, ids_BS, self._vocabulary_sizes)
             if logits is None or is_capturing_graph({"logits": logits}):
                 return None
             return compute_token_log_probs(logits, ids_BS)
-        except Exception as error:  # the job is worth more than its record
-            self._wants_log_probs = False
+        except Exception as error:
+            self._keeps_log_probs = False
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _sampled_before(self, trains: bool) -> RawSamples | None:
-        """Take samples of the weights of a pass that begins, unless its end will do as well.
+    def _sample_weights_before(self, trains: bool) -> RawSamples | None:
+        """Take samples of the weights of a pass that begins, unless they are the same at its end.
 
-        While a pass begins, a device may stand idle until it gets its first work.
+        The end is better: while a pass begins, a device may stand idle until it gets its first work.
         """
         self._begins_window = None
         if self._sampler is None:
@@ -251,9 +272,9 @@ class SnapshotMaker:
         if self._sampler.is_same_after_forward:
             self._begins_window = begins_window
             return None
-        return self._sampled(begins_window)
+        return self._sample_weights(begins_window)
 
-    def _sampled(self, begins_window: bool) -> RawSamples | None:
+    def _sample_weights(self, begins_window: bool) -> RawSamples | None:
         """Take samples of the weights, on their device.
 
         A failure is one warning, and the end of samples; the pass is still recorded.
@@ -261,75 +282,78 @@ class SnapshotMaker:
         if self._sampler is None:
             return None
         try:
-            return self._sampler.weights(begins_window=begins_window)
-        except Exception as error:  # the job is worth more than its record
+            return self._sampler.sample_weights(begins_window=begins_window)
+        except Exception as error:
             self._sampler = self.window = None
             warn(f"capture: no samples of the weights are kept from here on: {type(error).__name__}: {error}")
             return None
 
-    def _origin(self, rank: int, world_size: int, forward: int, monotonic_ns: int) -> Origin:
+    def _make_origin(self, rank: int, world_size: int, forward: int, monotonic_ns: int) -> Origin:
         return Origin(
             source="",
             rank=rank,
             world_size=world_size,
             step=forward,
-            time=self._clock.at(monotonic_ns),
+            time=self._clock.format_time(monotonic_ns),
             model_name=self._model_name,
             versions=read_versions(),
         )
 
 
 class ComputeDtypeProbe:
-    """Looks at the first linear layer that runs, in one pass of each kind, and then removes its hooks.
+    """Finds the dtype that the model computes in, at the first linear layer that runs in one pass of each kind.
 
-    Compiled layers have no hooks: these would be compiled too.
+    It hooks the linear layers for that pass alone. Compiled layers get no hooks: the hooks would be compiled too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._known: dict[tuple[Any, ...], dict[str, str]] = {}
-        self._kind: tuple[Any, ...] | None = None  # of the pass that is being looked at
-        self._found: dict[str, str] = {}
+        self._settings_by_kind: dict[tuple[Any, ...], dict[str, str]] = {}
+        # The kind of the pass that the hooks look at now, and what they have seen.
+        self._kind: tuple[Any, ...] | None = None
+        self._settings: dict[str, str] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, kind: tuple[Any, ...]) -> dict[str, str]:
-        """Begin a pass. Returns what is known of its kind; if that is nothing, `end` returns it."""
+        """Begin a pass. Returns the settings of its kind, if these are known; otherwise `end` returns them."""
         self.end()
         model = self._model()
-        if kind not in self._known and model is not None:
-            self._kind, self._found = kind, {}
-            self._handles = [module.register_forward_pre_hook(self._look) for module in _linear_layers(model)]
-        return self._known.get(kind, {})
+        if kind not in self._settings_by_kind and model is not None:
+            self._kind, self._settings = kind, {}
+            self._handles = [
+                module.register_forward_pre_hook(self._look_at_input) for module in _list_linear_layers(model)
+            ]
+        return self._settings_by_kind.get(kind, {})
 
     def end(self) -> dict[str, str]:
-        """End a pass. Returns what was found in it, if it was looked at."""
+        """End a pass. Returns the settings that it has shown, if it was looked at."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         if self._kind is None:
             return {}
-        self._known[self._kind] = self._found
+        self._settings_by_kind[self._kind] = self._settings
         self._kind = None
-        return self._found
+        return self._settings
 
-    def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = args[0] if args else None
-        if self._found or torch.compiler.is_compiling() or not isinstance(given, Tensor):
+    def _look_at_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        tensor = args[0] if args else None
+        if self._settings or torch.compiler.is_compiling() or not isinstance(tensor, Tensor):
             return
-        autocast = read_autocast_dtype(given.device.type)
-        dtype = str(given.dtype).removeprefix("torch.") if autocast == "off" else autocast
-        self._found = {"autocast": autocast, "computed_in": dtype}
+        autocast = read_autocast_dtype(tensor.device.type)
+        dtype = str(tensor.dtype).removeprefix("torch.") if autocast == "off" else autocast
+        self._settings = {"autocast": autocast, "computed_in": dtype}
 
 
 def is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _linear_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """List the linear layers inside `model`; not `model` itself, whose hooks are being called."""
+def _list_linear_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """List the linear layers inside `model`. `model` itself is left out: its hooks are being called now."""
     for child in model.children():
         if is_compiled(child):
             continue
         if isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D":
             yield child
-        yield from _linear_layers(child)
+        yield from _list_linear_layers(child)

@@ -25,18 +25,20 @@ from capture.record.engine_gradients import (
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 
-_MAX_GROUPS = 64  # groups of an optimizer whose settings are kept
+# So many groups of an optimizer have their settings kept.
+_MAX_GROUPS = 64
+# Names, or beginnings of names, of numbers that are copied to the host.
 _SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPart:
-    """One part of a step, as it is handed to the writer. Its tensors are on the host once `copied` has happened.
+    """One part of a step, as it is handed to the writer. Its tensors are on the host once `copy_events` have happened.
 
     step       all but the gradients and the numbers in `flat` and `others`
-    gradients  what was sampled; their values are the first ones of `flat`
+    gradients  what was sampled; the values are the first ones in `flat`
     flat       values of gradients, then one number for each of `names`
-    others     numbers that lay on another device, by name
+    others     numbers that lay on another device than the gradients, by name
     """
 
     step: OptimizerStep
@@ -44,10 +46,10 @@ class StepPart:
     flat: Tensor
     names: Sequence[str]
     others: Mapping[str, Tensor]
-    copied: list[torch.cuda.Event]
+    copy_events: list[torch.cuda.Event]
 
-    def record(self) -> OptimizerStep:
-        """Return the step as it is written, once all is on the host."""
+    def make_step(self) -> OptimizerStep:
+        """Return the step as it is written, once everything is on the host."""
         count = len(self.flat) - len(self.names)
         values = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
         values |= {name: float(value.item()) for name, value in self.others.items()}
@@ -56,10 +58,13 @@ class StepPart:
             if name.startswith(_SETTING):
                 group, key = name.removeprefix(_SETTING).split(" ", 1)
                 settings[int(group)][key] = value
+        gradients = None
+        if self.gradients is not None:
+            gradients = replace(self.gradients, values=self.flat).to_parameter_samples()
         return replace(
             self.step,
             shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
-            gradients=None if self.gradients is None else replace(self.gradients, values=self.flat).parameter_samples(),
+            gradients=gradients,
             grad_norm=values.get(_NORM),
             settings=merge_equal_settings(settings),
         )
@@ -78,155 +83,172 @@ class _Clipping:
     is_part_of_norm: bool
 
     @property
-    def has_a_limit(self) -> bool:
-        """Tell whether it may have changed the gradients: jobs that want the norm alone clip to infinity."""
+    def has_limit(self) -> bool:
+        """Tell whether it may have changed the gradients: jobs that only want the norm clip to infinity."""
         return self.max_norm != math.inf
 
 
 class StepWindow:
-    """Follows the passes and steps of one model, in the job's thread. `number` is that of the next step.
+    """Follows the passes and steps of one model, in the job's thread. Its methods may raise.
 
-    Its methods may raise.
+    number       that of the next step
+    on_backward  is called with the number of a pass when its loss is differentiated
     """
 
     def __init__(self, sampler: ParameterSampler) -> None:
         self.number = 0
-        self.on_backward: Callable[[int], None] = lambda number: None  # is told as a loss is differentiated
+        self.on_backward: Callable[[int], None] = lambda forward: None
         self._sampler = sampler
-        # for each optimizer that was seen: whether it is the model's, and DeepSpeed's optimizer around it
-        self._related: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
-        self._related = weakref.WeakKeyDictionary()
+        # For each optimizer that was seen: whether it trains the model, and DeepSpeed's optimizer around it.
+        self._relations: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
+        self._relations = weakref.WeakKeyDictionary()
         self._num_skipped = 0
-        self._begin()
+        self._begin_window()
 
-    def _begin(self) -> None:
+    def _begin_window(self) -> None:
         self._passes: list[int] = []
         self._shares: dict[int, Tensor] = {}
-        self._watched: set[int] = set()
-        self._is_kept = False  # whether one of the passes is recorded
+        self._watched_passes: set[int] = set()
+        self._has_recorded_pass = False
         self._clipping: _Clipping | None = None
-        self._was_clipped_before = False  # before the last pass
+        self._was_clipped_before_last_pass = False
         self._has_stepped = False
-        self._sampled: set[str] = set()  # names, in the parts of the step so far
+        # Names of the parameters whose gradients are in the parts of the step so far.
+        self._sampled_names: set[str] = set()
 
     def begin_pass(self, number: int) -> None:
         """Note that a forward with autograd on begins."""
-        if self._has_stepped or self._was_emptied():
-            self._begin()
+        if self._has_stepped or self._has_lost_gradients():
+            self._begin_window()
         self._passes.append(number)
 
     def keep_pass(self) -> bool:
         """Note that the pass that has begun is recorded. Returns whether it is the first one since the last step."""
-        is_first, self._is_kept = not self._is_kept, True
+        is_first, self._has_recorded_pass = not self._has_recorded_pass, True
         return is_first
 
     def watch_loss(self, number: int, loss: Tensor) -> None:
-        """Watch the backward for the share of pass `number`: the derivative of what is differentiated by its loss.
+        """Watch the backward for the share of pass `number`.
 
-        The first loss of a pass counts: the model's own, else the one that the loop noted.
+        That is the derivative of what the job differentiates with respect to the pass's loss. The first loss that a
+        pass is watched for counts: the model's own, otherwise the one that the loop noted.
         """
-        if number in self._watched or not loss.requires_grad or is_capturing_graph({"loss": loss}):
+        if number in self._watched_passes or not loss.requires_grad or is_capturing_graph({"loss": loss}):
             return
-        self._watched.add(number)
+        self._watched_passes.add(number)
 
-        def differentiated(gradient: Tensor | None) -> None:
-            if gradient is None:  # DDP passes all outputs through one function, also a loss that nobody differentiates
+        def add_share(gradient: Tensor | None) -> None:
+            # DDP passes all outputs through one function, also a loss that nobody differentiates.
+            if gradient is None:
                 return
             self.on_backward(number)
-            share, before = gradient.detach().reshape(1), self._shares.get(number)
-            self._shares[number] = share.clone() if before is None else before + share
+            share, earlier_share = gradient.detach().reshape(1), self._shares.get(number)
+            self._shares[number] = share.clone() if earlier_share is None else earlier_share + share
 
-        loss.register_hook(differentiated)
+        loss.register_hook(add_share)
 
-    def clips(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
-        """Note that the gradients of these parameters will be clipped by their norm."""
-        before = self._clipping
-        if not self._is_kept or self._has_stepped or (before and before.has_a_limit and self._is_up_to_date):
+    def begin_clipping(self, parameters: Sequence[Tensor], max_norm: Any, norm: Any) -> None:
+        """Sample the gradients of the model before these parameters are clipped.
+
+        A job may clip several times before a step. What counts are the gradients before the first clipping with a limit
+        since the latest pass, and that clipping's limit.
+        """
+        earlier = self._clipping
+        if not self._has_recorded_pass or self._has_stepped:
+            return
+        if earlier and earlier.has_limit and self._is_clipping_up_to_date:
             return
         ids = set(map(id, parameters))
-        if not self._sampler.is_of_model(ids):
+        if not self._sampler.has_any_of(ids):
             return
         limit = float(max_norm) if isinstance(max_norm, int | float) else None
         num_clipped = None if len(ids) >= self._sampler.num_trained else len(ids)
-        if before is not None and self._is_up_to_date:
-            self._clipping = replace(before, max_norm=limit, num_clipped=num_clipped)
+        if earlier is not None and self._is_clipping_up_to_date:
+            self._clipping = replace(earlier, max_norm=limit, num_clipped=num_clipped)
             return
-        self._was_clipped_before |= before is not None and before.has_a_limit
-        gradients, without = self._sampler.gradients()
-        own, is_part = copy_local_norm(norm)
+        self._was_clipped_before_last_pass |= earlier is not None and earlier.has_limit
+        gradients, without_gradient = self._sampler.sample_gradients()
+        local_norm, is_part = copy_local_norm(norm)
         self._clipping = _Clipping(
             after_pass=self._passes[-1],
             gradients=gradients,
-            without_gradient=without,
+            without_gradient=without_gradient,
             num_clipped=num_clipped,
             max_norm=limit,
-            norm=own,
+            norm=local_norm,
             is_part_of_norm=is_part,
         )
 
-    def clipped(self, norm: Any) -> None:
-        """Note that the gradients were clipped, and their norm, if it was not known before."""
+    def add_clipped_norm(self, norm: Any) -> None:
+        """Add the norm of the latest clipping, if it was not known before the clipping."""
         if self._clipping is not None and self._clipping.norm is None:
-            own, is_part = copy_local_norm(norm)
-            self._clipping = replace(self._clipping, norm=own, is_part_of_norm=is_part)
+            local_norm, is_part = copy_local_norm(norm)
+            self._clipping = replace(self._clipping, norm=local_norm, is_part_of_norm=is_part)
 
-    def steps(self, optimizer: Optimizer) -> StepPart | None:
-        """Note that an optimizer will step. Returns None if it is not the model's, or no pass of its window is kept."""
-        is_related, engine = self._relation(optimizer)
-        if not is_related:
+    def begin_step(self, optimizer: Optimizer) -> StepPart | None:
+        """Describe the step that an optimizer begins.
+
+        Returns None if the optimizer does not train the model, or no pass since the last step is recorded.
+        """
+        trains_model, engine = self._find_relation(optimizer)
+        if not trains_model:
             return None
         if not self._has_stepped:
             self._has_stepped = True
             self.number += 1
-        if not self._is_kept:
+        if not self._has_recorded_pass:
             return None
         wrapper = None if engine is None else engine()
-        return self._part(optimizer) if wrapper is None else self._part_of_engine(optimizer, wrapper)
+        return self._make_part(optimizer) if wrapper is None else self._make_engine_part(optimizer, wrapper)
 
     @torch.no_grad()
-    def _part_of_engine(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
+    def _make_engine_part(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
         """Describe the partitions that DeepSpeed steps on now."""
-        gradients_held = EngineGradients.now(wrapper, optimizer)
-        gradients = self._sampler.gradients_in(gradients_held.find, but=self._sampled)
+        engine_gradients = EngineGradients.from_optimizer(wrapper, optimizer)
+        gradients = self._sampler.sample_gradients_with(engine_gradients.find, excluded=self._sampled_names)
         if gradients is not None:
-            self._sampled |= {name for name, _ in gradients.places}
-            gradients = replace(gradients, values=gradients_held.before_clipping(gradients.values))
+            self._sampled_names |= {name for name, _ in gradients.locations}
+            gradients = replace(gradients, values=engine_gradients.undo_clipping(gradients.values))
         settings, tensors = read_optimizer_settings(optimizer)
-        counts = gradients_held.num_parameters()
-        if len(counts) != len(settings):  # it is not known which parameters the partitions are of
+        counts = engine_gradients.count_parameters()
+        # Other numbers of groups mean that it is not known which parameters lie in which group.
+        if len(counts) != len(settings):
             counts = [0] * len(settings)
         for group, count in zip(settings, counts, strict=True):
             group["num_parameters"] = count
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
-        if (norm := gradients_held.grad_norm) is not None:
+        if (norm := engine_gradients.grad_norm) is not None:
             tensors[_NORM] = torch.tensor([norm], device="cpu") if isinstance(norm, float) else norm.reshape(1)
         step = OptimizerStep(
             number=self.number - 1,
             passes=tuple(self._passes),
             shares=(None,) * len(self._passes),
-            max_norm=gradients_held.max_norm,
-            is_unclipped=gradients_held.is_undone,
+            max_norm=engine_gradients.max_norm,
+            is_unclipped=engine_gradients.can_undo_clipping,
             optimizer=type(optimizer).__name__,
             settings=settings,
             has_state=has_engine_stepped(self._sampler.model),
         )
-        return _part_of(step, gradients, tensors)
+        return _copy_part(step, gradients, tensors)
 
     @torch.no_grad()
-    def _part(self, optimizer: Optimizer) -> StepPart:
-        clipping = self._clipping if self._is_up_to_date else None
+    def _make_part(self, optimizer: Optimizer) -> StepPart:
+        """Describe what the optimizer steps on, with the gradients as they were before a clipping."""
+        clipping = self._clipping if self._is_clipping_up_to_date else None
         if clipping is None:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            gradients, without = self._sampler.gradients(ids, but=self._sampled)
-        elif self._sampled:
-            gradients, without = None, []
+            gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._sampled_names)
+        elif self._sampled_names:
+            # An earlier part of this step has the samples that were taken before the clipping.
+            gradients, without_gradient = None, []
         else:
-            gradients, without = clipping.gradients, list(clipping.without_gradient)
-        self._sampled |= {name for name, _ in gradients.places} if gradients is not None else {""}
+            gradients, without_gradient = clipping.gradients, list(clipping.without_gradient)
+        # The empty name marks that there was a part, where it has no samples.
+        self._sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
         settings, tensors = read_optimizer_settings(optimizer)
-        if self._sampler.has_flat:
-            for group, own in zip(settings, _groups_of(optimizer), strict=False):
-                group["num_parameters"] = self._sampler.num_among(set(map(id, own["params"])))
+        if self._sampler.has_flat_parameters:
+            for group_settings, group in zip(settings, _list_groups(optimizer), strict=False):
+                group_settings["num_parameters"] = self._sampler.count_among(set(map(id, group["params"])))
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
@@ -234,17 +256,17 @@ class StepWindow:
             number=self.number - 1,
             passes=tuple(self._passes),
             shares=(None,) * len(self._passes),
-            without_gradient=tuple(without),
+            without_gradient=tuple(without_gradient),
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
             num_clipped=None if clipping is None else clipping.num_clipped,
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None)
-            and not (self._was_clipped_before or self._was_clipped_since_sampled),
+            and not (self._was_clipped_before_last_pass or self._was_clipped_in_parts),
             optimizer=type(optimizer).__name__,
             settings=settings,
             has_state=bool(optimizer.state),
         )
-        return _part_of(step, gradients, tensors)
+        return _copy_part(step, gradients, tensors)
 
     @property
     def has_stepped(self) -> bool:
@@ -252,32 +274,33 @@ class StepWindow:
         return self._has_stepped
 
     @property
-    def _was_clipped_since_sampled(self) -> bool:
-        """Tell whether a clipping with a limit came before the last pass, so that its samples are not of the whole."""
-        return self._clipping is not None and self._clipping.has_a_limit and not self._is_up_to_date
+    def _was_clipped_in_parts(self) -> bool:
+        """Tell whether the latest clipping came before the last pass, whose gradients were added to clipped ones."""
+        return self._clipping is not None and self._clipping.has_limit and not self._is_clipping_up_to_date
 
     @property
-    def _is_up_to_date(self) -> bool:
+    def _is_clipping_up_to_date(self) -> bool:
         """Tell whether no pass has begun since the latest clipping."""
         return self._clipping is not None and self._clipping.after_pass == self._passes[-1]
 
-    def _was_emptied(self) -> bool:
+    def _has_lost_gradients(self) -> bool:
         """Tell whether a backward's gradients are gone without a step: fp16 leaves out steps that overflow."""
-        before, self._num_skipped = self._num_skipped, count_skipped_steps(self._sampler.model)
-        if self._num_skipped > before:
+        num_skipped_before, self._num_skipped = self._num_skipped, count_skipped_steps(self._sampler.model)
+        if self._num_skipped > num_skipped_before:
             return True
-        had_some = self._clipping is not None and self._clipping.gradients is not None
-        return (had_some or bool(self._shares)) and self._sampler.has_no_gradients(in_shards=had_some)
+        had_gradients = self._clipping is not None and self._clipping.gradients is not None
+        return (had_gradients or bool(self._shares)) and self._sampler.has_no_gradients(in_shards=had_gradients)
 
-    def _relation(self, optimizer: Optimizer) -> tuple[bool, weakref.ref[Any] | None]:
-        known = self._related.get(optimizer)
-        if known is None:
+    def _find_relation(self, optimizer: Optimizer) -> tuple[bool, weakref.ref[Any] | None]:
+        """Find out whether the optimizer trains the model, and DeepSpeed's optimizer around it, if there is one."""
+        relation = self._relations.get(optimizer)
+        if relation is None:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            known = self._sampler.is_of_model(ids), None
-            if not known[0] and (wrapper := find_engine_optimizer(self._sampler.model, optimizer)) is not None:
-                known = True, weakref.ref(wrapper)
-            self._related[optimizer] = known
-        return known
+            relation = self._sampler.has_any_of(ids), None
+            if not relation[0] and (wrapper := find_engine_optimizer(self._sampler.model, optimizer)) is not None:
+                relation = True, weakref.ref(wrapper)
+            self._relations[optimizer] = relation
+        return relation
 
 
 def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -287,7 +310,7 @@ def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]],
     """
     settings: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
-    groups = _groups_of(optimizer)
+    groups = _list_groups(optimizer)
     for number, group in enumerate(groups[:_MAX_GROUPS]):
         plain: dict[str, Any] = {"num_parameters": len(group["params"])}
         for key, value in group.items():
@@ -295,51 +318,53 @@ def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]],
                 continue
             if type(value) in (bool, int, float):
                 plain[key] = value
-            elif type(value) in (tuple, list) and all(type(one) in (bool, int, float) for one in value):
+            elif type(value) in (tuple, list) and all(type(member) in (bool, int, float) for member in value):
                 plain[key] = list(value)
             elif isinstance(value, Tensor) and value.numel() == 1:
                 tensors[f"{_SETTING}{number} {key}"] = value.detach().reshape(1)
         settings.append(plain)
-    for group in groups[_MAX_GROUPS:]:  # so that the sum is that of all groups
+    # The last group that is kept counts the parameters of those that are not, so that the sum is that of all groups.
+    for group in groups[_MAX_GROUPS:]:
         settings[-1]["num_parameters"] += len(group["params"])
     return settings, tensors
 
 
-def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _list_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group["params"]]
 
 
-def _part_of(step: OptimizerStep, gradients: RawSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
+def _copy_part(step: OptimizerStep, gradients: RawSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
+    """Begin to copy the gradients and numbers of a part. Those on one device go in one copy, which takes less time."""
     first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
-    near = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
-    copies, copied = copy_to_host(
-        {"": torch.cat([values, *near.values()])} | {name: one for name, one in tensors.items() if name not in near}
-    )
+    same_device = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
+    other_devices = {name: tensor for name, tensor in tensors.items() if name not in same_device}
+    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices)
     return StepPart(
         step=step,
         gradients=None if gradients is None else replace(gradients, values=torch.empty(0, device="cpu")),
         flat=copies.pop(""),
-        names=tuple(near),
+        names=tuple(same_device),
         others=copies,
-        copied=copied,
+        copy_events=copy_events,
     )
 
 
 def copy_local_norm(norm: Any) -> tuple[Tensor | None, bool]:
-    """Copy what this rank has of a norm, and tell whether it is a part: then the squares of all ranks add up.
+    """Copy what this rank has of a norm, and tell whether that is a part: then the squares of all ranks add up.
 
-    A norm over shards may be unreduced (DTensor); the whole of it would take a collective.
+    A norm over shards may be unreduced (DTensor). Computing the whole norm would take a collective.
     """
     if not isinstance(norm, Tensor) or norm.numel() != 1:
         return None, False
     local: Any = norm.detach()
     placements: Sequence[Any] = getattr(norm, "placements", ())
-    parts = [number for number, placement in enumerate(placements) if placement.is_partial()]
+    partial_axes = [axis for axis, placement in enumerate(placements) if placement.is_partial()]
     if hasattr(local, "_local_tensor"):
         local = local._local_tensor
-    own: Tensor = local.reshape(1).clone()
-    if parts:
-        num_parts = math.prod(norm.device_mesh.size(number) for number in parts)  # type: ignore[attr-defined]
-        own *= math.sqrt(num_parts / torch.distributed.get_world_size())
-    return own, bool(parts)
+    local_norm: Tensor = local.reshape(1).clone()
+    if partial_axes:
+        num_parts = math.prod(norm.device_mesh.size(axis) for axis in partial_axes)  # type: ignore[attr-defined]
+        # Ranks that have the same part would be added up more than once.
+        local_norm *= math.sqrt(num_parts / torch.distributed.get_world_size())
+    return local_norm, bool(partial_axes)

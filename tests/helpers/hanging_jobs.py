@@ -118,7 +118,7 @@ def is_stuck(name: str, folder: Path) -> bool:
     if name.startswith("slow"):
         records = read_incidents(folder) if folder.is_dir() else []
         return {one.rank for one in records for found in one.incidents if found.forward == FATAL_PASS} == {0, 1}
-    known = {one.rank: (one.forward, one.place) for one in positions(folder)}
+    known = {position.rank: (position.forward, position.phase) for position in positions(folder)}
     stands = {
         "data": (FATAL_PASS - 1, "after the optimizer's step"),
         "backward": (FATAL_PASS, "in backward"),

@@ -92,8 +92,8 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
     model = TinyModel()
     with recording(model, tmp_path / "a") as first:
         with recording(model, tmp_path / "b") as second:
-            assert first.hears_signals
-            assert second.hears_signals
+            assert first.handles_signals
+            assert second.handles_signals
             model(torch.ones(2, 4, dtype=torch.long))
         assert signal.getsignal(signal.SIGTERM) != before[0][0]
     assert ([signal.getsignal(number) for number in numbers], sys.excepthook) == before

@@ -1,4 +1,4 @@
-"""When the recorder's thread works: as it is roused, or soon after; and what it may leave for later."""
+"""When the recorder's thread works: as it is woken, or soon after; and what it may leave for later."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Handled:
     def __init__(self) -> None:
         self.done: list[str] = []
         self._changed = threading.Condition()
-        self.writer: BackgroundWriter[str] = BackgroundWriter(self.note, max_queued=8, rest=lambda: self.note("rest"))
+        self.writer = BackgroundWriter[str](self.note, max_queued=8, on_idle=lambda: self.note("idle"))
 
     def note(self, what: str) -> None:
         with self._changed:
@@ -48,41 +48,41 @@ def handled() -> Iterator[Handled]:
 
 
 @pytest.fixture
-def no_lull(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_writer, "MAX_DELAY_SECONDS", 10.0**6)
 
 
-@pytest.mark.usefixtures("no_lull")
+@pytest.mark.usefixtures("no_timeout")
 def test_a_forwards_end_has_the_thread_do_what_came_before_it(handled: Handled) -> None:
-    handled.writer.offer("pass 0", 1)
-    handled.writer.rouse("outputs 0")
-    handled.wait_for("pass 0", "rest")
-    handled.writer.tell("step 0")
-    handled.writer.offer("pass 1", 1)
-    handled.writer.rouse("outputs 1")
-    handled.wait_for("pass 0", "rest", "outputs 0", "step 0", "pass 1", "rest")
+    handled.writer.queue_pass("pass 0", 1)
+    handled.writer.wake("outputs 0")
+    handled.wait_for("pass 0", "idle")
+    handled.writer.queue_small_task("step 0")
+    handled.writer.queue_pass("pass 1", 1)
+    handled.writer.wake("outputs 1")
+    handled.wait_for("pass 0", "idle", "outputs 0", "step 0", "pass 1", "idle")
 
 
-@pytest.mark.usefixtures("no_lull")
+@pytest.mark.usefixtures("no_timeout")
 def test_an_incident_has_it_do_all(handled: Handled) -> None:
-    handled.writer.offer("pass 0", 1)
-    handled.writer.tell("incident", is_urgent=True)
-    handled.wait_for("pass 0", "incident", "rest")
+    handled.writer.queue_pass("pass 0", 1)
+    handled.writer.queue_small_task("incident", is_urgent=True)
+    handled.wait_for("pass 0", "incident", "idle")
 
 
-@pytest.mark.usefixtures("no_lull")
+@pytest.mark.usefixtures("no_timeout")
 @pytest.mark.parametrize("how", ["drain", "close"])
 def test_what_waits_is_done_when_asked_for(how: str, handled: Handled) -> None:
-    handled.writer.offer("pass 0", 1)
-    handled.writer.rouse("outputs 0")
+    handled.writer.queue_pass("pass 0", 1)
+    handled.writer.wake("outputs 0")
     getattr(handled.writer, how)(max_seconds=SECONDS)
-    assert [what for what in handled.done if what != "rest"] == ["pass 0", "outputs 0"]
+    assert [what for what in handled.done if what != "idle"] == ["pass 0", "outputs 0"]
 
 
 def test_without_a_forwards_end_it_works_soon_after(handled: Handled) -> None:
-    handled.writer.offer("pass 0", 1)
-    handled.writer.tell("outputs 0")
-    handled.wait_for("pass 0", "outputs 0", "rest")
+    handled.writer.queue_pass("pass 0", 1)
+    handled.writer.queue_small_task("outputs 0")
+    handled.wait_for("pass 0", "outputs 0", "idle")
 
 
 class Model(nn.Module):
@@ -97,7 +97,7 @@ class Model(nn.Module):
         return loss
 
 
-@pytest.mark.usefixtures("no_lull")
+@pytest.mark.usefixtures("no_timeout")
 @pytest.mark.parametrize("breaks", [False, True])
 def test_the_last_pass_is_whole_at_the_end(breaks: bool, tmp_path: Path) -> None:
     """Its weights are those that it was done with, though they are read when it has ended, and the job changes them."""

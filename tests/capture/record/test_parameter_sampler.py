@@ -87,7 +87,7 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
 def test_a_model_that_the_job_lets_go_is_freed() -> None:
     model = Model()
     sampler = ParameterSampler(model)
-    sampler.weights()
+    sampler.sample_weights()
     parameter = weakref.ref(model.layers[0].weight)
     del model
     gc.collect()

@@ -229,8 +229,8 @@ def test_a_job_that_goes_on_after_every_incident_does_not_fill_the_disk(tmp_path
             model(IDS_BS, scale=math.nan)
             recorder.flush()
     [record] = read_incidents(tmp_path)
-    assert (len(record.incidents), record.num_others) == (capture.black_box.black_box.MAX_INCIDENTS_OF_A_KIND, 22)
-    assert len(capture_files(tmp_path)) == capture.black_box.black_box.MAX_INCIDENTS_OF_A_KIND
+    assert (len(record.incidents), record.num_others) == (capture.black_box.black_box.MAX_INCIDENTS_PER_KIND, 22)
+    assert len(capture_files(tmp_path)) == capture.black_box.black_box.MAX_INCIDENTS_PER_KIND
     assert_all_counted(recorder)
 
 
@@ -259,22 +259,22 @@ def test_the_median_of_steps_decides_what_is_slow(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
     watch = SlowStepWatch(3.0)
     for step in range(9):
-        assert not watch.begin(step)
+        assert not watch.begin_step(step)
         now[0] += 1.0
     assert watch.seconds_left() == pytest.approx(2.0)
-    assert watch.take() is None
+    assert watch.pop_slow_step() is None
     now[0] += 1.9
-    assert not watch.begin(9)
+    assert not watch.begin_step(9)
     now[0] += 3.1
-    assert watch.begin(10)
-    late = watch.take()
+    assert watch.begin_step(10)
+    late = watch.pop_slow_step()
     assert late is not None
     assert late[0] == 9
     assert "3 times the median are 3 s" in late[1]
     now[0] += 5
     assert watch.seconds_left() == 0
-    assert (watch.take() or (None,))[0] == 10
-    assert watch.take() is None
+    assert (watch.pop_slow_step() or (None,))[0] == 10
+    assert watch.pop_slow_step() is None
     assert watch.seconds_left() is None
 
 
@@ -293,13 +293,13 @@ def test_a_limit_in_seconds_holds_from_the_first_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr("capture.black_box.black_box.time.monotonic", lambda: now[0])
     watch = SlowStepWatch(max_seconds=60.0)
     assert watch.seconds_left() is None
-    assert not watch.begin(0)
+    assert not watch.begin_step(0)
     now[0] += 59.0
     assert watch.seconds_left() == pytest.approx(1.0)
-    assert watch.take() is None
+    assert watch.pop_slow_step() is None
     now[0] += 2.0
-    assert watch.take() == (0, "61 s and more; the limit is 60 s")
-    assert watch.take() is None
+    assert watch.pop_slow_step() == (0, "61 s and more; the limit is 60 s")
+    assert watch.pop_slow_step() is None
 
 
 def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() -> None:
@@ -440,7 +440,7 @@ def test_a_training_thread_that_is_not_the_main_thread_records_and_reports(tmp_p
     def train() -> None:
         model = TinyModel()
         recorder = recording(model, tmp_path, flight_recorder=2)
-        hears.append(recorder.hears_signals)
+        hears.append(recorder.handles_signals)
         try:
             for _ in range(5):
                 model(IDS_BS)

@@ -406,7 +406,7 @@ def test_a_position_without_shared_memory_is_kept_all_the_same(tmp_path: Path, m
     with recording(model, tmp_path) as recorder:
         assert recorder.position == JobPosition()
         model(torch.zeros(1, 2))
-        assert (recorder.position.forward, recorder.position.place) == (0, "after forward")
+        assert (recorder.position.forward, recorder.position.phase) == (0, "after forward")
 
 
 def test_the_dump_of_ncclss_flight_recorder_is_read_without_unpickling(tmp_path: Path) -> None:

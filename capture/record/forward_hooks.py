@@ -1,0 +1,89 @@
+"""Hook a job's model, to see where each of its passes begins and ends.
+
+A pass is one call of the model by the job. torch calls a module's hooks at other forwards too, which are no passes:
+
+* a forward inside another forward of the same model
+* a forward inside a backward: activation checkpointing runs a part of the model again there
+* a forward that a compiler traces
+* a forward in a forked child process, such as a data loader: the recording belongs to the parent
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+BeginCallback = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+EndCallback = Callable[[Any, BaseException | None], None]
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+class ForwardHooks:
+    """Calls `on_begin` before each pass of a model, and `on_end` after it.
+
+    on_begin  is given the module, its positional arguments and its keyword arguments
+    on_end    is given the output, and what the forward raised, or None
+    """
+
+    def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._process_id = os.getpid()
+        # How many forwards of the model are running, one inside the other.
+        self._depth = 0
+        # The exception that the job was handling when the pass began, if it called the model in an `except` block.
+        self._earlier_error: BaseException | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __reduce__(self) -> tuple[type["ForwardHooks"], tuple[()]]:
+        """Have deepcopy and pickle make hooks without callbacks.
+
+        Whoever copies a model copies its hooks too, and the copy is another model, which nobody records.
+        """
+        return type(self), ()
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook `model`, in front of hooks that change the arguments, such as FSDP's."""
+        self._handles = [
+            model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self.after_forward, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._may_be_pass():
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._earlier_error = sys.exc_info()[1]
+            self._on_begin(module, args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # The depth is 0 if the hooks were attached while this forward was running: its begin was not seen.
+        if not self._may_be_pass() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        # torch does not hand over the exception, but calls this hook while it handles it.
+        error, earlier_error = sys.exc_info()[1], self._earlier_error
+        self._earlier_error = None
+        self._on_end(output, None if error is earlier_error else error)
+
+    def _may_be_pass(self) -> bool:
+        return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
+
+
+def is_in_backward() -> bool:
+    """Tell whether a backward is running in this thread, in the way in which torch.utils.checkpoint does."""
+    return bool(torch._C._current_graph_task_id() != -1)
