@@ -201,7 +201,7 @@ class BlackBox(RecordingObserver):
             forward, message = slow_step
             self._report(make_incident("slow step", "step", forward, message))
 
-    def on_new_home(self) -> None:
+    def on_new_rank_folder(self) -> None:
         salvage(self._folder, self._keep)
 
     def on_hold(self, encoded: EncodedCall) -> None:
@@ -222,7 +222,7 @@ class BlackBox(RecordingObserver):
             encoded = self._unspooled.pop(next(iter(self._unspooled)))
             try:
                 if self._shared is None:
-                    self._shared = SharedFolder(self._folder, self._recording.rank_and_home[0])
+                    self._shared = SharedFolder(self._folder, self._recording.rank_and_folder[0])
                 if self._spool is None:
                     self._spool = Spool(self._shared)
                 self._spool.put(encoded)
@@ -263,9 +263,9 @@ class BlackBox(RecordingObserver):
 
     def _write_incidents(self) -> None:
         if self._incidents:
-            rank, home = self._recording.rank_and_home
+            rank, rank_folder = self._recording.rank_and_folder
             write_incidents(
-                home,
+                rank_folder,
                 self._incidents,
                 num_others=self._num_other_incidents,
                 rank=rank,

@@ -59,7 +59,7 @@ def _write_spool(spool: DeadSpool, position: LastPosition | None, writer: RankWr
         if position is not None:
             incident = _add_last_position(incident, spool.directory, position)
         incident = replace(incident, files=names, num_not_copied=spool.num_cut_short)
-        write_incidents(writer.home, [incident], num_others=0, rank=rank, stamp=format_stamp(stamp))
+        write_incidents(writer.rank_folder, [incident], num_others=0, rank=rank, stamp=format_stamp(stamp))
         writer.commit()
     return len(names)
 

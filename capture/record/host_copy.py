@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_MAX_PACKED_BYTES = 2**20  # of one tensor: copying more on the device costs more than another copy to the host
+# The largest tensor that is packed with others. Packing a larger one on the device costs more than a copy of its own.
+_MAX_PACKED_BYTES = 2**20
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-    """Begin copies that the job's later changes do not reach. Those from CUDA are complete after the events.
+    """Begin copies that later changes of the tensors do not reach. Those from CUDA are complete after the events.
 
-    Small tensors of one device and dtype go in one copy: beginning one takes longer than it does.
+    Small tensors of one device and dtype go in one copy: to begin a copy takes longer than such a copy itself.
     """
     copies: dict[str, Tensor] = {}
     packs: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
@@ -32,20 +33,21 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
 
 
 def copy_packed(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Begin to copy contiguous tensors of one device and dtype, by one copy to the host."""
+    """Begin to copy contiguous tensors of one device and dtype, in one copy to the host."""
     if len(pack) == 1:
         [(name, tensor)] = pack.items()
         return {name: _copy_to_host(tensor)}
     flat = _copy_to_host(torch.cat([tensor.view(-1) for tensor in pack.values()]))
-    copies, begin = {}, 0
+    copies, offset = {}, 0
     for name, tensor in pack.items():
-        copies[name] = flat.as_strided(tensor.shape, tensor.stride(), begin)
-        begin += tensor.numel()
+        copies[name] = flat.as_strided(tensor.shape, tensor.stride(), offset)
+        offset += tensor.numel()
     return copies
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
+        # Only a copy into pinned memory leaves the host free to go on.
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(tensor, non_blocking=True)
     return tensor.to("cpu", copy=True)

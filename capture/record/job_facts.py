@@ -1,4 +1,4 @@
-"""Ask a running job for its model's config and name, its rank, its settings and the versions of what it uses."""
+"""Read from a running job its model's config and name, its rank, its settings and the versions of what it uses."""
 
 import json
 import os
@@ -27,12 +27,13 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for module in model.modules():
-        config: Any = vars(module).get("config")  # the module's own: wrappers look `config` up in what they wrap
+        # `getattr` would also find the config of a module inside: wrappers look attributes up in what they wrap.
+        config: Any = vars(module).get("config")
         if callable(getattr(config, "to_dict", None)):
-            name = _without_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
+            name = _remove_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
             adapters = find_adapter_configs(model)
             frozen = [] if adapters else list_frozen_names(model)
-            _write_config_once(folder, _without_host_paths(config.to_dict()), name, adapters, frozen)
+            _write_config_once(folder, _remove_host_paths(config.to_dict()), name, adapters, frozen)
             return str(name)
     return type(model).__name__
 
@@ -44,19 +45,19 @@ def find_adapter_configs(model: nn.Module) -> dict[str, dict[str, object]]:
         if (
             isinstance(configs, dict)
             and configs
-            and all(callable(getattr(c, "to_dict", None)) for c in configs.values())
+            and all(callable(getattr(config, "to_dict", None)) for config in configs.values())
         ):
-            plain = {name: _plain(config.to_dict()) for name, config in configs.items()}
-            return {name: _without_host_paths(config) for name, config in plain.items()}
+            plain = {name: _to_json_value(config.to_dict()) for name, config in configs.items()}
+            return {name: _remove_host_paths(config) for name, config in plain.items()}
     return {}
 
 
-def _plain(value: Any) -> Any:
-    """Turn a config into what JSON knows: sets are sorted, members of enumerations are their values."""
+def _to_json_value(value: Any) -> Any:
+    """Turn a config into what JSON knows: sets become sorted lists, members of enumerations their values."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json_value(member) for member in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     value = value.value if isinstance(value, Enum) else value
@@ -70,11 +71,11 @@ def _write_config_once(
     adapters: dict[str, dict[str, object]],
     frozen: Sequence[str],
 ) -> None:
-    present = read_actor_config(folder)
-    if present is None:
+    existing = read_actor_config(folder)
+    if existing is None:
         write_actor_config(folder, config, model_name, adapters, frozen)
     elif (
-        select_architecture(present) != select_architecture(json.loads(json.dumps(config, default=str)))
+        select_architecture(existing) != select_architecture(json.loads(json.dumps(config, default=str)))
         or read_adapter_configs(folder) != adapters
     ):
         raise CaptureError(
@@ -83,18 +84,18 @@ def _write_config_once(
         )
 
 
-def _without_host_paths(value: Any) -> Any:
-    """Shorten absolute paths to their last names: a recording does not say where a host keeps its models."""
+def _remove_host_paths(value: Any) -> Any:
+    """Shorten absolute paths to their last names: a recording does not tell where a host keeps its models."""
     if isinstance(value, dict):
-        return {key: _without_host_paths(item) for key, item in value.items()}
+        return {key: _remove_host_paths(member) for key, member in value.items()}
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def select_architecture(config: dict[str, object]) -> dict[str, object]:
     """Return the settings that tell one model from another."""
-    # these differ between runs of one model, and save_pretrained, which one rank alone may call, sets the last ones
-    changing = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
-    return {name: value for name, value in config.items() if name not in changing}
+    # These differ between runs of one model. save_pretrained sets the last three, and one rank alone may call it.
+    changing_names = ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype")
+    return {name: value for name, value in config.items() if name not in changing_names}
 
 
 def is_in_process_group() -> bool:
@@ -109,13 +110,13 @@ def read_rank_and_world_size() -> tuple[int, int]:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of packages that are loaded; nothing is imported for it."""
-    used = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
-    return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in used.items()}}
+    """Return the versions of packages that are loaded. Nothing is imported for it."""
+    modules = {name: sys.modules[name] for name in ("torch", "transformers", "deepspeed") if name in sys.modules}
+    return {"python": platform.python_version(), **{name: str(module.__version__) for name, module in modules.items()}}
 
 
 def find_attention_kernel(model: nn.Module) -> str | None:
-    """Return the attention kernel that transformers was asked for; None where nothing says one."""
+    """Return the attention kernel that transformers is set to use; None where nothing names one."""
     configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     names = (getattr(config, "_attn_implementation", None) for config in configs)
     return next((name for name in names if isinstance(name, str)), None)
@@ -124,7 +125,7 @@ def find_attention_kernel(model: nn.Module) -> str | None:
 def find_kernels(model: nn.Module) -> str:
     """Return `liger` if Liger computes a norm, a SwiGLU layer or rotary embeddings of the model, else `model`.
 
-    Liger replaces classes, forwards of modules, or functions in the file of a class. Nothing is imported for it.
+    Liger replaces classes, forwards of modules, or functions in the file of a class; all three are looked at.
     """
     files = {type(module).__module__ for module in model.modules()}
     forwards = (getattr(vars(module).get("forward"), "__module__", None) for module in model.modules())
@@ -138,17 +139,17 @@ def find_kernels(model: nn.Module) -> str:
     return "liger" if any(str(name).split(".")[0] == LIGER for name in (*files, *forwards, *functions)) else "model"
 
 
-def describe_call_settings(tensors: Mapping[str, Tensor], of_model: Mapping[str, str]) -> dict[str, str]:
-    """Return settings that only the job's thread knows: device, autocast, and those of the model that were given."""
+def describe_call_settings(tensors: Mapping[str, Tensor], model_settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that only the job's thread knows, device and autocast, beside those of the model."""
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    return {"device": read_device_name(device), "autocast": read_autocast_dtype(device.type), **of_model}
+    return {"device": read_device_name(device), "autocast": read_autocast_dtype(device.type), **model_settings}
 
 
-def read_autocast_dtype(kind: str) -> str:
-    """Return autocast's dtype on devices of this kind, or `off`."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+def read_autocast_dtype(device_type: str) -> str:
+    """Return autocast's dtype on devices of this type, or `off`."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return "off"
-    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 @cache

@@ -38,7 +38,7 @@ class Recording(Protocol):
     """A recording as an observer sees it.
 
     opened         the time of its begin (ISO 8601, UTC), which its files have in their names
-    rank_and_home  the rank, and the folder of its files, as the writer's thread knows them
+    rank_and_folder  the rank, and the folder of its files, as the writer's thread knows them
     """
 
     position: JobPosition
@@ -47,7 +47,7 @@ class Recording(Protocol):
     opened: str
 
     @property
-    def rank_and_home(self) -> tuple[int, Path]: ...
+    def rank_and_folder(self) -> tuple[int, Path]: ...
 
     def flush(self, *, max_seconds: float) -> bool:
         """Wait until all that was handed to the writer's thread is handled. Returns False if it took longer."""
@@ -95,7 +95,7 @@ class RecordingObserver:
 
     def on_deadline(self) -> None: ...
 
-    def on_new_home(self) -> None:
+    def on_new_rank_folder(self) -> None:
         """The rank, or the folder of its files, is another one from here on. Nothing is written there yet."""
 
     def on_hold(self, encoded: EncodedCall) -> None:

@@ -67,7 +67,7 @@ class PassStore:
     num_written    passes that are in files now
     num_not_kept   passes that a limit or the flight recorder left out, and written ones that made room for later ones
     num_lost       passes that could not be written at the end
-    rank_and_home  the rank, and the folder of its files
+    rank_and_folder  the rank, and the folder of its files
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PassStore:
         self._must_hurry = must_hurry
         self._held: deque[EncodedCall] = deque()
         self._observer = observer
-        self.rank_and_home = 0, folder
+        self.rank_and_folder = 0, folder
         self._writers: dict[tuple[int, Path], RankWriter] = {}
         self._num_passes_written = 0
         self._num_passes_dropped = 0
@@ -122,10 +122,10 @@ class PassStore:
             case StepPart():
                 self._add_step_part(task)
             case RecordingOpened():
-                self._prepare_home(task.rank, task.world_size)
+                self._prepare_rank_folder(task.rank, task.world_size)
             case RecordingEnded():
-                rank, home = self.rank_and_home
-                write_end_record(home, task.make_record(rank), stamp=format_stamp(self._opened))
+                rank, rank_folder = self.rank_and_folder
+                write_end_record(rank_folder, task.make_record(rank), stamp=format_stamp(self._opened))
             case _:
                 task()
 
@@ -147,7 +147,7 @@ class PassStore:
     def _add_pass(self, snapshot: PassSnapshot) -> None:
         """Encode a pass, and hold it in memory or write it."""
         origin, notes = snapshot.make_origin(), snapshot.notes
-        self._prepare_home(origin.rank or 0, origin.world_size)
+        self._prepare_rank_folder(origin.rank or 0, origin.world_size)
         if self._keep.flight_recorder is None:
             self.write_held()
         self._wait_for_copies(snapshot.copy_events if notes is None else [*snapshot.copy_events, *notes.copy_events])
@@ -159,7 +159,7 @@ class PassStore:
             left_out=snapshot.left_out,
             random=None if snapshot.random is None else snapshot.random.to_plain(),
             environment={**read_environment(), **snapshot.settings} if self._keep.reproduce else None,
-            weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().text(),
+            weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
             optimizer_step=snapshot.optimizer_step,
             recording=self._opened,
         )
@@ -191,7 +191,7 @@ class PassStore:
             encoded = self._held[-1]
             encoded.body.setdefault("outputs", {}).update(outputs)
             if pass_outputs.weights is not None:
-                encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().text()
+                encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().to_json()
             if pass_outputs.settings:
                 encoded.body["environment"].update(pass_outputs.settings)
             if "step" in encoded.body:
@@ -260,7 +260,7 @@ class PassStore:
             # The hooks did not see what computed the noted norm, and it may have clipped the gradients too.
             is_unclipped = step.is_unclipped and step.grad_norm is not None
             step = replace(step, grad_norm=noted_norm, is_part_of_norm=False, is_unclipped=is_unclipped)
-        last.body["step"] = step.text()
+        last.body["step"] = step.to_json()
         self._observer.on_hold(last)
 
     def write_held(self) -> list[Path]:
@@ -268,7 +268,7 @@ class PassStore:
         written = []
         while self._held:
             first = self._held[0]
-            path = self._writers[first.rank, self._find_home(first.rank, first.world_size)].write(first)
+            path = self._writers[first.rank, self._choose_rank_folder(first.rank, first.world_size)].write(first)
             self._observer.on_release(self._held.popleft())
             if path is None:
                 self._num_passes_dropped += 1
@@ -278,14 +278,14 @@ class PassStore:
                 written.append(path)
         return written
 
-    def _prepare_home(self, rank: int, world_size: int | None) -> None:
+    def _prepare_rank_folder(self, rank: int, world_size: int | None) -> None:
         """Prepare the folder of this rank's files. A job may learn its rank after the recording was opened."""
-        self.rank_and_home = rank, self._find_home(rank, world_size)
-        if self.rank_and_home in self._writers:
+        self.rank_and_folder = rank, self._choose_rank_folder(rank, world_size)
+        if self.rank_and_folder in self._writers:
             return
-        self._observer.on_new_home()
+        self._observer.on_new_rank_folder()
         writer = open_rank_writer(self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened)
-        self._writers[self.rank_and_home] = writer
+        self._writers[self.rank_and_folder] = writer
         # All ranks see the same folder, so only one of them warns.
         warns_for_all_ranks = rank == min(self._keep.ranks or {0})
         if writer.had_passes and warns_for_all_ranks:
@@ -294,7 +294,7 @@ class PassStore:
                 "Give each recording a folder of its own"
             )
 
-    def _find_home(self, rank: int, world_size: int | None) -> Path:
+    def _choose_rank_folder(self, rank: int, world_size: int | None) -> Path:
         in_segments = self._keep.segment is not None
         return choose_rank_folder(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 

@@ -1,4 +1,4 @@
-"""Write one rank's passes within its limits, as files of one pass each or into segments; first make room."""
+"""Write one rank's passes, as files of one pass each or into segments, and make room first where there are limits."""
 
 import os
 import re
@@ -26,20 +26,21 @@ from capture.file_format.segment_record import RECORD_BYTES
 from capture.file_format.segment_writer import SegmentWriter, repair_segments
 from capture.record.retention import RetentionSettings
 
-MANIFEST_BYTES_PER_FILE = 1024  # set aside for its entry
+# What a file's entry in the manifest may take of `max_bytes`.
+MANIFEST_BYTES_PER_FILE = 1024
 _MIN_FILES_BETWEEN_MANIFESTS = 16
 
 
 class RankWriter(Protocol):
     """Writes one rank's passes, for one thread. Every method raises OSError where the disk fails.
 
-    home          the folder that they go to
-    num_given_up  passes of this recording that made room for later ones
-    had_passes    this rank's passes of another recording were there before
+    rank_folder  the folder that the passes go to
+    num_deleted  passes of this recording that made room for later ones
+    had_passes   whether this rank's passes of another recording were there before
     """
 
-    home: Path
-    num_given_up: int
+    rank_folder: Path
+    num_deleted: int
     had_passes: bool
 
     def write(self, encoded: EncodedCall) -> Path | None:
@@ -49,76 +50,74 @@ class RankWriter(Protocol):
         """List what was written in manifests, and have the disk hold it."""
 
     def close(self) -> None:
-        """Let go of open files. It raises nothing."""
+        """Close open files. It raises nothing."""
 
 
 def open_rank_writer(
     folder: Path, keep: RetentionSettings, *, rank: int, world_size: int | None, stamp: str
 ) -> RankWriter:
     """Prepare the folder for a rank's passes. `stamp`, a time, tells recordings apart. Raises OSError."""
-    home = choose_rank_folder(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
-    for place in {folder, home}:
-        if place.is_dir():
-            remove_stale_temporaries(place, rank)
-    repair_segments(home, rank)
+    rank_folder = choose_rank_folder(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
+    for existing in {folder, rank_folder}:
+        if existing.is_dir():
+            remove_stale_temporaries(existing, rank)
+    repair_segments(rank_folder, rank)
     if keep.segment is None:
-        return RankFiles(folder, home, keep, rank=rank, stamp=stamp)
-    return RankSegments(folder, home, keep, segment=keep.segment, rank=rank, stamp=stamp)
+        return RankFiles(folder, rank_folder, keep, rank=rank, stamp=stamp)
+    return RankSegments(folder, rank_folder, keep, segment=keep.segment, rank=rank, stamp=stamp)
 
 
 class RankFiles:
-    """Writes a file for each pass. What it holds in memory does not grow with the passes, or is within the limit."""
+    """Writes a file for each pass. It remembers a number of files that has a limit, however many passes there are."""
 
-    def __init__(self, folder: Path, home: Path, keep: RetentionSettings, *, rank: int, stamp: str) -> None:
-        self.home = home
-        self.num_given_up = 0
+    def __init__(self, folder: Path, rank_folder: Path, keep: RetentionSettings, *, rank: int, stamp: str) -> None:
+        self.rank_folder = rank_folder
+        self.num_deleted = 0
         self._folder = folder
         self._rank = rank
         self._keep = keep
         self._stamp = stamp
-        self._entries: dict[str, str] = {}  # texts in the manifest, by name of the file: they are written many times
+        # What the manifest says of each file, by its name. It is kept as text: a manifest is written many times.
+        self._entries: dict[str, str] = {}
         self._num_listed = 0
         self._num_manifests = 0
-        own = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
-        own_files = sorted(
-            (entry.name, Path(entry.path), entry.stat().st_size)
-            for entry in _entries_in({folder, home})
-            if own.fullmatch(entry.name)
-        )
-        self._num_files = len(own_files)
-        self._num_bytes = sum(self._charge(size) for _, _, size in own_files)
-        self._num_bytes += sum(size for _, size in _segments_of(rank, {folder, home}))
+        files = sorted(_list_pass_files(rank, {folder, rank_folder}), key=lambda file: (file.name, file.path))
+        sizes = [self._count_with_entry(file.stat().st_size) for file in files]
+        self._num_files = len(files)
+        self._num_bytes = sum(sizes) + sum(size for _, size in _list_segments(rank, {folder, rank_folder}))
         self.had_passes = self._num_bytes > 0
-        self._oldest_first = deque(
-            (path, self._charge(size)) for _, path, size in own_files if self._keep.keep == "last"
-        )
-        self._listed = self._listed_before() if keep.keep == "last" else set()
+        self._oldest_first: deque[tuple[Path, int]] = deque()
+        # Names that are in a manifest on the disk.
+        self._listed_names: set[str] = set()
+        if keep.keep == "last":
+            self._oldest_first.extend((Path(file.path), size) for file, size in zip(files, sizes, strict=True))
+            self._listed_names = self._read_listed_names()
 
-    def _charge(self, num_bytes: int) -> int:
+    def _count_with_entry(self, num_bytes: int) -> int:
         return num_bytes + MANIFEST_BYTES_PER_FILE
 
     def _has_room(self, num_bytes: int) -> bool:
         max_files, max_bytes = self._keep.max_files, self._keep.max_bytes
         return (max_files is None or self._num_files < max_files) and (
-            max_bytes is None or self._num_bytes + self._charge(num_bytes) <= max_bytes
+            max_bytes is None or self._num_bytes + self._count_with_entry(num_bytes) <= max_bytes
         )
 
     def write(self, encoded: EncodedCall) -> Path | None:
         parts = encoded.pickle_parts()
         num_bytes = sum(len(part) for part in parts)
         max_bytes = self._keep.max_bytes
-        if max_bytes is not None and self._charge(num_bytes) > max_bytes:
+        if max_bytes is not None and self._count_with_entry(num_bytes) > max_bytes:
             return None
         while not self._has_room(num_bytes):
             if not self._oldest_first:
                 return None
-            self._give_up_oldest()
-        if self.home != self._folder:
-            make_rank_folder(self.home)
-        path = encoded.choose_path(self.home)
+            self._delete_oldest()
+        if self.rank_folder != self._folder:
+            make_rank_folder(self.rank_folder)
+        path = encoded.choose_path(self.rank_folder)
         write_atomically(path, *parts)
         self._num_files += 1
-        self._num_bytes += self._charge(num_bytes)
+        self._num_bytes += self._count_with_entry(num_bytes)
         self._entries[path.name] = ManifestEntry(
             name=path.name,
             num_bytes=num_bytes,
@@ -129,7 +128,7 @@ class RankFiles:
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
         ).to_json()
         if self._keep.keep == "last":
-            self._oldest_first.append((path, self._charge(num_bytes)))
+            self._oldest_first.append((path, self._count_with_entry(num_bytes)))
             return path
         num_new = len(self._entries) - self._num_listed
         if num_new >= max(_MIN_FILES_BETWEEN_MANIFESTS, self._num_listed // 4):
@@ -145,9 +144,9 @@ class RankFiles:
         for begin in range(0, len(names), MAX_ENTRIES):
             entries = [self._entries[name] for name in names[begin : begin + MAX_ENTRIES]]
             number = self._num_manifests + begin // MAX_ENTRIES
-            write_manifest(self.home, entries, rank=self._rank, time=self._stamp, number=number)
+            write_manifest(self.rank_folder, entries, rank=self._rank, time=self._stamp, number=number)
         self._num_listed = len(self._entries)
-        self._listed.update(self._entries if self._keep.keep == "last" else ())
+        self._listed_names.update(self._entries if self._keep.keep == "last" else ())
 
     def _begin_manifest(self) -> None:
         self.commit()
@@ -158,37 +157,35 @@ class RankFiles:
     def close(self) -> None:
         pass
 
-    def _listed_before(self) -> set[str]:
-        names: set[str] = set()
-        for manifest in self._manifests():
-            names.update(entry.name for entry in _entries_of(manifest))
-        return names
+    def _read_listed_names(self) -> set[str]:
+        return {entry.name for manifest in self._list_manifests() for entry in _read_entries(manifest)}
 
-    def _manifests(self) -> list[Path]:
-        own = re.compile(rf"manifest_rank{self._rank}_.*\.json")
-        return [Path(entry.path) for entry in _entries_in({self._folder, self.home}) if own.fullmatch(entry.name)]
+    def _list_manifests(self) -> list[Path]:
+        manifest_name = re.compile(rf"manifest_rank{self._rank}_.*\.json")
+        files = _scan_folders({self._folder, self.rank_folder})
+        return [Path(file.path) for file in files if manifest_name.fullmatch(file.name)]
 
-    def _give_up_oldest(self) -> None:
-        """Delete the oldest file, out of the manifest first: so a recording that is cut short misses no file."""
-        path, charge = self._oldest_first[0]
-        if path.name in self._listed:
-            for manifest in self._manifests():
-                self._unlist(manifest, path.name)
-            self._listed.remove(path.name)
+    def _delete_oldest(self) -> None:
+        """Delete the oldest file, first from the manifest: so no manifest lists a missing file if the process dies."""
+        path, num_bytes = self._oldest_first[0]
+        if path.name in self._listed_names:
+            for manifest in self._list_manifests():
+                self._remove_entry(manifest, path.name)
+            self._listed_names.remove(path.name)
         path.unlink(missing_ok=True)
         self._oldest_first.popleft()
         self._num_files -= 1
-        self._num_bytes -= charge
+        self._num_bytes -= num_bytes
         if self._entries.pop(path.name, None) is not None:
-            self.num_given_up += 1
+            self.num_deleted += 1
 
-    def _unlist(self, manifest: Path, name: str) -> None:
-        entries = _entries_of(manifest)
-        rest = [entry for entry in entries if entry.name != name]
-        if len(rest) == len(entries):
+    def _remove_entry(self, manifest: Path, name: str) -> None:
+        entries = _read_entries(manifest)
+        remaining = [entry for entry in entries if entry.name != name]
+        if len(remaining) == len(entries):
             return
-        if rest:
-            rewrite_manifest(manifest, rest)
+        if remaining:
+            rewrite_manifest(manifest, remaining)
         else:
             manifest.unlink()
         self._num_listed = 0
@@ -210,49 +207,49 @@ class RankSegments:
     """
 
     def __init__(
-        self, folder: Path, home: Path, keep: RetentionSettings, *, segment: int, rank: int, stamp: str
+        self, folder: Path, rank_folder: Path, keep: RetentionSettings, *, segment: int, rank: int, stamp: str
     ) -> None:
-        self.home = home
-        self.num_given_up = 0
+        self.rank_folder = rank_folder
+        self.num_deleted = 0
         self._keep = keep
-        self._writer = SegmentWriter(home, rank=rank, stamp=format_stamp(stamp), max_bytes=segment)
-        own_files = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
-        files = (entry for entry in _entries_in({folder, home}) if own_files.fullmatch(entry.name))
-        segments = sorted(_segments_of(rank, {folder, home}))
-        self._num_bytes = sum(entry.stat().st_size for entry in files) + sum(size for _, size in segments)
+        self._writer = SegmentWriter(rank_folder, rank=rank, stamp=format_stamp(stamp), max_bytes=segment)
+        files = _list_pass_files(rank, {folder, rank_folder})
+        segments = sorted(_list_segments(rank, {folder, rank_folder}))
+        self._num_bytes = sum(file.stat().st_size for file in files) + sum(size for _, size in segments)
         self.had_passes = self._num_bytes > 0
-        kept: list[tuple[Path, int]] = segments if keep.keep == "last" else []
-        self._oldest_first: deque[_SegmentUsage] = deque(
-            _SegmentUsage(path=path, num_bytes=size) for path, size in kept
-        )
+        self._oldest_first: deque[_SegmentUsage] = deque()
+        if keep.keep == "last":
+            self._oldest_first.extend(_SegmentUsage(path=path, num_bytes=size) for path, size in segments)
 
     def write(self, encoded: EncodedCall) -> Path | None:
         parts, record, head = encoded.pickle_parts(), encoded.segment_record(), encoded.segment_head()
-        num_bytes = sum(map(len, parts))
-        begins = self._writer.will_begin(head, num_bytes, record.number)
-        charge = num_bytes + 2 * RECORD_BYTES + 2 * len(head.pack()) * begins
-        while self._keep.max_bytes is not None and self._num_bytes + charge > self._keep.max_bytes:
-            is_last = len(self._oldest_first) == 1 and not begins
-            if not self._oldest_first or is_last:  # what is left is the segment that is being written
+        num_pass_bytes = sum(map(len, parts))
+        begins_segment = self._writer.will_begin(head, num_pass_bytes, record.number)
+        # The segment and its index each hold a record of every pass, and the head once.
+        num_bytes = num_pass_bytes + 2 * RECORD_BYTES + 2 * len(head.pack()) * begins_segment
+        while self._keep.max_bytes is not None and self._num_bytes + num_bytes > self._keep.max_bytes:
+            only_open_segment_is_left = len(self._oldest_first) == 1 and not begins_segment
+            if not self._oldest_first or only_open_segment_is_left:
                 return None
-            self._give_up_oldest()
+            self._delete_oldest()
         path = self._writer.append(parts, record, head)
-        self._num_bytes += charge
+        self._num_bytes += num_bytes
         if self._keep.keep == "last":
-            if begins:
+            if begins_segment:
                 self._oldest_first.append(_SegmentUsage(path=path.parent))
-            self._oldest_first[-1].num_bytes += charge
+            self._oldest_first[-1].num_bytes += num_bytes
             self._oldest_first[-1].num_passes += 1
         return path
 
-    def _give_up_oldest(self) -> None:
+    def _delete_oldest(self) -> None:
         oldest = self._oldest_first.popleft()
         if oldest.path == self._writer.path:
             self._writer.close()
-        index_path_of(oldest.path).unlink(missing_ok=True)  # first: a segment without one loses nothing
+        # The index goes first: if the process dies in between, a segment without an index is still whole.
+        index_path_of(oldest.path).unlink(missing_ok=True)
         oldest.path.unlink(missing_ok=True)
         self._num_bytes -= oldest.num_bytes
-        self.num_given_up += oldest.num_passes
+        self.num_deleted += oldest.num_passes
 
     def commit(self) -> None:
         self._writer.sync()
@@ -261,25 +258,32 @@ class RankSegments:
         self._writer.close()
 
 
-def _entries_in(places: set[Path]) -> Iterator["os.DirEntry[str]"]:
-    for place in sorted(places):
-        if place.is_dir():
-            yield from os.scandir(place)
+def _scan_folders(folders: set[Path]) -> Iterator["os.DirEntry[str]"]:
+    """List the files of these folders, as far as the folders exist."""
+    for folder in sorted(folders):
+        if folder.is_dir():
+            yield from os.scandir(folder)
 
 
-def _segments_of(rank: int, places: set[Path]) -> Iterator[tuple[Path, int]]:
-    """List a rank's segments, each with its bytes and its index's."""
+def _list_pass_files(rank: int, folders: set[Path]) -> list["os.DirEntry[str]"]:
+    """List a rank's files of one pass each."""
+    file_name = re.compile(rf"actor_inputs_rank{rank}_.*\.pkl")
+    return [file for file in _scan_folders(folders) if file_name.fullmatch(file.name)]
+
+
+def _list_segments(rank: int, folders: set[Path]) -> Iterator[tuple[Path, int]]:
+    """List a rank's segments, each with the bytes of itself and its index."""
     sizes: dict[Path, int] = {}
-    for entry in _entries_in(places):
-        path = Path(entry.path)
+    for file in _scan_folders(folders):
+        path = Path(file.path)
         if path.suffix in (SEGMENT_SUFFIX, INDEX_SUFFIX) and parse_rank(path) == rank:
             segment = path.with_suffix(SEGMENT_SUFFIX)
-            sizes[segment] = sizes.get(segment, 0) + entry.stat().st_size
+            sizes[segment] = sizes.get(segment, 0) + file.stat().st_size
     yield from sizes.items()
 
 
-def _entries_of(manifest: Path) -> list[ManifestEntry]:
-    """Read a manifest; a damaged one, which `capture check` reports, has no entries. Raises OSError."""
+def _read_entries(manifest: Path) -> list[ManifestEntry]:
+    """Read a manifest. A damaged one has no entries: `capture check` reports it. Raises OSError."""
     try:
         return read_manifest(manifest)
     except CaptureError as error:

@@ -179,8 +179,8 @@ class Recorder:
         return self._observer.handles_signals
 
     @property
-    def rank_and_home(self) -> tuple[int, Path]:
-        return self._store.rank_and_home
+    def rank_and_folder(self) -> tuple[int, Path]:
+        return self._store.rank_and_folder
 
     @property
     def num_not_kept(self) -> int:

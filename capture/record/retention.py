@@ -20,12 +20,12 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionSettings:
-    """The settings of a recording, made by `check_retention`. A pass is kept if all of the first four say so.
+    """The settings of a recording, made by `check_retention`. A pass is kept if the first four all allow it.
 
     ranks            ranks that record; None: all
     passes           `train` (autograd on), `rollout` (autograd off) or `all`
     first_forward, end_forward   numbers of forwards, as in `Origin.step`; the end is not included; None: no end
-    every            every Nth forward of those that are left
+    every            of the forwards that the others allow, every Nth
     max_files, max_bytes   limits of one rank's files in the folder, whoever wrote them; None: no limit
     keep             what a full folder does: take no further passes, or delete its oldest
     flight_recorder  this many passes stay in memory, and an incident writes them; None: every pass is written at once
@@ -49,8 +49,8 @@ class RetentionSettings:
     reproduce: bool = False
     segment: int | None = None
 
-    def is_of_interest(self, *, forward: int, rank: int, trains: bool) -> bool:
-        """Tell whether the rules other than `every` want the pass."""
+    def is_allowed(self, *, forward: int, rank: int, trains: bool) -> bool:
+        """Tell whether the settings other than `every` allow the pass."""
         return (
             (self.ranks is None or rank in self.ranks)
             and (self.passes == "all" or trains == (self.passes == "train"))
@@ -60,17 +60,17 @@ class RetentionSettings:
 
 
 class PassSelector:
-    """Chooses the passes that `keep` wants, one after the other, for one recorder."""
+    """Selects the passes to keep, for one recorder, which asks about each pass in turn."""
 
     def __init__(self, keep: RetentionSettings) -> None:
         self.keep = keep
-        self._num_of_interest = 0
+        self._num_allowed = 0
 
-    def takes(self, *, forward: int, rank: int, trains: bool) -> bool:
-        if not self.keep.is_of_interest(forward=forward, rank=rank, trains=trains):
+    def select(self, *, forward: int, rank: int, trains: bool) -> bool:
+        if not self.keep.is_allowed(forward=forward, rank=rank, trains=trains):
             return False
-        self._num_of_interest += 1
-        return (self._num_of_interest - 1) % self.keep.every == 0
+        self._num_allowed += 1
+        return (self._num_allowed - 1) % self.keep.every == 0
 
 
 def check_retention(
@@ -90,21 +90,20 @@ def check_retention(
 ) -> RetentionSettings:
     """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, `64MB` a segment, `60s` a step.
 
-    Raises ValueError for a value that is not allowed, and TypeError for a name that is none, with its new name if it
-    had another one.
+    Raises ValueError for a value that is not allowed, and TypeError for an unknown setting.
     """
     _refuse_unknown(unknown)
     counts = {"every": every, "max_files": max_files, "max_bytes": max_bytes, "flight_recorder": flight_recorder}
     for name, value in counts.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be an integer of 1 or more, not {value!r}")
-    for name, chosen, allowed in (("passes", passes, ("all", "train", "rollout")), ("keep", keep, ("first", "last"))):
-        if chosen not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {chosen!r}")
-    slow_factor, slow_seconds = _slow_step(slow_step)
+    for name, choice, allowed in (("passes", passes, ("all", "train", "rollout")), ("keep", keep, ("first", "last"))):
+        if choice not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {choice!r}")
+    slow_factor, slow_seconds = _parse_slow_step(slow_step)
     if keep == "last" and max_files is None and max_bytes is None:
         raise ValueError("keep='last' needs a limit: max_files or max_bytes. Without one every pass is kept")
-    first_forward, end_forward = _first_and_end(forwards)
+    first_forward, end_forward = _parse_forwards(forwards)
     segment_bytes = None if segment is None else parse_segment_bytes(segment)
     if segment_bytes is not None:
         _check_segment(segment_bytes, keep, max_files, max_bytes)
@@ -112,7 +111,7 @@ def check_retention(
         every=every,
         first_forward=first_forward,
         end_forward=end_forward,
-        ranks=_ranks(ranks),
+        ranks=_parse_ranks(ranks),
         passes=passes,
         max_files=max_files,
         max_bytes=max_bytes,
@@ -153,11 +152,11 @@ def parse_segment_bytes(segment: str | int) -> int:
     return num_bytes
 
 
-def _slow_step(given: float | str | None) -> tuple[float | None, float | None]:
-    """Read `3`, times the median, or `60s`. Returns the factor and the seconds, one of them or none."""
-    if given is None:
+def _parse_slow_step(slow_step: float | str | None) -> tuple[float | None, float | None]:
+    """Read `3`, times the median, or `60s`. Returns the factor and the seconds; at least one of them is None."""
+    if slow_step is None:
         return None, None
-    text = str(given).strip()
+    text = str(slow_step).strip()
     try:
         number = float(text.removesuffix("s"))
     except ValueError:
@@ -167,42 +166,42 @@ def _slow_step(given: float | str | None) -> tuple[float | None, float | None]:
     if not text.endswith("s") and number > 1:
         return number, None
     raise ValueError(
-        f"slow_step must be more than 1, as in 3.0 for three times the median, or seconds, as in 60s, not {given!r}"
+        f"slow_step must be more than 1, as in 3.0 for three times the median, or seconds, as in 60s, not {slow_step!r}"
     )
 
 
-def _first_and_end(given: str | range | tuple[int, int] | None) -> tuple[int, int | None]:
-    if given is None:
+def _parse_forwards(forwards: str | range | tuple[int, int] | None) -> tuple[int, int | None]:
+    if forwards is None:
         return 0, None
     try:
-        if isinstance(given, str):
-            first_text, colon, end_text = given.partition(":")
+        if isinstance(forwards, str):
+            first_text, colon, end_text = forwards.partition(":")
             first, end = int(first_text or 0), int(end_text) if end_text else None
             if not colon:
                 raise ValueError
-        elif isinstance(given, range):
-            first, end = given.start, given.stop
-            if given.step != 1:
+        elif isinstance(forwards, range):
+            first, end = forwards.start, forwards.stop
+            if forwards.step != 1:
                 raise ValueError
         else:
-            first, end = given
+            first, end = forwards
     except (ValueError, TypeError):
         raise ValueError(
-            f"forwards must be FIRST:END, such as 100:200 (without 200), 100: or :200, not {given!r}"
+            f"forwards must be FIRST:END, such as 100:200 (without 200), 100: or :200, not {forwards!r}"
         ) from None
     if first < 0 or (end is not None and end <= first):
-        raise ValueError(f"forwards {given!r} holds none: FIRST must be 0 or more, and END more than FIRST")
+        raise ValueError(f"forwards {forwards!r} holds none: FIRST must be 0 or more, and END more than FIRST")
     return first, end
 
 
-def _ranks(given: str | int | Iterable[int] | None) -> frozenset[int] | None:
-    if given is None:
+def _parse_ranks(ranks: str | int | Iterable[int] | None) -> frozenset[int] | None:
+    if ranks is None:
         return None
     try:
-        items = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else list(given)
-        ranks = frozenset(int(item) for item in items)
+        numbers = ranks.split(",") if isinstance(ranks, str) else [ranks] if isinstance(ranks, int) else list(ranks)
+        parsed = frozenset(int(number) for number in numbers)
     except (ValueError, TypeError):
-        raise ValueError(f"ranks must be numbers, such as 0,3, not {given!r}") from None
-    if not ranks or min(ranks) < 0:
-        raise ValueError(f"ranks must be numbers of 0 or more, such as 0,3, not {given!r}")
-    return ranks
+        raise ValueError(f"ranks must be numbers, such as 0,3, not {ranks!r}") from None
+    if not parsed or min(parsed) < 0:
+        raise ValueError(f"ranks must be numbers of 0 or more, such as 0,3, not {ranks!r}")
+    return parsed

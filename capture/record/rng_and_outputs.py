@@ -24,71 +24,14 @@ from capture.file_format.optimizer_step import choose_sampled_tokens
 from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import Output, RandomStates, can_encode, view_bytes
 
-# Compute log-probs of a few tokens of a pass from its logits: they tell tokens apart, which a loss does not.
-#
-# Shapes: B rows, S tokens, V vocabulary, N tokens that are looked at.
-
-_MAX_REMEMBERED = 64
-_CPU_ELEMENTS = 2**18  # computed at once: what a cache holds
+# So many logits are computed with at once on the CPU: as many as its cache holds.
+_CPU_ELEMENTS = 2**18
+# Indices of the sampled tokens of a shape on a device; at most this many shapes are remembered.
+_MAX_SHAPES_REMEMBERED = 64
 _indices: OrderedDict[tuple[int, int, torch.device], tuple[Tensor, ...]] = OrderedDict()
 
-
-def find_logits(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -> Tensor | None:
-    """Find logits for each token id in a forward's output; None if there are none in a plain tensor.
-
-    Those that have no name are as wide as one of `vocabularies`: hidden states have their shape, too.
-    """
-    logits = output.get("logits") if isinstance(output, dict) else None
-    if not isinstance(output, dict):
-        several = output if isinstance(output, tuple | list) else (output,)
-        wide = (one for one in several if isinstance(one, Tensor) and one.ndim == 3 and one.shape[2] in vocabularies)
-        logits = next(wide, None)
-    if type(logits) is not Tensor or logits.ndim != 3 or not logits.is_floating_point() or not logits.numel():
-        return None
-    is_of_ids = type(ids_BS) is Tensor and not ids_BS.is_floating_point() and logits.shape[:2] == ids_BS.shape
-    return logits if is_of_ids and logits.device == ids_BS.device else None
-
-
-@torch.no_grad()
-def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
-    """Compute log-probs, in fp32, of the ids at `choose_sampled_tokens` from the logits one place before.
-
-    An id without a logit gives nan.
-    """
-    if logits_BSV.shape[1] < 2:
-        return None
-    rows_N, columns_N, before_N = _indices_of(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
-    logits_BSV = logits_BSV.detach()
-    ids_N = ids_BS[rows_N, columns_N].long()
-    known_N = ids_N.clamp(0, logits_BSV.shape[2] - 1)
-    if logits_BSV.device.type == "cpu":
-        at_once = max(1, _CPU_ELEMENTS // logits_BSV.shape[2])
-        pieces = zip(rows_N.split(at_once), before_N.split(at_once), known_N.split(at_once), strict=True)
-        log_probs_N = torch.cat([_log_probs(logits_BSV[rows, before], known) for rows, before, known in pieces])
-    else:
-        log_probs_N = _log_probs(logits_BSV[rows_N, before_N], known_N)
-    return torch.where(known_N == ids_N, log_probs_N, torch.nan)
-
-
-def _log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-    return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
-
-
-def _indices_of(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the row, the column and the column before of each token that is looked at."""
-    key = num_rows, num_tokens, device
-    if key not in _indices:
-        places = [(row, column, column - 1) for row, column in choose_sampled_tokens(num_rows, num_tokens)]
-        indices = torch.tensor(places, device="cpu").T.contiguous()
-        if device.type == "cuda":
-            indices = indices.pin_memory().to(device, non_blocking=True)
-        _indices[key] = indices.to(device).unbind()
-        if len(_indices) > _MAX_REMEMBERED:
-            _indices.popitem(last=False)
-    return _indices[key]
-
-
-ENVIRONMENT_NAMES = (  # variables that change numbers; none of them holds a secret or a path
+# Variables that change numbers. None of them holds a secret or a path.
+ENVIRONMENT_NAMES = (
     "ACCELERATE_MIXED_PRECISION",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",
@@ -104,10 +47,71 @@ ENVIRONMENT_NAMES = (  # variables that change numbers; none of them holds a sec
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 _MAX_VALUE_LENGTH = 100
-_NUM_WORDS = 625  # Python's generator has 624 and a position
-_MAX_VALUES = 65_536
-_NAMES_OF_TOKENS = ("log_probs", "output")  # numbers of tokens, kept value by value beside their sums
-_NAMES_OF_FEW = ("token_log_probs",)
+# The state of Python's generator: 624 words and a position.
+_NUM_WORDS = 625
+# Outputs with a number for each token: their values are kept beside their sums, up to so many.
+_TOKEN_OUTPUTS = ("log_probs", "output")
+_MAX_TOKEN_VALUES = 65_536
+# Outputs of which every value is kept, and nothing else: they have few.
+_SMALL_OUTPUTS = ("token_log_probs",)
+
+# Shapes: B rows, S tokens, V vocabulary, N sampled tokens.
+
+
+def find_logits(output: Any, ids_BS: Tensor, vocabularies: Collection[int] = ()) -> Tensor | None:
+    """Find the logits of each token in a forward's output; None if there are none in a plain tensor.
+
+    Logits without a name are told from hidden states by their width, which must be one of `vocabularies`.
+    """
+    logits = output.get("logits") if isinstance(output, dict) else None
+    if not isinstance(output, dict):
+        members = output if isinstance(output, tuple | list) else (output,)
+        tensors_BSX = (member for member in members if isinstance(member, Tensor) and member.ndim == 3)
+        logits = next((tensor for tensor in tensors_BSX if tensor.shape[2] in vocabularies), None)
+    if type(logits) is not Tensor or logits.ndim != 3 or not logits.is_floating_point() or not logits.numel():
+        return None
+    fits_ids = type(ids_BS) is Tensor and not ids_BS.is_floating_point() and logits.shape[:2] == ids_BS.shape
+    return logits if fits_ids and logits.device == ids_BS.device else None
+
+
+@torch.no_grad()
+def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None:
+    """Compute log-probs, in fp32, of the ids at `choose_sampled_tokens` from the logits one token before.
+
+    Log-probs tell tokens apart, which a loss does not. An id without a logit gives nan.
+    """
+    if logits_BSV.shape[1] < 2:
+        return None
+    rows_N, columns_N, before_N = _find_indices(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    logits_BSV = logits_BSV.detach()
+    ids_N = ids_BS[rows_N, columns_N].long()
+    known_N = ids_N.clamp(0, logits_BSV.shape[2] - 1)
+    if logits_BSV.device.type == "cpu":
+        num_at_once = max(1, _CPU_ELEMENTS // logits_BSV.shape[2])
+        pieces = zip(rows_N.split(num_at_once), before_N.split(num_at_once), known_N.split(num_at_once), strict=True)
+        log_probs_N = torch.cat([_compute_log_probs(logits_BSV[rows, before], ids) for rows, before, ids in pieces])
+    else:
+        log_probs_N = _compute_log_probs(logits_BSV[rows_N, before_N], known_N)
+    return torch.where(known_N == ids_N, log_probs_N, torch.nan)
+
+
+def _compute_log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
+
+
+def _find_indices(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the row, the column and the column before of each sampled token, on the device."""
+    key = num_rows, num_tokens, device
+    if key not in _indices:
+        positions = [(row, column, column - 1) for row, column in choose_sampled_tokens(num_rows, num_tokens)]
+        indices = torch.tensor(positions, device="cpu").T.contiguous()
+        # A copy from pinned memory does not wait for the device.
+        if device.type == "cuda":
+            indices = indices.pin_memory().to(device, non_blocking=True)
+        _indices[key] = indices.to(device).unbind()
+        if len(_indices) > _MAX_SHAPES_REMEMBERED:
+            _indices.popitem(last=False)
+    return _indices[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +123,7 @@ class RandomSnapshot:
     cpu: Tensor
     cuda: Tensor | None
 
-    def plain(self) -> RandomStates:
+    def to_plain(self) -> RandomStates:
         """Return the states as plain data, as they are written."""
         version, words, gauss = self.python
         states: RandomStates = {
@@ -146,56 +150,59 @@ def take_random_snapshot(*, on_cuda: bool) -> RandomSnapshot:
     """
     numpy_random = sys.modules.get("numpy.random")
     return RandomSnapshot(
-        python=_python_state(),
-        numpy=None if numpy_random is None else _numpy_state(numpy_random),
+        python=_read_python_state(),
+        numpy=None if numpy_random is None else _read_numpy_state(numpy_random),
         cpu=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state() if on_cuda else None,
     )
 
 
-_python_before: tuple[bytes, tuple[Any, ...]] | None = None  # the latest state of Python's generator, raw and whole
+# The latest state of Python's generator: its bytes, and what `random.getstate` returned.
+_latest_python_state: tuple[bytes, tuple[Any, ...]] | None = None
 
 
-def _python_state() -> tuple[Any, ...]:
-    """Take the state of Python's global generator; the one taken before, if the generator was not used since.
+def _read_python_state() -> tuple[Any, ...]:
+    """Read the state of Python's global generator; the one read before, if the generator was not used since.
 
-    Its 625 numbers take 0.2 ms in a job whose caches hold other things. Their bytes are compared in none of it.
+    Making its 625 Python numbers takes 0.2 ms in a job whose caches hold other things. Comparing their bytes takes next
+    to nothing.
     """
-    global _python_before
+    global _latest_python_state
     if not _has_raw_python_state():
         return random.getstate()
     generator = random.getstate.__self__  # type: ignore[attr-defined]
-    raw = _raw_python_state(generator)
-    if _python_before is None or _python_before[0] != raw or _python_before[1][2] != generator.gauss_next:
-        _python_before = (raw, random.getstate())
-    return _python_before[1]
+    raw, latest = _read_raw_python_state(generator), _latest_python_state
+    if latest is None or latest[0] != raw or latest[1][2] != generator.gauss_next:
+        latest = _latest_python_state = (raw, random.getstate())
+    return latest[1]
 
 
-def _raw_python_state(generator: random.Random) -> bytes:
-    """Return the bytes of what CPython's generator written in C adds to a plain object."""
+def _read_raw_python_state(generator: random.Random) -> bytes:
+    """Return the bytes that CPython's generator, which is written in C, has beyond those of a plain object."""
     begin, end = object.__basicsize__, _random.Random.__basicsize__
     return ctypes.string_at(id(generator) + begin, end - begin)
 
 
 @cache
 def _has_raw_python_state() -> bool:
-    """Tell, by trying with a generator of its own, whether those bytes change with each use, and only then."""
+    """Tell whether these bytes change with each use of a generator, and only then, by trying with a new one."""
     if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < _NUM_WORDS * 4:
         return False
     generator = random.Random(7)
-    seen = [_raw_python_state(generator)]
+    raw_states = [_read_raw_python_state(generator)]
     for _ in range(3):
         generator.random()
-        seen.append(_raw_python_state(generator))
-    at_end = generator.getstate()
+        raw_states.append(_read_raw_python_state(generator))
+    final_state = generator.getstate()
     generator.seed(7)
-    is_same = _raw_python_state(generator) == seen[0] == _raw_python_state(random.Random(7))
-    generator.setstate(at_end)
-    return is_same and len(set(seen)) == len(seen) and _raw_python_state(generator) == seen[-1]
+    is_same_for_a_seed = _read_raw_python_state(generator) == raw_states[0] == _read_raw_python_state(random.Random(7))
+    generator.setstate(final_state)
+    is_same_when_restored = _read_raw_python_state(generator) == raw_states[-1]
+    return is_same_for_a_seed and is_same_when_restored and len(set(raw_states)) == len(raw_states)
 
 
-def _numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
-    """Take the state of NumPy's global generator; None if the job has put another one than its own there."""
+def _read_numpy_state(numpy_random: Any) -> Mapping[str, Any] | None:
+    """Read the state of NumPy's global generator; None if the job has put a generator of another kind there."""
     state: Mapping[str, Any] = numpy_random.get_state(legacy=False)
     return state if state["bit_generator"] == "MT19937" else None
 
@@ -214,9 +221,9 @@ def restore_random_states(states: RandomStates) -> None:
             torch.cuda.set_rng_state(torch.tensor(list(states["torch"]["cuda"]), dtype=torch.uint8, device="cpu"))
         numpy_random = sys.modules.get("numpy.random")
         if "numpy" in states and numpy_random is not None:
-            kept = states["numpy"]
-            keys = sys.modules["numpy"].frombuffer(kept["keys"], dtype="<u4")
-            numpy_random.set_state((kept["algorithm"], keys, kept["position"], kept["has_gauss"], kept["gauss"]))
+            state = states["numpy"]
+            keys = sys.modules["numpy"].frombuffer(state["keys"], dtype="<u4")
+            numpy_random.set_state((state["algorithm"], keys, state["position"], state["has_gauss"], state["gauss"]))
     except (KeyError, TypeError, RuntimeError, struct.error) as error:
         raise ValueError(
             f"no random states: {error}. Record with reproduce=True or a flight recorder to have them"
@@ -225,8 +232,8 @@ def restore_random_states(states: RandomStates) -> None:
 
 def read_environment() -> dict[str, str]:
     """Return settings that change numbers: allow-listed variables that are set, and torch's own."""
-    named = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
-    return named | {
+    variables = {name: os.environ[name][:_MAX_VALUE_LENGTH] for name in ENVIRONMENT_NAMES if name in os.environ}
+    return variables | {
         "torch.deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.num_threads": str(torch.get_num_threads()),
@@ -238,10 +245,11 @@ def read_environment() -> dict[str, str]:
 def find_outputs(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     """Find `loss` in a forward's result, and `output` if the result is a row of numbers for each row.
 
-    In a tuple, the loss is the only number; what is no number is looked for in its first place.
+    In a tuple, the loss is its only number. A tuple without a number, or with several, is judged by its first member.
     """
     if isinstance(output, tuple) and output:
-        numbers = [one for one in output if isinstance(one, Tensor) and one.ndim == 0 and one.is_floating_point()]
+        tensors = [member for member in output if isinstance(member, Tensor)]
+        numbers = [tensor for tensor in tensors if tensor.ndim == 0 and tensor.is_floating_point()]
         output = numbers[0] if len(numbers) == 1 else output[0]
     if isinstance(output, dict):
         loss = output.get("loss")
@@ -254,17 +262,19 @@ def find_outputs(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
 
 
 def describe_dtypes(output: Any, loss: Tensor | None) -> dict[str, str]:
-    """Return the dtypes of logits and loss: they say more of a job's arithmetic than that of its weights."""
+    """Return the dtypes of logits and loss: they tell more of a job's arithmetic than the dtype of its weights."""
     logits = output.get("logits") if isinstance(output, dict) else None
-    named = {"logits_dtype": logits, "loss_dtype": loss}
-    return {name: str(one.dtype).removeprefix("torch.") for name, one in named.items() if isinstance(one, Tensor)}
+    tensors = {"logits_dtype": logits, "loss_dtype": loss}
+    return {
+        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items() if isinstance(tensor, Tensor)
+    }
 
 
 def sort_noted_values(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float | str]]:
     """Sort what a job noted into tensors to copy and plain values.
 
-    A DTensor becomes the name of its type: its value would take a collective. Raises TypeError or ValueError for what
-    is no number.
+    A DTensor becomes the name of its type: reading its value would take a collective. Raises TypeError or ValueError
+    for what is no number.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, float | str] = {}
@@ -282,15 +292,15 @@ def sort_noted_values(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
 def summarise_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Output]:
     """Turn tensors on the host into plain outputs.
 
-    One number is kept as it is, more as a sum for each row and a checksum of all bytes. Numbers of tokens are also kept
-    value by value, flat, with their shape, up to 65,536.
+    A single number is kept as it is. Of several, the sum of each row and a checksum of all bytes are kept. Of outputs
+    with a number for each token, up to 65,536 values are kept too, flat, with their shape.
     """
     outputs: dict[str, Output] = {}
     for name, tensor in tensors.items():
-        if name in _NAMES_OF_FEW:
+        if name in _SMALL_OUTPUTS:
             outputs[name] = tensor.double().tolist()
             continue
-        if name in _NAMES_OF_TOKENS and tensor.is_floating_point() and 0 < tensor.numel() <= _MAX_VALUES:
+        if name in _TOKEN_OUTPUTS and tensor.is_floating_point() and 0 < tensor.numel() <= _MAX_TOKEN_VALUES:
             outputs[f"{name}_values"] = tensor.double().flatten().tolist()
             outputs[f"{name}_shape"] = list(tensor.shape)
         if tensor.numel() == 1:
