@@ -583,7 +583,7 @@ def test_a_failure_with_a_step_is_one_warning_and_the_passes_are_kept(
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of bounds")
 
-    monkeypatch.setattr(ParameterSampler, "gradients", fails)
+    monkeypatch.setattr(ParameterSampler, "sample_gradients", fails)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with warnings.catch_warnings(record=True) as caught:

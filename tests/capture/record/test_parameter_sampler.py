@@ -100,7 +100,7 @@ def test_a_failure_with_the_samples_is_a_warning_and_the_pass_is_kept(
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of bounds")
 
-    monkeypatch.setattr(ParameterSampler, "weights", fails)
+    monkeypatch.setattr(ParameterSampler, "sample_weights", fails)
     model = Model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
