@@ -352,7 +352,7 @@ def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch
     assert [len(read_manifest(path)) for path in manifests] == [20, 20, 20, 10]
     checked = check_folder(tmp_path)
     assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 70)
-    [files] = recorder._store._files.values()
+    [files] = recorder._store._writers.values()
     assert len(files._entries) == 10
     assert len(files._oldest_first) == 0
 
