@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from replay.output.text import one_line
+from replay.output.text import join_lines
 
 PACKAGES = ("torch", "transformers", "deepspeed")
 JOB = """
@@ -106,7 +106,7 @@ def outcome(trial: str, python: str, limit: float) -> str:
         return "works"
     said = [line.removeprefix("replay: ") for line in done.output.splitlines() if line.startswith("replay: ")]
     said = [line for line in said if not line.endswith("starting them")] or [last_line(done.output)]
-    return f"{'refused' if done.exit_code == 2 else 'fails'}: {one_line(said[0])[:300]}"
+    return f"{'refused' if done.exit_code == 2 else 'fails'}: {join_lines(said[0])[:300]}"
 
 
 def last_line(output: str) -> str:

@@ -15,11 +15,11 @@ from replay.agreement.plan import Role
 from replay.agreement.rows import Row, State
 from replay.comparison.differences import Differences, Point, compare
 from replay.options.option_parsing import in_flags
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
-from replay.tolerances.difference import FP32_SPACING, as_share, ceiling_of
-from replay.tolerances.runs import CEILINGS, bound_from_floor, is_trusted
+from replay.tolerances.difference import FP32_SPACING, as_share, estimate_rounding_ceiling
+from replay.tolerances.run_bounds import CEILINGS, compute_bound_from_floor, is_trusted
 
 
 class CellResult(StrEnum):
@@ -96,7 +96,7 @@ def noise_of(
     trusted = {name: value for name, value in measured.items() if is_trusted(name, measured, ceiling)}
     loudest = max(trusted, key=lambda name: trusted[name], default="")
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
-    bound = bound_from_floor(floor, equivalents[loudest].num_points if trusted else 0, ceiling)
+    bound = compute_bound_from_floor(floor, equivalents[loudest].num_points if trusted else 0, ceiling)
     return Noise(
         dtype=dtype,
         group=group,
@@ -166,7 +166,7 @@ class Distances:
     @classmethod
     def of(cls, comparison: Differences) -> "Distances":
         unfinished = [
-            f"{quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}"
+            f"{quantity.name} is not finite at {pluralise(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results
             if quantity.num_not_finite
         ]
@@ -241,7 +241,7 @@ class MatrixJudge:
 
     def _ceiling(self, dtype: Dtype, row: Row) -> float:
         run = self._run(row)
-        return ceiling_of(dtype, run.config, max(record.input.real_tokens for record in run.records))
+        return estimate_rounding_ceiling(dtype, run.config, max(record.input.real_tokens for record in run.records))
 
     def _run(self, row: Row) -> PastRun:
         assert row.log is not None

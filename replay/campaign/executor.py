@@ -11,7 +11,7 @@ from replay.campaign.training import Trainings
 from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes.launch import list_gpus
 from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
@@ -41,7 +41,7 @@ class ThisMachine:
         machine, here = Machine.detect(num_devices), Machine.detect()
         if not machine.is_part_of(here):
             raise UsageError(
-                f"{option} {num_devices}, and this machine has {counted(here.num_devices, 'GPU')}. "
+                f"{option} {num_devices}, and this machine has {pluralise(here.num_devices, 'GPU')}. "
                 f"Try: {option} {here.num_devices}"
             )
         return machine

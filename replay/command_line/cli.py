@@ -23,7 +23,7 @@ from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import Action, in_flags, refuse_typed, replay_spec, with_options
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
 from replay.processes.launch import count_missing_processes, relaunch
@@ -184,7 +184,7 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
     # Some errors of a subcommand do not name it: then it is the first word.
     command = [word for word in typed[:1] if not word.startswith("-")]
     advice = f"Try: {error.ctx.command_path if error.ctx else ' '.join(['replay', *command])} --help"
-    message = one_line(error.format_message()).rstrip(".")
+    message = join_lines(error.format_message()).rstrip(".")
     if from_environment := re.search(r"\(env var: '(\w+)'\)", message):
         message += f", not {os.environ[from_environment[1]]!r}"
     elif value := _find_value(getattr(getattr(error, "param", None), "opts", ()), typed):

@@ -8,7 +8,7 @@ from typing import Any
 from actor_init.as_json import to_json
 from replay.options.option_parsing import Toggle, toggles
 from replay.options.spec import USER_LOSS, ObjectiveSpec
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.reader import Pass, PastRun, Window
 
 ALWAYS_SAME = ("loss", "window", "backward", "step", *(one.name for one in fields(ObjectiveSpec)))
@@ -146,7 +146,7 @@ def _of_steps(
     for one, partner in pairs:
         before, theirs = one.num_windows_before, partner.num_windows_before
         if before != theirs:
-            return [f"{one.source} came after {counted(theirs, 'step')}, not {before}{because}"]
+            return [f"{one.source} came after {pluralise(theirs, 'step')}, not {before}{because}"]
         if before > num_shared:
             return [
                 f"{one.source} came after steps on other inputs: step {num_shared + 1} was on "

@@ -11,7 +11,7 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.comparison.comparable import settings_that_differ
 from replay.comparison.differences import Differences, compare
-from replay.output.text import MOST_RUNS, run_letters
+from replay.output.text import MAX_RUNS, list_run_letters
 from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
@@ -39,16 +39,14 @@ class Comparison:
     @classmethod
     def read(cls, folders: Sequence[Path], *, threshold: float, names: Sequence[str] = ()) -> Self:
         """Compare the runs in these folders. Raises UsageError for logs that cannot be compared."""
-        if not 2 <= len(folders) <= MOST_RUNS:
-            raise UsageError(
-                f"two to {MOST_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG"
-            )
+        if not 2 <= len(folders) <= MAX_RUNS:
+            raise UsageError(f"two to {MAX_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG")
         if not (math.isfinite(threshold) and threshold >= 0):
             given, advice = Setting("threshold", threshold), "Give a finite number of at least 0"
             raise UsageError(given, "is not allowed", advice)
         reference, *others = runs = [PastRun.read(folder) for folder in folders]
         return cls(
-            names=names or run_letters(len(runs)),
+            names=names or list_run_letters(len(runs)),
             runs=runs,
             threshold=threshold,
             differences=[compare(reference, other, tells_of_code=True) for other in others],

@@ -15,7 +15,7 @@ from statistics import fmean
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.spec import UsageError
 from replay.comparison.comparable import differences_to_tell, reasons_to_refuse
-from replay.output.text import PHASES, counted
+from replay.output.text import PHASES, pluralise
 from replay.runlog.reader import Pass, PastRun, Window, matched, passes_and_windows
 from replay.runlog.summary import peak_bytes
 from replay.tolerances.difference import absolute_difference, as_share
@@ -154,7 +154,7 @@ def _dropout_notes(reference: PastRun) -> list[str]:
 
 
 def _window_size(windows: Sequence[Window]) -> str:
-    return f"{counted(len(windows[0].inputs), 'input')} each" if windows else "none"
+    return f"{pluralise(len(windows[0].inputs), 'input')} each" if windows else "none"
 
 
 def _farthest(source: str, place: int, references: Iterable[float], others: Iterable[float]) -> Point:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from replay.comparison.comparison import Comparison
 from replay.comparison.differences import Quantity
-from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds, short_names
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise, shorten_names
 from replay.tracing.trace_file import TensorKind
 
 if TYPE_CHECKING:  # logs without traces are compared without torch
@@ -23,7 +23,7 @@ def compared_runs(comparison: Comparison) -> Pairs:
     for run, (name, differences) in zip(others, comparison.named, strict=True):
         alone = {comparison.names[0]: differences.num_only_in_reference, name: differences.num_only_in_other}
         rest = "".join(f", {number} in {whose} alone" for whose, number in alone.items() if number)
-        pairs.append((name, f"{run.folder}: {counted(differences.num_matched, 'matched pass')}{rest}"))
+        pairs.append((name, f"{run.folder}: {pluralise(differences.num_matched, 'matched pass')}{rest}"))
     return pairs
 
 
@@ -57,16 +57,16 @@ def difference_table(comparison: Comparison, *, full_names: bool = False) -> Col
         "max diff": [_value(q, q.max_difference, "{:.3g}") for q in quantities],
         "mean diff": [_value(q, q.mean_difference, "{:.3g}") for q in quantities],
         "max relative": [f"{q.max_relative:.3g}" for q in quantities],
-        "at input": [source if full_names else short_names(source) for source in sources],
+        "at input": [source if full_names else shorten_names(source) for source in sources],
     }
 
 
 def _value(quantity: Quantity, value: float, form: str = "{:.6g}") -> str:
     match quantity.unit:
         case "seconds":
-            return milliseconds(value)
+            return format_milliseconds(value)
         case "bytes":
-            return gibibytes(value)
+            return format_gibibytes(value)
         case _:
             return form.format(value)
 
@@ -76,7 +76,7 @@ def remarks(comparison: Comparison) -> Pairs:
     for name, differences in comparison.named:
         pairs += [("note", f"{name}: {note}") for note in differences.notes]
         pairs += [
-            ("note", f"{name}: {quantity.name} is not finite at {counted(quantity.num_not_finite, 'point')}")
+            ("note", f"{name}: {quantity.name} is not finite at {pluralise(quantity.num_not_finite, 'point')}")
             for quantity in differences.results
             if quantity.num_not_finite
         ]
@@ -96,7 +96,7 @@ def verdicts(comparison: Comparison) -> Pairs:
 
 def partings(comparison: Comparison, *, full_names: bool = False) -> Pairs:
     lines = [f"{comparison.names[number + 1]}: {parting(first)}" for number, first in comparison.parted.items()]
-    return [("first diff", line if full_names else short_names(line)) for line in lines]
+    return [("first diff", line if full_names else shorten_names(line)) for line in lines]
 
 
 def parting(one: "FirstDifference | None") -> str:
@@ -108,7 +108,7 @@ def parting(one: "FirstDifference | None") -> str:
     by = f"{one.relative:.3g} of it, bound {one.bound:.2g}"
     if one.kind is TensorKind.INPUT:
         by = f"{one.relative:.3g} of the tokens differ"
-    behind = f"{one.num_following_beyond} of the {counted(one.num_following, 'tensor')} behind it leave theirs too"
+    behind = f"{one.num_following_beyond} of the {pluralise(one.num_following, 'tensor')} behind it leave theirs too"
     return f"{one.kind}, {one.name} {one.what}{where}: {by}; {behind}"
 
 

@@ -17,7 +17,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connect
 from capture.on_ray.node_files import FileChange, write_change
 from replay.on_ray.node_actors import NodeAgent
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes.pool import Task
 from replay.runlog.writer import versions
 
@@ -128,7 +128,7 @@ class Cluster:
         if num_ranks > self.num_slots:
             raise UsageError(
                 f"{option} {num_ranks} needs as many {self.resource}s, and the cluster has {self.num_slots} on "
-                f"{counted(len(self.nodes), 'node')}. Try: {option} {self.num_slots}"
+                f"{pluralise(len(self.nodes), 'node')}. Try: {option} {self.num_slots}"
             )
 
     def ship(self, folder: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from replay.options.option_parsing import in_flags
 from replay.options.spec import KEPT_STATES
-from replay.output.text import one_line
+from replay.output.text import join_lines
 
 if TYPE_CHECKING:
     # It imports torch, for which neither the process that only waits for Ray Train nor a test may wait.
@@ -69,7 +69,7 @@ class RayTrainJob:
         try:
             return int(trainer.fit().return_value), ""
         except Exception as error:
-            return FAILED_EXIT_CODE, one_line(in_flags(error))
+            return FAILED_EXIT_CODE, join_lines(in_flags(error))
 
 
 class RayTrainProcess:

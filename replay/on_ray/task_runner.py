@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from actor_init.spec import UsageError
 from replay.on_ray.cluster import Cluster
 from replay.on_ray.node_actors import GRACE_SECONDS, RankPlace, RankProcess
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes.pool import Child, Task
 
 Key = TypeVar("Key")
@@ -87,7 +87,7 @@ class RayTaskRunner:
     def _refuse_too_many(self, num_ranks: int) -> None:
         """Raise UsageError for a run that would wait for a place without end."""
         if num_ranks > self._cluster.num_slots:
-            slots = counted(self._cluster.num_slots, self._cluster.resource)
+            slots = pluralise(self._cluster.num_slots, self._cluster.resource)
             raise UsageError(
                 f"a run needs {num_ranks} ranks, and the cluster has {slots}. Try: smaller --tp and --ring"
             )

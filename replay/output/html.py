@@ -1,4 +1,4 @@
-"""Build HTML pages from the Jinja2 templates beside the modules that use them: `page.html` here is every page's frame.
+"""Build HTML pages from the Jinja2 templates beside the modules that use them; `page.html` is the frame of every page.
 
 Whatever is put into a template is escaped. A page is one file that needs no network.
 """
@@ -7,22 +7,23 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replay.output.text import Columns, is_text, judgement
+from replay.output.text import Columns, is_text_column, judge_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-REPLAY = Path(__file__).parent.parent  # holds all templates
+# All templates are below this folder.
+REPLAY = Path(__file__).parent.parent
 
 
 def render(template: str, **values: object) -> str:
-    """Fill a template, named by its path below `replay/`. What it names and is not given raises."""
-    return _environment().get_template(template).render(values)
+    """Fill a template, named by its path below `replay/`. Raises for a name that it uses and `values` lacks."""
+    return _make_environment().get_template(template).render(values)
 
 
 @cache
-def _environment() -> "Environment":
-    # imported here, so that `replay --help` stays light
+def _make_environment() -> "Environment":
+    # Importing it only for a page keeps `replay --help` light.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -33,15 +34,15 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"rows": _rows, "classes": _classes, "judgement": judgement}
+    environment.filters |= {"rows": _list_rows, "classes": _choose_classes, "judgement": judge_line}
     return environment
 
 
-def _rows(columns: Columns) -> list[list[tuple[str, str]]]:
-    """Return the rows of a table, each cell with its column's name."""
+def _list_rows(columns: Columns) -> list[list[tuple[str, str]]]:
+    """List the rows of a table, each cell with its column's name."""
     return [list(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
-def _classes(columns: Columns) -> dict[str, str]:
-    """Return the class of each column's cells: `text` for words, none for numbers."""
-    return {name: "text" if is_text(cells) else "" for name, cells in columns.items()}
+def _choose_classes(columns: Columns) -> dict[str, str]:
+    """Choose the class of each column's cells: `text` for words, none for numbers."""
+    return {name: "text" if is_text_column(cells) else "" for name, cells in columns.items()}

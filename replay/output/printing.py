@@ -6,7 +6,7 @@ from typing import IO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from replay.output.text import Columns, Pairs, judgement, one_line, printable, table_lines
+from replay.output.text import Columns, Pairs, escape_control_characters, format_table, join_lines, judge_line
 
 PLAIN_WIDTH = 120
 NAME_WIDTH = 11
@@ -29,16 +29,16 @@ def open_console(file: IO[str] | None = None) -> RichConsole:
 
 def print_line(out: RichConsole, text: str = "", style: str = "") -> None:
     """Print one line. Control characters are shown as their numbers."""
-    out.print(Text(printable(text), style=style), soft_wrap=True)
+    out.print(Text(escape_control_characters(text), style=style), soft_wrap=True)
 
 
 def print_pairs(out: RichConsole, pairs: Pairs) -> None:
     """Print a line per pair, coloured by its content."""
     for name, text in pairs:
-        print_line(out, f"{name:<{NAME_WIDTH}}{one_line(text)}", STYLES[judgement((name, text))])
+        print_line(out, f"{name:<{NAME_WIDTH}}{join_lines(text)}", STYLES[judge_line((name, text))])
 
 
 def print_table(out: RichConsole, columns: Columns) -> None:
     """Print a table at its full width; a narrower terminal wraps it."""
-    for line in table_lines(columns):
+    for line in format_table(columns):
         print_line(out, line)

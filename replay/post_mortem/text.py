@@ -8,7 +8,7 @@ from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.listing import format_ranges
 from capture.file_format.micro_batch import CaptureError
 from replay.output.printing import open_console, print_pairs
-from replay.output.text import Pairs, counted
+from replay.output.text import Pairs, pluralise
 from replay.post_mortem.behind import End, LastSeen, last_seen, who_was_behind, world_size_of
 from replay.post_mortem.schedule import Schedule, read_schedules
 from replay.post_mortem.schedule_differences import ScheduleDifference, schedule_differences
@@ -71,7 +71,8 @@ def schedule_pairs(schedule: Schedule, found: Sequence[ScheduleDifference]) -> P
     """
     there = [rank.rank for rank in schedule.ranks]
     trains = {number for rank in schedule.ranks for number, one in rank.passes.items() if one.trains}
-    text = f"{counted(len(there), 'rank')}, {counted(schedule.num_passes, 'pass')}, {len(trains)} of them training"
+    counts = f"{pluralise(len(there), 'rank')}, {pluralise(schedule.num_passes, 'pass')}"
+    text = f"{counts}, {len(trains)} of them training"
     if len(there) < min(2, schedule.world_size):
         return [("schedule", f"{text}: the other ranks have left no passes here, so nothing is compared")]
     if len(there) < 2:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actor_init.spec import UsageError
 from replay.options.option_parsing import in_flags
-from replay.output.text import one_line
+from replay.output.text import join_lines
 
 HEAD_START_SECONDS = 3.0
 # Other ranks report the end of a process by a signal within this time.
@@ -36,7 +36,7 @@ def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False)
         if show_traceback:
             traceback.print_exc()
         else:
-            say(f"{type(error).__name__}: {one_line(in_flags(error))}. --traceback shows where")
+            say(f"{type(error).__name__}: {join_lines(in_flags(error))}. --traceback shows where")
         return 1
 
 

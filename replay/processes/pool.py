@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes import forkserver, interpreter
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import list_rank_variables, open_rank_store, without_launcher
@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def text(self) -> str:
-        return counted(self.num_devices, "GPU") if self.has_gpus else "a CPU"
+        return pluralise(self.num_devices, "GPU") if self.has_gpus else "a CPU"
 
 
 Key = TypeVar("Key")

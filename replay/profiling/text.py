@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from replay.output.text import Columns, Pairs, gibibytes, milliseconds, one_line
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, join_lines
 from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile, Saving, Work
 
 NUM_HOLDERS = 20
@@ -28,7 +28,7 @@ def share_table(profile: Profile) -> Columns:
     for number, rank in enumerate(ranks):
         seconds = [rank.seconds_by_work.get(work, 0.0) for work in works]
         suffix = f" {number}" if len(ranks) > 1 else ""
-        columns[f"ms{suffix}"] = [milliseconds(work_seconds) for work_seconds in seconds]
+        columns[f"ms{suffix}"] = [format_milliseconds(work_seconds) for work_seconds in seconds]
         columns[f"share{suffix}"] = [f"{work_seconds / rank.seconds:.1%}" for work_seconds in seconds]
     return columns
 
@@ -44,7 +44,7 @@ def kernel_table(profile: Profile) -> Columns:
         "kernel" if profile.device == "cuda" else "operator": [_shorten(row.name) for row in rows],
         "module": [row.module or "-" for row in rows],
         "calls": [str(row.count) for row in rows],
-        "ms": [milliseconds(row.seconds) for row in rows],
+        "ms": [format_milliseconds(row.seconds) for row in rows],
     }
 
 
@@ -53,11 +53,11 @@ def remarks(profile: Profile) -> Pairs:
     pairs: Pairs = [("profiled", f"pass {profile.index + 1} once more, {profile.source}: {_describe_clock(profile)}")]
     hidden = [rank.hidden_communication_seconds for rank in profile.ranks]
     if len(profile.ranks) > 1:
-        by_rank = ", ".join(milliseconds(seconds) for seconds in hidden)
+        by_rank = ", ".join(format_milliseconds(seconds) for seconds in hidden)
         pairs.append(("hidden", f"{by_rank} ms of communication ran behind other work"))
     if (waits := profile.waits) is not None:
         last, first = waits.index(min(waits)), waits.index(max(waits))
-        text = f"rank {first} waited {milliseconds(waits[first])} ms in collectives, longest for rank {last}"
+        text = f"rank {first} waited {format_milliseconds(waits[first])} ms in collectives, longest for rank {last}"
         pairs.append(("waits", text if waits[first] > waits[last] else "no rank for another"))
     elif len(profile.ranks) > 1:
         pairs.append(("waits", "unknown: the ranks did not run the same number of collectives"))
@@ -92,7 +92,7 @@ def holder_table(memory: MemoryPeak) -> Columns:
         HELD[rank.device]: [kind for kind, _, _, _ in rows],
         "module": [name for _, name, _, _ in rows],
         "blocks": [str(count) for _, _, count, _ in rows],
-        "GiB": [gibibytes(num_bytes) for _, _, _, num_bytes in rows],
+        "GiB": [format_gibibytes(num_bytes) for _, _, _, num_bytes in rows],
         "share": [f"{num_bytes / rank.peak_bytes:.1%}" for _, _, _, num_bytes in rows],
     }
 
@@ -111,7 +111,7 @@ def memory_remarks(memory: MemoryPeak) -> Pairs:
     if rank.ran_out:
         pairs.append(("ran out", rank.ran_out.splitlines()[0]))
     if rank.failed:
-        pairs.append(("failed", f"this time: {one_line(rank.failed)}"))
+        pairs.append(("failed", f"this time: {join_lines(rank.failed)}"))
     if not rank.ran_out:
         pairs.append(("would need", f"by prediction, {describe_savings(rank.savings)}"))
     elif rank.savings:
@@ -125,15 +125,15 @@ def describe_savings(savings: Sequence[Saving]) -> str:
     """Name options, each with the peak that is predicted with it."""
     if not savings:
         return "no option needs 1% less"
-    return "; ".join(f"{saving.option}: {gibibytes(saving.peak_bytes)} GiB" for saving in savings)
+    return "; ".join(f"{saving.option}: {format_gibibytes(saving.peak_bytes)} GiB" for saving in savings)
 
 
 def _describe_sums(rank: MemoryProfile) -> str:
-    sums = f"these are {gibibytes(rank.peak_bytes)} GiB"
+    sums = f"these are {format_gibibytes(rank.peak_bytes)} GiB"
     if rank.device == "cuda":
         assert rank.reserved_bytes is not None
-        unused = gibibytes(rank.reserved_bytes - rank.peak_bytes)
-        counted = gibibytes(rank.counted_bytes)
+        unused = format_gibibytes(rank.reserved_bytes - rank.peak_bytes)
+        counted = format_gibibytes(rank.counted_bytes)
         return f"{sums}, the allocator counted {counted}, and {unused} GiB more were reserved and not in use"
     excess = rank.peak_bytes / rank.counted_bytes - 1
     difference = f"{abs(excess):.1%} {'more' if excess > 0 else 'less'}"
@@ -141,10 +141,10 @@ def _describe_sums(rank: MemoryProfile) -> str:
     in_the_run = ""
     if rank.reserved_bytes is not None and rank.reserved_bytes > rank.counted_bytes:
         in_the_run = (
-            f". In the run itself they were {gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
+            f". In the run itself they were {format_gibibytes(rank.reserved_bytes)}: what is freed stays resident there"
         )
-    counted = gibibytes(rank.counted_bytes)
-    return f"{sums}, {difference} than the {counted} GiB that were resident at most{reason}{in_the_run}"
+    pluralise = format_gibibytes(rank.counted_bytes)
+    return f"{sums}, {difference} than the {pluralise} GiB that were resident at most{reason}{in_the_run}"
 
 
 def _find_highest_rank(memory: MemoryPeak) -> MemoryProfile:

@@ -22,7 +22,7 @@ from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
-from replay.output.text import not_recorded_text, one_line, unreplayable
+from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines
 from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
 
@@ -280,9 +280,9 @@ def _read_first_incident(folder: Path) -> Incident | None:
 def _require_captures(folder: Path) -> list[CaptureLocation]:
     captures, setting = list_captures(folder), Setting("inputs", folder)
     if not captures and (missing := _count_not_recorded(folder)):
-        raise UsageError(setting, "holds no captures", f"Missing: {not_recorded_text(missing)}")
+        raise UsageError(setting, "holds no captures", f"Missing: {explain_unrecorded(missing)}")
     if not captures and (incident := _read_first_incident(folder)) is not None:
-        text = f"{incident.what}, {incident.where}" + (f": {one_line(incident.message)}" if incident.message else "")
+        text = f"{incident.what}, {incident.where}" + (f": {join_lines(incident.message)}" if incident.message else "")
         raise UsageError(setting, f"holds no captures, but an incident: {text}", f"Try: replay inspect {folder}")
     if not captures:
         subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and list_captures(path))
@@ -400,7 +400,7 @@ def _explain_empty_selection(
     spec: InputsSpec, reader: CaptureReader, num_left_over: int, num_data_ranks: int, missing: Mapping[str, int]
 ) -> str:
     if reader.unreplayable and not num_left_over:
-        return f"nothing to replay: {unreplayable(reader.unreplayable)}"
+        return f"nothing to replay: {describe_unreplayable(reader.unreplayable)}"
     if num_left_over and not spec.skip_inputs:
         inputs = "input does" if num_left_over == 1 else "inputs do"
         return (
@@ -412,7 +412,7 @@ def _explain_empty_selection(
         return f"{skipped} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
-    why = f" ({not_recorded_text(missing)})" if missing and spec.passes is Passes.TRAIN else ""
+    why = f" ({explain_unrecorded(missing)})" if missing and spec.passes is Passes.TRAIN else ""
     text = f"{where} holds no {spec.passes} pass{why}, but {reader.num_left_out} of kind {other}"
     return f"{text}. Try: {Setting('passes', other)}"
 

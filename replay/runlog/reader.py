@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 from actor_init.spec import UsageError
 from replay.options.option_parsing import in_flags, spec_from_dict
 from replay.options.spec import EXAMPLE, Parts, check_log
-from replay.output.text import counted, one_line
+from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
 from replay.runlog.summary import reason_to_leave_out
@@ -130,7 +130,7 @@ def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: boo
             raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
         if len(own) != num_passes and not (may_differ and len(own) < num_passes):
             raise UsageError(
-                f"{path} is cut short: it has {len(own)} of {counted(num_passes, 'pass')}. Try: {command}, again"
+                f"{path} is cut short: it has {len(own)} of {pluralise(num_passes, 'pass')}. Try: {command}, again"
             )
         records += own
     return sorted(records, key=lambda record: (record.index, record.rank))
@@ -141,7 +141,7 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
     try:
         *lines, rest = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(str(error))}. Try: {command}, again") from error
+        raise UsageError(f"{path} cannot be read: {join_lines(str(error))}. Try: {command}, again") from error
     if rest:
         raise UsageError(f"{path} is cut short in line {len(lines) + 1}. Try: {command}, again")
     records: list[PassRecord] = []

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from actor_init.as_json import from_json, json_bytes, to_json
 from actor_init.spec import UsageError
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.runlog.summary import Statistics
 
 FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new
@@ -130,7 +130,7 @@ class RunFile:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {one_line(str(error))}. Try: the run again") from error
+            raise UsageError(f"{path} cannot be read: {join_lines(str(error))}. Try: the run again") from error
         if not isinstance(values, dict):
             raise UsageError(f"{path} holds a {type(values).__name__}, not a run. Give a folder that a run left")
         if values.get("format") != FORMAT:

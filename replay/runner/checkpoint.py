@@ -29,7 +29,7 @@ from capture.file_format.tensor_codec import view_bytes
 from replay.options.option_parsing import as_typed, in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
-from replay.output.text import Pairs, counted, gibibytes, one_line
+from replay.output.text import Pairs, format_gibibytes, join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.runlog.writer import versions
 from replay.runner.states import StateStore, find_whole_states, name_passes_file
@@ -47,7 +47,7 @@ class StateWeights:
     num_steps: int
 
     def describe(self) -> str:
-        return f"from the state in {self.folder}, after {counted(self.num_steps, 'step')}"
+        return f"from the state in {self.folder}, after {pluralise(self.num_steps, 'step')}"
 
     def has_tensor(self, name: str) -> bool:
         return False
@@ -148,7 +148,7 @@ class Saver:
             with name_passes_file(self.log_folder, self.world.rank).open("rb") as log:
                 name_passes_file(folder, self.world.rank).write_bytes(b"".join(islice(log, num_inputs)))
 
-        with _wrap_saving_errors(f"{self.spec.state.save_state}, the state after {counted(self.num_steps, 'step')},"):
+        with _wrap_saving_errors(f"{self.spec.state.save_state}, the state after {pluralise(self.num_steps, 'step')},"):
             states.keep(self.num_steps, write, self.world)
         self.num_steps_saved = self.num_steps
 
@@ -167,7 +167,9 @@ class Saver:
         if (folder := spec.state.save_model) is not None:
             with _wrap_saving_errors(str(folder)), create_whole_folder(folder, self.world) as unfinished:
                 backend.save_model(unfinished)
-            lines.append(("saved", f"model in {folder}: {spec.actor.dtype}, {gibibytes(_count_bytes(folder))} GiB"))
+            lines.append(
+                ("saved", f"model in {folder}: {spec.actor.dtype}, {format_gibibytes(_count_bytes(folder))} GiB")
+            )
         if (folder := spec.state.save_state) is None:
             return lines
         num_inputs = spec.inputs.skip_inputs + num_inputs_completed
@@ -177,11 +179,11 @@ class Saver:
                 self._write_state(backend, unfinished, num_inputs)
             what = "state"
         else:
-            what = f"states, every {counted(spec.state.save_every or 1, 'step')},"
-        steps = counted(progress.num_steps, "step")
+            what = f"states, every {pluralise(spec.state.save_every or 1, 'step')},"
+        steps = pluralise(progress.num_steps, "step")
         lines.append(("saved", f"{what} in {folder}: {steps}, the next with learning rate {progress.learning_rate:g}"))
         if num_passes > num_inputs_completed:
-            num_unsaved = counted(num_passes - num_inputs_completed, "pass")
+            num_unsaved = pluralise(num_passes - num_inputs_completed, "pass")
             lines.append(("not saved", f"the last {num_unsaved}: their accumulation window was cut short"))
         if self.states is None or self.states.has_folder:
             lines.append(("go on", _format_go_on_line(spec, folder, num_inputs, self.world)))
@@ -206,7 +208,7 @@ def _wrap_saving_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SavingError(f"{what} could not be saved and does not exist: {one_line(in_flags(error))}") from error
+        raise SavingError(f"{what} could not be saved and does not exist: {join_lines(in_flags(error))}") from error
 
 
 def describe_unsaved(spec: StateSpec) -> Pairs:

@@ -14,7 +14,7 @@ from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, described_loss
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
-from replay.output.text import counted, engine_text
+from replay.output.text import describe_engine, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, path_from_here
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
@@ -122,11 +122,11 @@ class Header:
             *([f"gradient accumulation {n}"] if (n := actor.num_accumulated) > 1 else []),
             *(["window mean-of-means"] if self.resolved.measure.window is WindowWeights.MEAN_OF_MEANS else []),
         ]
-        return f"{engine_text(actor.backend, facts['zero_stage'])}, {', '.join(toggles)}"
+        return f"{describe_engine(actor.backend, facts['zero_stage'])}, {', '.join(toggles)}"
 
     def _describe_inputs(self) -> str:
         num_by_rank = self.num_inputs
-        num_text = counted(num_by_rank[0], "input") + (" a rank" if len(num_by_rank) > 1 else "")
+        num_text = pluralise(num_by_rank[0], "input") + (" a rank" if len(num_by_rank) > 1 else "")
         if len(set(num_by_rank)) > 1:
             num_text = f"{', '.join(map(str, num_by_rank))} inputs by rank"
         return f"{num_text} from {path_from_here(find_inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
@@ -138,7 +138,7 @@ class Header:
         earlier, num_passes = self.earlier, len(self.selection.inputs)
         if earlier.folder is None:
             return {"resumed": "from the beginning: no state was saved yet"}
-        steps, passes = counted(earlier.num_steps, "step"), counted(num_passes, "pass")
+        steps, passes = pluralise(earlier.num_steps, "step"), pluralise(num_passes, "pass")
         return {"resumed": f"behind {steps}, {earlier.num_passes} of {passes} on each rank"}
 
     def _describe_first_call(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ def _describe_adapter(resolved: ResolvedReplay) -> dict[str, str]:
         return {"adapter": f"{resolved.source.adapter.describe()}; the rest is frozen"}
     if not (adapters := read_adapter_configs(find_inputs_folder(resolved.inputs))):
         return {}
-    num_adapters = counted(len(adapters), "adapter")
+    num_adapters = pluralise(len(adapters), "adapter")
     if resolved.actor.adapter == "none":
         return {"adapter": f"not built; the job had {num_adapters}"}
     why = f"the job had {num_adapters}, which the weights are taken to have merged"

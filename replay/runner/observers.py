@@ -18,7 +18,7 @@ from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.optimizer_step import Sample
 from replay.objective.objective import gain
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
@@ -103,7 +103,7 @@ def read_compilations() -> CompilationSection:
     seconds = sum(metric.duration_us or 0 for metric in metrics) / 1e6
     # The metrics of torch 2.6 have no reason.
     reason_by_name = [(metric.co_name, getattr(metric, "recompile_reason", None)) for metric in metrics]
-    reasons = [f"{name}: {GUARD_ORIGIN.sub('', one_line(reason))}" for name, reason in reason_by_name if reason]
+    reasons = [f"{name}: {GUARD_ORIGIN.sub('', join_lines(reason))}" for name, reason in reason_by_name if reason]
     return CompilationSection(compile_seconds=seconds, recompilations=reasons)
 
 

@@ -19,7 +19,7 @@ from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.options.spec import MeasureSpec
-from replay.output.text import Pairs, counted, gibibytes
+from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.profiling.memory_advice import PassSize, predict_savings
 from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass, choose_spread, read_shapes
 from replay.profiling.profile_records import Holder, HolderKind, Saving
@@ -72,14 +72,14 @@ class OutOfMemory:
         hint = "" if has_snapshot else SNAPSHOT_HINT
         where = f"pass {self.index + 1}, rank {self.rank}"
         lasting = ", ".join(
-            f"{gibibytes(size)} GiB of {name}"
+            f"{format_gibibytes(size)} GiB of {name}"
             for name, size in (
                 ("weights", self.weights_bytes),
                 ("gradients", self.gradients_bytes),
                 ("optimizer and masters", self.optimizer_bytes),
             )
         )
-        device = "" if self.device_bytes is None else f"; the device has {gibibytes(self.device_bytes)} GiB"
+        device = "" if self.device_bytes is None else f"; the device has {format_gibibytes(self.device_bytes)} GiB"
         if self.needed is None:
             held = f"a rank holds {lasting}, whatever it is fed"
             if self.weights_bytes is None:
@@ -91,9 +91,9 @@ class OutOfMemory:
         need, error_text = self.needed, ""
         if need.error is not None:
             error_text = f", at most {need.error:.1%} off on a third of them, held out"
-        basis = f"by a fit to {counted(need.num_measured, 'measured pass')}{error_text}"
+        basis = f"by a fit to {pluralise(need.num_measured, 'measured pass')}{error_text}"
         return [
-            ("memory", f"{where} would need {gibibytes(need.peak_bytes)} GiB {basis}{device}"),
+            ("memory", f"{where} would need {format_gibibytes(need.peak_bytes)} GiB {basis}{device}"),
             ("would need", f"by prediction, {describe_savings(need.savings)}{hint}"),
         ]
 
@@ -145,7 +145,7 @@ class OutOfMemoryAnalysis:
             if record.error is None and record.input.trains == failed.input.trains
         }
         if len(finished) < MIN_PASSES_TO_FIT:
-            passes = counted(len(finished), "pass")
+            passes = pluralise(len(finished), "pass")
             return f"{passes} of its kind finished, and a fit of peaks to tokens takes {MIN_PASSES_TO_FIT}"
         indices = [*finished, failed.index]
         # The failed pass is read with the others, so that its rows and tokens are counted alike.

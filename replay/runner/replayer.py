@@ -26,7 +26,7 @@ from replay.objective.objective import Objective, may_count_after_padding, negat
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.resolution.windows import InputRound, compute_token_weight, training_rounds
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
@@ -275,7 +275,7 @@ class Replayer:
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
             return Pass(failed, recorded, Replayed()), exit_error
         except Exception as error:
-            failed = replace(record, error=one_line(in_flags(error)), error_type=type(error).__name__)
+            failed = replace(record, error=join_lines(in_flags(error)), error_type=type(error).__name__)
             return Pass(failed, recorded, Replayed()), error
 
     def _run_micro_batch(

@@ -20,7 +20,7 @@ from actor_init.world import World
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Pairs, one_line
+from replay.output.text import Pairs, join_lines
 from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
@@ -313,4 +313,4 @@ def _finished_indices(records: Sequence[PassRecord]) -> list[int]:
 
 
 def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(in_flags(error))}"
+    return f"{type(error).__name__}: {join_lines(in_flags(error))}"

@@ -18,7 +18,7 @@ from capture.record.job_facts import read_versions as loaded_versions
 from capture.record.rng_and_outputs import read_environment
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
-from replay.output.text import Pairs, counted, one_line
+from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import folder_of, lines_so_far
@@ -28,7 +28,7 @@ from replay.runlog.summary import Statistics, reason_to_leave_out, summarize
 from replay.runner import rounding_floor
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
-from replay.tolerances.job import Floor
+from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.findings import Setting
 from replay.verdict.job_values import is_mixture
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
@@ -73,7 +73,7 @@ class Run:
         if failure := file.failure:
             problems.append(f"the run broke off{file.where_it_broke_off()}: {failure.error or failure.kind}")
         if failed := len({record.index for record in records if record.error is not None}):
-            problems.append(f"{counted(failed, 'pass')} failed")
+            problems.append(f"{pluralise(failed, 'pass')} failed")
         return cls(folder=folder, file=file, records=records, problems=problems)
 
     @property
@@ -216,8 +216,8 @@ def _measure_rounding(
     free_closed_backends()
     try:
         if spec.measure.noise_floor:
-            floors: Mapping[str, Floor] = {}
-            step_floors: Mapping[int, Mapping[str, Floor]] = {}
+            floors: Mapping[str, NoiseFloor] = {}
+            step_floors: Mapping[int, Mapping[str, NoiseFloor]] = {}
             if spec.measure.step:
                 step_floors = rounding_floor.measure_step_floors(repeater, passes)
                 first_floors = step_floors[min(step_floors)]
@@ -244,7 +244,7 @@ def _measure_rounding(
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:
             raise
-        why_unknown = f"{type(error).__name__}: {one_line(in_flags(error))}"
+        why_unknown = f"{type(error).__name__}: {join_lines(in_flags(error))}"
         remarks.append(("rounding", f"not measured: {why_unknown}"))
         setting = replace(setting, unknown_rounding=why_unknown)
     return setting, fp32_verdict, remarks
@@ -290,5 +290,5 @@ def _ends_job(incident: Incident) -> bool:
 
 def _describe_incident(incident: Incident) -> str:
     is_error = incident.what in ("exception", "out of memory")
-    how = one_line(incident.message) if is_error else f"{incident.what}, {incident.where}"
+    how = join_lines(incident.message) if is_error else f"{incident.what}, {incident.where}"
     return f"the job broke off in the forward of this pass: {how}"

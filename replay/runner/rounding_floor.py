@@ -29,7 +29,17 @@ from replay.runner.checkpoint import digest_weights
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenableActor, Replayer
 from replay.tolerances.difference import relative_difference, roundoff
-from replay.tolerances.job import GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, Floor, bound_of, difference
+from replay.tolerances.job_bounds import (
+    GRAD_NORM,
+    GRADIENT,
+    LOG_PROBS,
+    LOSS,
+    TOKENS,
+    TOKENS_RMS,
+    NoiseFloor,
+    compute_bound,
+    measure_difference,
+)
 from replay.verdict.findings import Setting, dtypes_of
 from replay.verdict.gradient_findings import scale_of
 from replay.verdict.judge import Pass
@@ -119,14 +129,14 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
-def have_same_masks(floors: Mapping[str, Floor], setting: Setting, passes: Sequence[Pass]) -> bool:
+def have_same_masks(floors: Mapping[str, NoiseFloor], setting: Setting, passes: Sequence[Pass]) -> bool:
     """Tell whether two replays of a model with dropout drew the same masks: what is between them is rounding.
 
     Another mask moves a token's log-prob by far more than the formula allows for rounding.
     """
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in dtypes_of(recorded, setting)}
     floor = floors.get(TOKENS)
-    return floor is not None and floor.value <= bound_of(TOKENS, sorted(dtypes), setting.num_layers, 1)
+    return floor is not None and floor.value <= compute_bound(TOKENS, sorted(dtypes), setting.num_layers, 1)
 
 
 def _roundoff(dtype: Dtype) -> float:
@@ -138,7 +148,7 @@ def count_passes_to_measure(spec: ResolvedReplay, num_inputs: int) -> int:
     return min(num_inputs, max(size, -(-MIN_PASSES // size) * size))
 
 
-def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) -> dict[str, Floor]:
+def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) -> dict[str, NoiseFloor]:
     """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
 
     There are none where the kernel has to be kept: rows in another order alone would say that hardly anything is
@@ -149,7 +159,7 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) 
     num_passes = count_passes_to_measure(repeater.spec, len(repeater.selection.inputs))
     compared = [replayed_pass for replayed_pass in passes if replayed_pass.record.index < num_passes]
     key = _digest_measurement(repeater, compared)
-    known_floors: dict[str, Floor] | None = repeater.world.from_first(
+    known_floors: dict[str, NoiseFloor] | None = repeater.world.from_first(
         _read_floors(folder, key) if repeater.world.rank == 0 else None
     )
     if known_floors is not None:
@@ -161,7 +171,7 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) 
     return floors
 
 
-def measure_step_floors(repeater: RunRepeater, passes: Sequence[Pass]) -> dict[int, dict[str, Floor]]:
+def measure_step_floors(repeater: RunRepeater, passes: Sequence[Pass]) -> dict[int, dict[str, NoiseFloor]]:
     """Return the floors by pass under --step: how far apart two replays are after all earlier steps.
 
     All ranks must call this.
@@ -176,7 +186,7 @@ def measure_step_floors(repeater: RunRepeater, passes: Sequence[Pass]) -> dict[i
     }
 
 
-def compute_floors(passes: Sequence[Pass], other_passes: Sequence[Pass]) -> dict[str, Floor]:
+def compute_floors(passes: Sequence[Pass], other_passes: Sequence[Pass]) -> dict[str, NoiseFloor]:
     """Return how far apart two replays of the same inputs are, by quantity.
 
     The passes are paired by index and rank. Each pair gives differences of its loss, of the mean log-prob of each row,
@@ -191,16 +201,16 @@ def compute_floors(passes: Sequence[Pass], other_passes: Sequence[Pass]) -> dict
         other_record, other_replayed = other_by_place[record.index, record.rank]
         result, other_result = record.result, other_record.result
         if result.loss is not None and other_result.loss is not None:
-            differences.setdefault(LOSS, []).append(difference(result.loss, other_result.loss))
+            differences.setdefault(LOSS, []).append(measure_difference(result.loss, other_result.loss))
         rows = zip(result.row_log_probs, other_result.row_log_probs, result.row_action_tokens, strict=True)
         differences.setdefault(LOG_PROBS, []).extend(
-            difference(log_prob / num_tokens, other_log_prob / num_tokens)
+            measure_difference(log_prob / num_tokens, other_log_prob / num_tokens)
             for log_prob, other_log_prob, num_tokens in rows
             if num_tokens
         )
         tokens = zip(replayed.token_log_probs, other_replayed.token_log_probs, strict=False)
         differences.setdefault(TOKENS, []).extend(
-            difference(log_prob, other_log_prob)
+            measure_difference(log_prob, other_log_prob)
             for log_prob, other_log_prob in tokens
             if log_prob is not None and other_log_prob is not None
         )
@@ -216,11 +226,13 @@ def compute_floors(passes: Sequence[Pass], other_passes: Sequence[Pass]) -> dict
                     abs(element - other_element) / scale if scale else 0.0 for element, other_element in elements
                 )
     floors = {
-        quantity: Floor(value=max(values), num_values=len(values)) for quantity, values in differences.items() if values
+        quantity: NoiseFloor(value=max(values), num_values=len(values))
+        for quantity, values in differences.items()
+        if values
     }
     if token_differences := differences.get(TOKENS):
         mean_square = sum(value * value for value in token_differences) / len(token_differences)
-        floors[TOKENS_RMS] = Floor(value=math.sqrt(mean_square), num_values=len(token_differences))
+        floors[TOKENS_RMS] = NoiseFloor(value=math.sqrt(mean_square), num_values=len(token_differences))
     return {quantity: floor for quantity, floor in floors.items() if math.isfinite(floor.value)}
 
 
@@ -273,11 +285,15 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[Pass]) -> str:
     return hashlib.blake2b(json.dumps(measurement, default=str).encode(), digest_size=12).hexdigest()
 
 
-def _read_floors(folder: Path, key: str) -> dict[str, Floor] | None:
+def _read_floors(folder: Path, key: str) -> dict[str, NoiseFloor] | None:
     """Read an earlier measurement. Raises UsageError if the file is damaged."""
     values = _read_file(folder).get(key)
     try:
-        return None if values is None else from_json(dict[str, Floor], values, source=f"{folder / FLOORS_FILE}: {key}")
+        return (
+            None
+            if values is None
+            else from_json(dict[str, NoiseFloor], values, source=f"{folder / FLOORS_FILE}: {key}")
+        )
     except UsageError as error:
         raise UsageError(f"{error.text}. Try: rm {folder / FLOORS_FILE}") from error
 
@@ -290,7 +306,7 @@ def _read_file(folder: Path) -> Mapping[str, object]:
     return floors_by_key if isinstance(floors_by_key, dict) else {}
 
 
-def _write_floors(folder: Path, key: str, floors: Mapping[str, Floor]) -> None:
+def _write_floors(folder: Path, key: str, floors: Mapping[str, NoiseFloor]) -> None:
     """Write the floors. In a read-only folder nothing is kept, and the next run measures again."""
     try:
         write_atomically(

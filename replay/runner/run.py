@@ -17,7 +17,7 @@ from replay.objective.objective import Objective, may_count_after_padding
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_table
-from replay.output.text import short_names_differ
+from replay.output.text import have_distinct_short_names
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import Logbook, create_folder
@@ -116,7 +116,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     # Rank 0 made the folder; on nodes that share no disk with it there is none yet.
     folder.mkdir(parents=True, exist_ok=True)
     with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
-        full_names = measure.full_names or not short_names_differ([path.name for path in selection.inputs])
+        full_names = measure.full_names or not have_distinct_short_names([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
         resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())

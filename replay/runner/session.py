@@ -16,7 +16,7 @@ from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import VerdictRule
-from replay.output.text import Pairs, counted, not_recorded
+from replay.output.text import Pairs, describe_unrecorded, pluralise
 from replay.processes.exit_code import repeat_for_torchrun
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.resolution.selection import Selection
@@ -46,7 +46,7 @@ from replay.watch.watcher import Watch
 def _describe_unreplayed(num_inputs: int) -> Pairs:
     """Say that a training ended with a pass that failed, if there were inputs left."""
     why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
-    return [("ended", f"{counted(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
+    return [("ended", f"{pluralise(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +277,7 @@ class Session:
         if has_failed:
             num_damaged, failed = len(self.selection.damaged), [record for record in replayed.records if record.error]
             repeat_for_torchrun(
-                f"replay: {counted(len(failed), 'pass')} failed and {counted(num_damaged, 'file')} "
+                f"replay: {pluralise(len(failed), 'pass')} failed and {pluralise(num_damaged, 'file')} "
                 f"{'is' if num_damaged == 1 else 'are'} damaged, see {self.folder / 'run.json'}"
             )
         end = RunEnd(
@@ -296,7 +296,7 @@ class Session:
                 self.selection,
                 verdict=[
                     *verdict_lines(conclusion.verdict),
-                    *not_recorded(self.selection.not_recorded),
+                    *describe_unrecorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],
                 saved_lines=replayed.saved_lines or describe_unsaved(self.spec.state),

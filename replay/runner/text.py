@@ -11,13 +11,13 @@ from replay.output.text import (
     PHASES,
     Columns,
     Pairs,
-    counted,
-    damaged_files,
-    gibibytes,
-    milliseconds,
-    short_names,
-    table_lines,
-    unreplayable,
+    describe_damaged_files,
+    describe_unreplayable,
+    format_gibibytes,
+    format_milliseconds,
+    format_table,
+    pluralise,
+    shorten_names,
 )
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
 from replay.resolution.selection import Selection
@@ -60,18 +60,18 @@ def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Co
     columns: Columns = {"pass": [str(record.index + 1) for record in records]}
     if len({record.rank for record in records}) > 1:
         columns["rank"] = [str(record.rank) for record in records]
-    columns["input"] = [record.source if full_names else short_names(record.source) for record in records]
+    columns["input"] = [record.source if full_names else shorten_names(record.source) for record in records]
     columns["rows"] = [str(record.input.rows) for record in records]
     columns["padded"] = [f"{record.input.padded_tokens:,}" for record in records]
     columns["real"] = [f"{record.input.real_tokens:,}" for record in records]
     for name in phases:
         phase_seconds = [record.cost.phases[name].seconds if name in record.cost.phases else None for record in records]
-        columns[f"{SHORT_PHASES.get(name, name)} ms"] = [milliseconds(seconds) for seconds in phase_seconds]
+        columns[f"{SHORT_PHASES.get(name, name)} ms"] = [format_milliseconds(seconds) for seconds in phase_seconds]
     if any(record.cost.wait_seconds is not None for record in records):
-        columns["wait ms"] = [milliseconds(record.cost.wait_seconds) for record in records]
+        columns["wait ms"] = [format_milliseconds(record.cost.wait_seconds) for record in records]
     if phases:
         columns["peak GiB"] = [
-            gibibytes(max((cost.peak_allocated_bytes for cost in record.cost.phases.values()), default=None))
+            format_gibibytes(max((cost.peak_allocated_bytes for cost in record.cost.phases.values()), default=None))
             for record in records
         ]
     columns["loss"] = ["-" if record.result.loss is None else f"{record.result.loss:.5f}" for record in records]
@@ -82,7 +82,7 @@ def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Co
     if any(notes := [_describe_note(record) for record in records]):
         columns["note"] = notes
     for name in () if full_names else DROPPED_COLUMNS:
-        if max(map(len, table_lines(columns))) > MAX_WIDTH:
+        if max(map(len, format_table(columns))) > MAX_WIDTH:
             columns.pop(name, None)
     return columns
 
@@ -105,7 +105,7 @@ def format_progress(rank_records: Sequence[PassRecord]) -> str:
         )
         for name in PHASES
     }
-    parts = [f"{name} {milliseconds(seconds)} ms" for name, seconds in slowest.items() if seconds is not None]
+    parts = [f"{name} {format_milliseconds(seconds)} ms" for name, seconds in slowest.items() if seconds is not None]
     parts += [] if rank_records[0].result.loss is None else [f"loss {rank_records[0].result.loss:.5f}"]
     parts += ["warm-up"] if rank_records[0].warmup else []
     parts += [
@@ -124,7 +124,7 @@ def list_failures(records: Sequence[PassRecord]) -> Pairs:
 
 
 def list_counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
-    text = f"{statistics.num_counted} of {counted(statistics.num_passes, 'pass')}"
+    text = f"{statistics.num_counted} of {pluralise(statistics.num_passes, 'pass')}"
     if statistics.left_out:
         text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
@@ -151,17 +151,17 @@ def phase_table(statistics: Statistics) -> Columns:
     peaks = [*(phase.peak_allocated_bytes for phase in phases), statistics.highest_peak.value]
     return {
         "": [*statistics.phases, "pass"],
-        "median ms": [milliseconds(seconds) for seconds in medians],
-        "IQR ms": [milliseconds(seconds) for seconds in iqrs],
-        "p95 ms": [milliseconds(seconds) for seconds in p95s],
-        "peak GiB": [gibibytes(num_bytes) for num_bytes in peaks],
+        "median ms": [format_milliseconds(seconds) for seconds in medians],
+        "IQR ms": [format_milliseconds(seconds) for seconds in iqrs],
+        "p95 ms": [format_milliseconds(seconds) for seconds in p95s],
+        "peak GiB": [format_gibibytes(num_bytes) for num_bytes in peaks],
     }
 
 
 def name_slowest(statistics: Statistics) -> Pairs:
     """Name the slowest pass that counts."""
     place = statistics.slowest
-    return [] if place is None else [("slowest", f"{milliseconds(place.value)} ms, {_describe_pass(place)}")]
+    return [] if place is None else [("slowest", f"{format_milliseconds(place.value)} ms, {_describe_pass(place)}")]
 
 
 def list_totals(statistics: Statistics, memory_kind: str) -> Pairs:
@@ -176,7 +176,7 @@ def list_totals(statistics: Statistics, memory_kind: str) -> Pairs:
     if statistics.wait_share is not None:
         pairs.append(("waiting", f"{statistics.wait_share:.1%} of the ranks' time, for the slowest rank"))
     if (peak := statistics.highest_peak) is not None:
-        pairs.append(("peak", f"{gibibytes(peak.value)} GiB, {memory_kind}, {_describe_pass(peak)}"))
+        pairs.append(("peak", f"{format_gibibytes(peak.value)} GiB, {memory_kind}, {_describe_pass(peak)}"))
     return pairs
 
 
@@ -197,13 +197,13 @@ def list_unreplayed(selection: Selection) -> Pairs:
     """List the inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
-        pairs.append(("left out", f"{counted(number, 'pass')} of the other kind, met on the way (see --passes)"))
+        pairs.append(("left out", f"{pluralise(number, 'pass')} of the other kind, met on the way (see --passes)"))
     if number := selection.num_left_over:
-        pairs.append(("left over", f"{counted(number, 'input')}: the data ranks hold unequal numbers"))
+        pairs.append(("left over", f"{pluralise(number, 'input')}: the data ranks hold unequal numbers"))
     if selection.unreplayable:
-        pairs.append(("left out", unreplayable(selection.unreplayable)))
+        pairs.append(("left out", describe_unreplayable(selection.unreplayable)))
     if number := len(selection.damaged):
-        pairs.append(("damaged", f"{counted(number, 'file')}, named above"))
+        pairs.append(("damaged", f"{pluralise(number, 'file')}, named above"))
     return pairs
 
 
@@ -289,7 +289,7 @@ class Console:
         print_pairs(out, list_non_finite(records))
         print_pairs(out, list_failures(records))
         print_pairs(out, [] if out_of_memory is None else out_of_memory.lines(has_snapshot=memory is not None))
-        print_pairs(out, damaged_files(selection.damaged))
+        print_pairs(out, describe_damaged_files(selection.damaged))
         print_pairs(out, [(name, self._shorten_names(text)) for name, text in name_slowest(statistics)])
         if shows_passes:
             print_line(out)
@@ -313,4 +313,4 @@ class Console:
         print_pairs(out, [*missing_lines, *saved_lines, ("log", str(run.folder))])
 
     def _shorten_names(self, text: str) -> str:
-        return text if self._full_names else short_names(text)
+        return text if self._full_names else shorten_names(text)

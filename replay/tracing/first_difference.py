@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replay.tolerances.difference import roundoff
-from replay.tolerances.runs import bound_of_layer, bound_of_weights, measured_bound
+from replay.tolerances.run_bounds import compute_layer_bound, compute_measured_bound, compute_weight_bound
 from replay.tracing.distances import TensorDistance, measure_distances
 from replay.tracing.trace_file import TensorKind, TracedRun
 
@@ -102,8 +102,8 @@ def estimate_bound(kind: TensorKind, passed: LayersPassed, roundoff: float, *, s
     if kind is TensorKind.INPUT:
         return 0.0
     if kind is TensorKind.PARAMETER:
-        return bound_of_weights(roundoff, same_dtype=same_dtype)
-    return bound_of_layer(roundoff, passed.num_layers)
+        return compute_weight_bound(roundoff, same_dtype=same_dtype)
+    return compute_layer_bound(roundoff, passed.num_layers)
 
 
 def count_layers_passed(distances: Sequence[TensorDistance], find_layer: FindLayer) -> list[LayersPassed]:
@@ -157,7 +157,7 @@ def choose_bounds(
         is_computed = distance.key.kind is TensorKind.FORWARD or passed.is_backward
         if is_computed and passed.is_backward in measured_directions:
             floor = floors.get((passed.is_backward, find_layer(distance.key.name)), 0.0)
-            bounds.append(measured_bound(floor, estimate))
+            bounds.append(compute_measured_bound(floor, estimate))
         else:
             bounds.append(estimate)
     return bounds

@@ -1,4 +1,4 @@
-"""Hold each number that the job recorded of a pass against the replay's; `replay/tolerances/job.py` has the bounds."""
+"""Hold each number that the job recorded of a pass against the replay's; the bounds are in `replay/tolerances`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, roundoff
-from replay.tolerances.job import (
+from replay.tolerances.job_bounds import (
     ACTION_TOKENS,
     GRAD_NORM,
     GRADIENT,
@@ -18,10 +18,10 @@ from replay.tolerances.job import (
     ROUTES_FACTOR,
     TOKENS,
     TOKENS_RMS,
-    Floor,
-    bound_of,
-    bound_of_rms,
-    difference,
+    NoiseFloor,
+    compute_bound,
+    compute_rms_bound,
+    measure_difference,
 )
 from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded, Replayed
 
@@ -54,14 +54,14 @@ class Setting:
     packs: bool = False  # rows are packed, so that masks of dropout have other shapes than a padded job's
     is_mixture: bool = False  # of experts
     environment: Mapping[str, str] = field(default_factory=dict)
-    floors: Mapping[str, Floor] = field(default_factory=dict)
-    step_floors: Mapping[int, Mapping[str, Floor]] = field(default_factory=dict)
+    floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
+    step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     unknown_rounding: str | None = None
 
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
-        least = bound_of(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
+        least = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
         return least if grown is None else max(least, grown.bound)
 
     def doubt_of_routes(
@@ -86,7 +86,7 @@ class Setting:
         floors = self.step_floors.get(index) or self.floors
         own_name = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
         floor = floors.get(own_name)
-        formula = 0.0 if own_name == TOKENS_RMS else bound_of(own_name, dtypes, self.num_layers, 1)
+        formula = 0.0 if own_name == TOKENS_RMS else compute_bound(own_name, dtypes, self.num_layers, 1)
         if floor is not None:
             limit = max(ROUTES_FACTOR * max(floor.value, least_floor), formula)
         else:
@@ -218,11 +218,11 @@ def _root_mean_square(
     is_unknown = setting.unknown_rounding is not None and is_coarse(dtypes_of(recorded, setting))
     if claim.name != TOKENS or floor is None or is_unknown or not pairs:
         return None
-    apart = [difference(there, here) for _, there, here, _ in pairs]
+    apart = [measure_difference(there, here) for _, there, here, _ in pairs]
     there, here, rms = (
         math.sqrt(sum(x * x for x in xs) / len(pairs)) for xs in ([p[1] for p in pairs], [p[2] for p in pairs], apart)
     )
-    bound = bound_of_rms(floor)
+    bound = compute_rms_bound(floor)
     doubt = setting.doubt_of_routes(TOKENS_RMS, rms, dtypes_of(recorded, setting), record.index)
     return finding(
         TOKENS_RMS, there, here, difference=rms, bound=bound, doubt=doubt, counts=True, num_values=len(pairs)
@@ -248,7 +248,7 @@ def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Rep
             bound *= max(1.0, replayed.loss_gain)
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
-        apart = difference(there, here)
+        apart = measure_difference(there, here)
         findings.append(
             finding(
                 claim.name,

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import absolute_difference, is_coarse, relative_difference
-from replay.tolerances.job import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAST_RMS, LOSS, SAME_SHARES
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAST_RMS, LOSS, SAME_SHARES
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -178,12 +178,12 @@ def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep]
     grad_accumulation = max(size // setting.num_data_ranks, 1)
     if grad_accumulation != setting.grad_accumulation:
         return (
-            f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
+            f"the job's step took {pluralise(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
             f"Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
         )
     steps_here = ", ".join(str(member.recorded.step) for member in window[:MAX_FORWARDS])
     return (
-        f"the job's step took {counted(size, 'pass')}{ranks}, and this gradient is of {num_here}, not all the same: "
+        f"the job's step took {pluralise(size, 'pass')}{ranks}, and this gradient is of {num_here}, not all the same: "
         f"here forward {steps_here}, in the job {_forwards(wanted)}. Try: all of the job's inputs in its order, "
         "without --max-inputs and --shuffle-inputs"
     )
@@ -286,11 +286,11 @@ def _norm(
     if num_frozen and gradient is not None and doubt is None:
         trained = _trained(steps, num_frozen, gradient)
         if trained is None:
-            doubt = f"the job did not train {counted(num_frozen, 'parameter')}, and not all that it trained is known"
+            doubt = f"the job did not train {pluralise(num_frozen, 'parameter')}, and not all that it trained is known"
         else:
             here = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if _is_among(name, trained)))
     elif num_frozen:
-        doubt = doubt or f"the job did not train {counted(num_frozen, 'parameter')}"
+        doubt = doubt or f"the job did not train {pluralise(num_frozen, 'parameter')}"
     bound = setting.bound(GRAD_NORM, dtypes, 1, window[-1].record.index)
     where = f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None
     apart = relative_difference(here, there)

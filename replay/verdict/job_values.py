@@ -19,9 +19,9 @@ from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBa
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from replay.objective.objective import tokens_for
 from replay.options.spec import LossName, is_objective
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
-from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"
@@ -200,7 +200,7 @@ def _labels_left_out(batch: MicroBatch, tokens: int) -> str | None:
         return None
     are = "is" if number == 1 else "are"
     return (
-        f"{number} of the job's {counted(tokens, 'label')} {are} predicted by padding on the left, which only rows "
+        f"{number} of the job's {pluralise(tokens, 'label')} {are} predicted by padding on the left, which only rows "
         "padded as captured have. Try: --no-packing, without --ring"
     )
 

@@ -16,10 +16,10 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from actor_init.as_json import to_json
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, roundoff
-from replay.tolerances.job import GRAD_NORM, Floor
+from replay.tolerances.job_bounds import GRAD_NORM, NoiseFloor
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -77,7 +77,7 @@ class Verdict:
     weights: WeightComparison | None  # of the first pass with other ones, else of all passes together
     environment: Mapping[str, tuple[str, str]]  # what differs: in the job, here
     dtypes: tuple[str, str]  # the bounds are the looser of these two
-    floors: Mapping[str, Floor] = field(default_factory=dict)  # measured
+    floors: Mapping[str, NoiseFloor] = field(default_factory=dict)  # measured
     passes: Sequence[PassVerdict] = ()
     windows: Sequence[PassVerdict] = ()
 
@@ -313,9 +313,8 @@ def _why_other_number_of_steps(recorded: Recorded, first: Sequence[Member], num_
     began = first[0].recorded.optimizer_step
     if recorded.optimizer_step is None or began is None or recorded.optimizer_step - began == num_steps:
         return None
-    return (
-        f"the job had taken {counted(recorded.optimizer_step - began, 'step')} before this pass, the replay {num_steps}"
-    )
+    taken = pluralise(recorded.optimizer_step - began, "step")
+    return f"the job had taken {taken} before this pass, the replay {num_steps}"
 
 
 def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:

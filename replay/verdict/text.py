@@ -8,8 +8,8 @@ here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 
 from collections import Counter
 
-from replay.output.text import Pairs, counted
-from replay.tolerances.job import GRADIENT
+from replay.output.text import Pairs, pluralise
+from replay.tolerances.job_bounds import GRADIENT
 from replay.verdict.findings import ROUNDING_HIDES, Finding, Status
 from replay.verdict.job_values import MISSING_GRADIENT, WeightComparison
 from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict, reasons_of
@@ -36,7 +36,7 @@ def verdict_lines(verdict: Verdict) -> Pairs:
 def weights_line(weights: WeightComparison) -> str:
     """Say what the samples of one pass tell about the weights."""
     if (first := weights.first) is not None:
-        share = f"{len(weights.differing)} of {counted(len(weights.compared), 'sampled parameter')}"
+        share = f"{len(weights.differing)} of {pluralise(len(weights.compared), 'sampled parameter')}"
         return (
             f"other than the job's: {share} differ, first {first.name}, element {first.index}: "
             f"{first.recorded:.6g} in the job, {first.replayed:.6g} here"
@@ -44,16 +44,15 @@ def weights_line(weights: WeightComparison) -> str:
     if not weights.compared:
         return weights.doubt or "this rank holds no samples of the job's sharded weights"
     doubt = "" if weights.doubt is None else f", but {weights.doubt}"
-    return (
-        f"as the job's in {len(weights.compared)} of its {counted(weights.num_parameters, 'parameter')}, sampled{doubt}"
-    )
+    num_parameters = pluralise(weights.num_parameters, "parameter")
+    return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{doubt}"
 
 
 def _outcome_text(verdict: Verdict) -> str:
     num_passes = sum(verdict.counts.values())
-    share = f"{verdict.counts.get(verdict.outcome, 0)} of {counted(num_passes, 'pass')}"
+    share = f"{verdict.counts.get(verdict.outcome, 0)} of {pluralise(num_passes, 'pass')}"
     if num_windows := sum(verdict.window_counts.values()):
-        share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {counted(num_windows, 'gradient')}"
+        share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {pluralise(num_windows, 'gradient')}"
     both = Counter(verdict.counts) + Counter(verdict.window_counts)
     for outcome, number in both.items():
         if outcome not in (verdict.outcome, Outcome.CANNOT_TELL):

@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import Any
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
-from replay.output.text import Pairs, counted
+from replay.output.text import Pairs, pluralise
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.job import LOSS
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.job_values import MOVED, NEXT_TOKENS, Recorded, own_name
 from replay.verdict.judge import Pass, Verdict
 
@@ -104,14 +104,14 @@ def _of_steps(passes: Sequence[Pass], verdict: Verdict, *, is_whole: bool) -> li
 
 
 def _without_steps(trained: Sequence[Recorded]) -> str:
-    said = f"no optimizer step was recorded in {counted(len(trained), 'training pass')}"
+    said = f"no optimizer step was recorded in {pluralise(len(trained), 'training pass')}"
     moved, still = _moved(trained)
     if moved:
         return f"{said}, though {moved[0]} moved: what stepped has other parameters than the model's own"
     if not still:
         return said
     return (
-        f"{said}, and none of {counted(len(still), 'sampled parameter')} moved. Does the optimizer have the model's "
+        f"{said}, and none of {pluralise(len(still), 'sampled parameter')} moved. Does the optimizer have the model's "
         "parameters? One that was made before fully_shard has others"
     )
 
@@ -130,7 +130,7 @@ def _of_weights(trained: Sequence[Recorded], steps: Sequence[OptimizerStep]) -> 
     if moved or not given.intersection(still) or _of_rate(steps) is not None:
         return None
     number = len({step.number for step in steps})
-    return f"none of {counted(len(still), 'sampled parameter')} moved in {counted(number, 'recorded step')}"
+    return f"none of {pluralise(len(still), 'sampled parameter')} moved in {pluralise(number, 'recorded step')}"
 
 
 def _of_share(trained: Mapping[Any, Recorded], steps: Sequence[OptimizerStep]) -> str | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from actor_init.model import ModelSource, find_parameter_shapes
 from capture.file_format.optimizer_step import ParameterSamples, Sample
-from replay.output.text import counted
-from replay.tolerances.job import equal_but_for_dtype
+from replay.output.text import pluralise
+from replay.tolerances.job_bounds import is_equal_but_for_dtype
 from replay.verdict.job_values import OtherValue, WeightComparison, inner_names, own_name
 
 
@@ -77,10 +77,10 @@ class SameWeights:
     def _doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
         if fingerprint.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
-            return f"{kinds} of {counted(fingerprint.num_parameters, 'parameter')} could not be sampled"
+            return f"{kinds} of {pluralise(fingerprint.num_parameters, 'parameter')} could not be sampled"
         if any(".lora_" in name for name in foreign):
             return (
-                f"the job had an adapter ({counted(len(foreign), 'parameter')} of its modules), which is not built "
+                f"the job had an adapter ({pluralise(len(foreign), 'parameter')} of its modules), which is not built "
                 "here. Try: --adapter FOLDER"
             )
         if foreign:
@@ -96,7 +96,7 @@ def first_other(sample: Sample, replayed: Tensor) -> OtherValue | None:
     is_one_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
     pairs = zip(sample.values, replayed.double().tolist(), strict=True)
     for number, (recorded, here) in enumerate(pairs):
-        if not (_equal(recorded, here) if is_one_dtype else equal_but_for_dtype(recorded, here)):
+        if not (_equal(recorded, here) if is_one_dtype else is_equal_but_for_dtype(recorded, here)):
             return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, replayed=here)
     return None
 

@@ -27,7 +27,7 @@ from actor_init.as_json import find_type_adapter, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
 from replay.options.option_parsing import in_flags
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone, terminated
 from replay.watch.progress import Position, Tracker, last_position
@@ -132,7 +132,7 @@ class Watch:
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of the failure that caused it."""
         self._collective_failed = raised_in_collective(error)
-        self._error = f"{type(error).__name__}: {one_line(in_flags(error))}"
+        self._error = f"{type(error).__name__}: {join_lines(in_flags(error))}"
         self._peers.ring()
         while self._thread.is_alive():  # it ends this process; Ctrl-C can come in between
             self._thread.join(TICK_SECONDS)

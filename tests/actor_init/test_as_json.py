@@ -15,7 +15,7 @@ from actor_init.saving.state_file import SavedState
 from actor_init.spec import Dtype, UsageError
 from replay.runlog.reader import PastRun
 from replay.runner import rounding_floor
-from replay.tolerances.job import Floor
+from replay.tolerances.job_bounds import NoiseFloor
 from tests.helpers.made_logs import passed, write_log
 
 
@@ -133,7 +133,7 @@ STATE = SavedState(
     model={"hidden_size": 8, "rope_parameters": {"rope_theta": 10000.0}},
     versions={"torch": "2.13.0", "flash-attn": None},
 )
-FLOORS = {"loss": Floor(value=1.5e-7, num_values=2), "row_log_probs": Floor(value=0.0, num_values=4)}
+FLOORS = {"loss": NoiseFloor(value=1.5e-7, num_values=2), "row_log_probs": NoiseFloor(value=0.0, num_values=4)}
 
 
 def test_a_state_and_floors_are_read(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from capture.file_format.micro_batch import MicroBatch
 from replay.commands.diagnose.reference_losses import PlainAnswer, plain_answer
 from replay.commands.diagnose.untimed_actor import Trial, rows_of, trial
 from replay.options.option_parsing import in_flags
-from replay.output.text import Check, Status, counted, one_line
+from replay.output.text import CheckResult, CheckStatus, join_lines, pluralise
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.runs import GRADIENT_BOUNDS, LOSS_BOUND, PEERS_BOUND, SMALLEST_SHARE, TINY
+from replay.tolerances.run_bounds import GRADIENT_BOUNDS, LEAST_DIVISOR, LOSS_BOUND, PEERS_BOUND, SMALLEST_SHARE
 from replay.watch.progress import Tracker
 
 # Compare the losses and gradients of passes that do the same work in different ways.
@@ -63,7 +63,7 @@ def difference(gradients: Iterable[tuple[str, Tensor]], expected: Gradients) -> 
     apart = dict.fromkeys(expected, torch.inf)
     for name, gradient in gradients:
         if name in expected:
-            apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, TINY)
+            apart[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, LEAST_DIVISOR)
         else:
             apart[name] = torch.inf
     return Difference.worst(apart)
@@ -78,14 +78,14 @@ def whole_gradients(gradients: Iterable[tuple[str, Tensor]], num_ranks: int) -> 
             highest, lowest = gradient.clone(), gradient.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-            apart[name] = float((highest - lowest).norm() / gradient.norm().clamp(min=TINY))
+            apart[name] = float((highest - lowest).norm() / gradient.norm().clamp(min=LEAST_DIVISOR))
     return kept, Difference.worst(apart)
 
 
 def relative(value: float, expected: float) -> float:
     """Return the relative difference; inf if either is not a number."""
     are_numbers = math.isfinite(value) and math.isfinite(expected)
-    return relative_difference(value, expected, least_size=TINY) if are_numbers else math.inf
+    return relative_difference(value, expected, least_size=LEAST_DIVISOR) if are_numbers else math.inf
 
 
 def of_peers(losses: Sequence[tuple[int, float]]) -> float:
@@ -140,14 +140,14 @@ class Curve:
     def reached(self) -> bool:
         return self.losses[-1] <= self.goal
 
-    def check(self, name: str) -> Check:
+    def check(self, name: str) -> CheckResult:
         text = (
-            f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {counted(len(self.losses) - 1, 'step')}, "
+            f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {pluralise(len(self.losses) - 1, 'step')}, "
             f"wanted {self.goal:.3g}, learning rate {self.learning_rate:.2g}"
         )
         if self.reached:
-            return Check(name=name, status=Status.OK, found=text)
-        return Check(name=name, status=Status.FAILED, found=text, advice=self._advice(), needed=True)
+            return CheckResult(name=name, status=CheckStatus.OK, found=text)
+        return CheckResult(name=name, status=CheckStatus.FAILED, found=text, advice=self._advice(), needed=True)
 
     def _advice(self) -> str:
         """Return what the shape of the curve suggests."""
@@ -223,7 +223,7 @@ class Case:
         return trial(spec, self.source, self.world, self.tracker)
 
 
-def examined(case: Case, *, show_traceback: bool = False) -> Iterator[Check]:
+def examined(case: Case, *, show_traceback: bool = False) -> Iterator[CheckResult]:
     """Yield all checks as this rank sees them, each as soon as it is known. All ranks must iterate together.
 
     In one process, an exception is a failed check and the next ones are tried. With several processes it is raised.
@@ -249,8 +249,8 @@ def examined(case: Case, *, show_traceback: bool = False) -> Iterator[Check]:
 
 
 @contextmanager
-def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[Check]]:
-    broken: list[Check] = []
+def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[CheckResult]]:
+    broken: list[CheckResult] = []
     try:
         yield broken
     except UsageError:
@@ -260,11 +260,11 @@ def _guarded(name: str, world: World, show_traceback: bool) -> Iterator[list[Che
             raise
         if show_traceback:
             traceback.print_exc()
-        text = f"{type(error).__name__}: {one_line(in_flags(error))}"
+        text = f"{type(error).__name__}: {join_lines(in_flags(error))}"
         broken.append(_passed_or_failed(name, passes=False, text=text, advice="--traceback shows where"))
 
 
-def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gradients]:
+def _passes(case: Case, plain: PlainAnswer | None) -> Generator[CheckResult, None, Gradients]:
     """Run the checks of passes over the first input, and return its gradient over all data ranks."""
     batch, world = case.batches[0], case.world
     with case.trial() as actor:
@@ -290,11 +290,11 @@ def _passes(case: Case, plain: PlainAnswer | None) -> Generator[Check, None, Gra
     return whole
 
 
-def _kernel(kernel: str, case: Case) -> Check:
+def _kernel(kernel: str, case: Case) -> CheckResult:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
     is_chosen = case.spec.attention != Attention.AUTO or case.spec.is_custom
     if is_chosen or find_form(kernel).is_expected_on_gpu:
-        return Check(name="attention kernel", status=Status.OK, found=kernel)
+        return CheckResult(name="attention kernel", status=CheckStatus.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"
     elif case.spec.dtype is Dtype.FP32:
@@ -302,10 +302,10 @@ def _kernel(kernel: str, case: Case) -> Check:
     else:
         package = "flash-attn" if find_spec("flash_attn") is None else "ring-flash-attn"
         reason = f"{package} is not installed"
-    return Check(name="attention kernel", status=Status.NOTE, found=f"{kernel}, for {reason}")
+    return CheckResult(name="attention kernel", status=CheckStatus.NOTE, found=f"{kernel}, for {reason}")
 
 
-def _four_ways(loss: float, plain: PlainAnswer) -> Check:
+def _four_ways(loss: float, plain: PlainAnswer) -> CheckResult:
     losses = {"actor": loss, **plain.losses}
     apart = max(relative(a, b) for a in losses.values() for b in losses.values())
     others = max(relative(a, b) for a in plain.losses.values() for b in plain.losses.values())
@@ -320,35 +320,39 @@ def _four_ways(loss: float, plain: PlainAnswer) -> Check:
     return _passed_or_failed("loss, four ways", passes=apart <= LOSS_BOUND, text=text, advice=advice)
 
 
-def _as_one_process(case: Case, whole: Gradients, plain: PlainAnswer) -> Check:
+def _as_one_process(case: Case, whole: Gradients, plain: PlainAnswer) -> CheckResult:
     apart = difference(whole.items(), plain.gradients)
     advice = "look at what reduces and scales gradients, and at frozen parameters. Try: one process, which reduces none"
     check = _equal("as a plain model", case.spec.dtype, apart, advice=advice)
-    ranks = counted(case.world.num_data_ranks, "data rank")
+    ranks = pluralise(case.world.num_data_ranks, "data rank")
     return replace(check, found=f"{ranks} beside a plain model: {check.found}")
 
 
-def _loss_on_peers(case: Case, losses: list[tuple[int, float]]) -> Check:
+def _loss_on_peers(case: Case, losses: list[tuple[int, float]]) -> CheckResult:
     name = "loss on peers"
     if case.world.num_data_ranks == case.world.world_size:
-        return Check(name=name, status=Status.NOT_RUN, found="no ranks share a micro-batch", advice="Try: --tp 2")
+        return CheckResult(
+            name=name, status=CheckStatus.NOT_RUN, found="no ranks share a micro-batch", advice="Try: --tp 2"
+        )
     apart = of_peers(losses)
     text = f"loss by {apart:.2g} among ranks of one micro-batch, bound {PEERS_BOUND:g}"
     advice = "look at what tp and ring ranks are fed, and at what gathers their log-probs"
     return _passed_or_failed(name, passes=apart <= PEERS_BOUND, text=text, advice=advice)
 
 
-def _gradient_on_ranks(case: Case, apart: Difference) -> Check:
+def _gradient_on_ranks(case: Case, apart: Difference) -> CheckResult:
     name = "gradient on ranks"
     if case.world.world_size == 1:
-        return Check(name=name, status=Status.NOT_RUN, found="one process", advice=NOT_ONE)
+        return CheckResult(name=name, status=CheckStatus.NOT_RUN, found="one process", advice=NOT_ONE)
     advice = "look at what is replicated and not reduced: norms under --tp, everything under --zero-stage 0"
     return _equal(name, case.spec.dtype, apart, advice=advice)
 
 
-def _accumulated(case: Case, whole: Gradients | None) -> Check:
+def _accumulated(case: Case, whole: Gradients | None) -> CheckResult:
     if whole is None:
-        return Check(name="accumulated", status=Status.NOT_RUN, found="there is no whole batch to compare with")
+        return CheckResult(
+            name="accumulated", status=CheckStatus.NOT_RUN, found="there is no whole batch to compare with"
+        )
     parts = halves(case.batches[0])
     with case.trial(grad_accumulation=len(parts)) as actor:
         _, apart = actor.read_gradients(parts, partial(difference, expected=whole), shares=shares_of(parts, actor))
@@ -356,23 +360,23 @@ def _accumulated(case: Case, whole: Gradients | None) -> Check:
     return _equal("accumulated", case.spec.dtype, apart, advice=advice)
 
 
-def _row_learned(case: Case) -> Check:
+def _row_learned(case: Case) -> CheckResult:
     with case.trial() as actor:
         curve = learned(actor, [case.row], num_steps=case.num_steps, goal_of=goal_of_a_row)
     check = curve.check("one row learned")
     return replace(check, found=f"{check.found} ({case.row.num_real_tokens} tokens of {case.row.origin.source})")
 
 
-def _inputs_learned(case: Case) -> Check:
+def _inputs_learned(case: Case) -> CheckResult:
     with case.trial(grad_accumulation=len(case.batches)) as actor:
         curve = learned(actor, case.batches, num_steps=case.num_steps, goal_of=goal_of_inputs)
     check = curve.check("inputs learned")
-    return replace(check, found=f"{check.found} ({counted(len(case.batches) * case.world.num_data_ranks, 'input')})")
+    return replace(check, found=f"{check.found} ({pluralise(len(case.batches) * case.world.num_data_ranks, 'input')})")
 
 
 def _equal(
     name: str, dtype: Dtype, gradient: Difference, *, losses: tuple[float, float] | None = None, advice: str
-) -> Check:
+) -> CheckResult:
     bound = GRADIENT_BOUNDS[dtype]
     apart = relative(*losses) if losses else 0.0
     text = f"loss by {apart:.2g}, bound {LOSS_BOUND:g}; " if losses else ""
@@ -380,7 +384,7 @@ def _equal(
     return _passed_or_failed(name, passes=passes, text=text + gradient.said(bound), advice=advice)
 
 
-def _passed_or_failed(name: str, *, passes: bool, text: str, advice: str) -> Check:
+def _passed_or_failed(name: str, *, passes: bool, text: str, advice: str) -> CheckResult:
     if passes:
-        return Check(name=name, status=Status.OK, found=text)
-    return Check(name=name, status=Status.FAILED, found=text, advice=advice, needed=True)
+        return CheckResult(name=name, status=CheckStatus.OK, found=text)
+    return CheckResult(name=name, status=CheckStatus.FAILED, found=text, advice=advice, needed=True)

@@ -33,7 +33,7 @@ from replay.commands.diagnose.untimed_actor import rows_of
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
-from replay.output.text import Check, Status, counted, engine_text, line
+from replay.output.text import CheckResult, CheckStatus, describe_engine, format_check, pluralise
 from replay.resolution.job_defaults import apply_choices, choose_from_job, find_source
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import create_folder, versions
@@ -121,7 +121,7 @@ class Report:
     def __init__(self, world: World, run: ReplaySpec, files: Sequence[Path]) -> None:
         self._world = world
         self._files = files
-        self._checks: list[Check] = []
+        self._checks: list[CheckResult] = []
         self._facts: dict[str, Any] = {
             "spec": spec_to_dict(run),
             "versions": versions(),
@@ -132,19 +132,21 @@ class Report:
         layers = source.config.get_text_config().num_hidden_layers
         axes = {"tp": spec.parallel.tp, "ring": spec.parallel.ring}
         lines = {
-            "model": f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}",
-            "inputs": f"{counted(len(selection.inputs), 'input')}{' a data rank' * (self._world.num_data_ranks > 1)}, "
-            f"{selection.dealing}",
-            "actor": f"{engine_text(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
+            "model": f"{source.name}, {pluralise(layers, 'layer')}; weights {source.weights.describe()}",
+            "inputs": f"{pluralise(len(selection.inputs), 'input')}"
+            f"{' a data rank' * (self._world.num_data_ranks > 1)}, {selection.dealing}",
+            "actor": f"{describe_engine(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
             f"{source.layout_under(spec).describe()}, on {self._world.device.type}, "
-            + ", ".join([counted(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]),
+            + ", ".join(
+                [pluralise(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]
+            ),
         }
         self._facts |= lines
         for name, text in lines.items():
             self._say(f"{name:<11}{text}")
         self._say("")
 
-    def add(self, ranks: Sequence[Check]) -> None:
+    def add(self, ranks: Sequence[CheckResult]) -> None:
         """Add one check from the results of every rank: it fails if it fails on any of them."""
         failing = [(rank, check) for rank, check in enumerate(ranks) if check.fails]
         check = ranks[0]
@@ -153,15 +155,15 @@ class Report:
             if len(failing) < len(ranks):
                 check = replace(check, found=f"on rank {rank}: {check.found}")
         self._checks.append(check)
-        self._say(f"  {line(check)}")
+        self._say(f"  {format_check(check)}")
         self._write("running")
 
     def finish(self, folder: Path) -> int:
         """Print the last line and return the exit code."""
         failing = self._failing()
-        num_run = sum(check.status in (Status.OK, Status.FAILED) for check in self._checks)
+        num_run = sum(check.status in (CheckStatus.OK, CheckStatus.FAILED) for check in self._checks)
         if failing:
-            self._say(f"\n{counted(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
+            self._say(f"\n{pluralise(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
         else:
             self._say(f"\nall {num_run} checks that were run passed")
         self._say(f"log        {folder}")

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replay.commands.doctor.probe_process import Answer, first_line
-from replay.output.text import Check, Status
+from replay.output.text import CheckResult, CheckStatus
 
 GIB = 2**30
 ROOM = GIB  # bytes; a log folder or /dev/shm with less is reported
 OPEN_FILES = 4096
 
 
-def devices(answer: Answer, driver: str) -> list[Check]:
+def devices(answer: Answer, driver: str) -> list[CheckResult]:
     """Report the devices that torch computes on. `driver` is nvidia-smi's driver version, empty if there is none."""
     if answer.error:
-        status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
-        return [Check(name="devices", status=status, found=answer.error, advice="see packages", needed=True)]
+        status = CheckStatus.NO_ANSWER if answer.is_silent else CheckStatus.BROKEN
+        return [CheckResult(name="devices", status=status, found=answer.error, advice="see packages", needed=True)]
     facts = answer.facts
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     if not facts["gpus"]:
         checks.append(_cpu())
         if driver:
@@ -34,51 +34,59 @@ def devices(answer: Answer, driver: str) -> list[Check]:
                 "CUDA_VISIBLE_DEVICES is empty" if hidden else f"this torch is {facts['torch']}; a CUDA build of it"
             )
             why = f"driver {driver}, and torch sees no GPU"
-            checks.append(Check(name="cuda", status=Status.BROKEN, found=why, advice=f"replays use the CPU: {advice}"))
+            checks.append(
+                CheckResult(name="cuda", status=CheckStatus.BROKEN, found=why, advice=f"replays use the CPU: {advice}")
+            )
         return checks
     for index, (gpu, free) in enumerate(zip(facts["gpus"], facts["free_bytes"], strict=True)):
         text = f"{gpu['name']}, {gpu['bytes'] / GIB:.0f} GiB, {free / GIB:.0f} free, capability {gpu['capability']}"
         is_full = free < gpu["bytes"] / 10
         advice = "another process has its memory. Try: nvidia-smi" if is_full else ""
-        status = Status.NOTE if is_full else Status.OK
-        checks.append(Check(name=f"gpu {index}", status=status, found=text, advice=advice, needed=True))
+        status = CheckStatus.NOTE if is_full else CheckStatus.OK
+        checks.append(CheckResult(name=f"gpu {index}", status=status, found=text, advice=advice, needed=True))
     checks.append(
-        Check(name="driver", status=Status.OK, found=f"{driver or 'unknown'}, torch for {facts['built_for']}")
+        CheckResult(
+            name="driver", status=CheckStatus.OK, found=f"{driver or 'unknown'}, torch for {facts['built_for']}"
+        )
     )
     if len(facts["gpus"]) > 1:
         checks.append(_peers(facts["no_peers"]))
     return checks
 
 
-def _peers(lacking: Sequence[Sequence[int]]) -> Check:
+def _peers(lacking: Sequence[Sequence[int]]) -> CheckResult:
     if not lacking:
-        return Check(name="peer access", status=Status.OK, found="between all GPUs")
+        return CheckResult(name="peer access", status=CheckStatus.OK, found="between all GPUs")
     pairs = ", ".join(f"{one}-{other}" for one, other in lacking if one < other)
     cost = "--tp and --ring go through the host, slower. See: nvidia-smi topo -m"
-    return Check(name="peer access", status=Status.NOTE, found=f"none between {pairs}", advice=cost)
+    return CheckResult(name="peer access", status=CheckStatus.NOTE, found=f"none between {pairs}", advice=cost)
 
 
-def _cpu() -> Check:
+def _cpu() -> CheckResult:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # of the container, if there is one
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         size = min(size, int(text))
-    return Check(name="cpu", status=Status.OK, found=f"{cores} cores, {size / GIB:.1f} GiB, no GPU", needed=True)
+    return CheckResult(
+        name="cpu", status=CheckStatus.OK, found=f"{cores} cores, {size / GIB:.1f} GiB, no GPU", needed=True
+    )
 
 
-def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
+def shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
     if not folder.is_dir():
-        return Check(name=str(folder), status=Status.NOTE, found="not there", advice="captures keep no ring in memory")
+        return CheckResult(
+            name=str(folder), status=CheckStatus.NOTE, found="not there", advice="captures keep no ring in memory"
+        )
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
     if usage.free >= ROOM:
-        return Check(name=str(folder), status=Status.OK, found=text)
+        return CheckResult(name=str(folder), status=CheckStatus.OK, found=text)
     advice = "several ranks of NCCL, data loaders and a capture's ring use it. Try: docker run --shm-size=8g"
-    return Check(name=str(folder), status=Status.NOTE, found=text, advice=advice)
+    return CheckResult(name=str(folder), status=CheckStatus.NOTE, found=text, advice=advice)
 
 
-def log_folder(folder: Path) -> Check:
+def log_folder(folder: Path) -> CheckResult:
     """Check that a run's folder can be created and written in `folder`; nothing is left there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     advice = "Try: --log-folder with a folder that you may write to"
@@ -88,29 +96,33 @@ def log_folder(folder: Path) -> Check:
             os.fsync(file.fileno())
     except OSError as error:
         text = f"{folder} cannot be written: {error.strerror}"
-        return Check(name="log folder", status=Status.BROKEN, found=text, advice=advice, needed=True)
+        return CheckResult(name="log folder", status=CheckStatus.BROKEN, found=text, advice=advice, needed=True)
     free = shutil.disk_usage(there).free
     is_full = free < ROOM
-    return Check(
+    return CheckResult(
         name="log folder",
-        status=Status.NOTE if is_full else Status.OK,
+        status=CheckStatus.NOTE if is_full else CheckStatus.OK,
         found=f"{folder} can be written, {free / GIB:.1f} GiB free",
         advice="a saved state needs many times the model. " + advice if is_full else "",
         needed=True,
     )
 
 
-def limits(*, on_cuda: bool) -> list[Check]:
+def limits(*, on_cuda: bool) -> list[CheckResult]:
     """Report limits of ulimit that are low for a replay."""
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
         advice = f"many ranks or data loaders exhaust it. Try: ulimit -n {OPEN_FILES * 16}"
-        checks.append(Check(name="ulimit -n", status=Status.NOTE, found=f"{files} open files", advice=advice))
+        checks.append(
+            CheckResult(name="ulimit -n", status=CheckStatus.NOTE, found=f"{files} open files", advice=advice)
+        )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if on_cuda and Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         advice = "NCCL over InfiniBand may fail. Try: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-        checks.append(Check(name="ulimit -l", status=Status.NOTE, found=f"{locked // 1024} KiB locked", advice=advice))
+        checks.append(
+            CheckResult(name="ulimit -l", status=CheckStatus.NOTE, found=f"{locked // 1024} KiB locked", advice=advice)
+        )
     return checks
 
 
@@ -120,7 +132,7 @@ LONGEST_BUILD = 600.0  # seconds
 ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # what DeepSpeed can parse; torch also accepts 9.0a and Hopper
 
 
-def launcher(name: str) -> Check:
+def launcher(name: str) -> CheckResult:
     """Check that the launcher the shell finds starts this Python."""
     cost = "only `replay` and `python -m replay` work. " if name == "torchrun" else ""
     own = Path(sys.executable).parent / name
@@ -128,16 +140,20 @@ def launcher(name: str) -> Check:
     advice = f"Try: export PATH={own.parent}:$PATH" if own.exists() else f"Try: python -m {module}"
     path = shutil.which(name)
     if path is None:
-        return Check(name=name, status=Status.MISSING, found="not on PATH", advice=cost + advice)
+        return CheckResult(name=name, status=CheckStatus.MISSING, found="not on PATH", advice=cost + advice)
     python = _python_of(Path(path))
     if python is None:
-        return Check(name=name, status=Status.NOTE, found=f"{path}, of a Python that it does not name")
+        return CheckResult(name=name, status=CheckStatus.NOTE, found=f"{path}, of a Python that it does not name")
     if not Path(python).exists():
-        return Check(name=name, status=Status.BROKEN, found=f"{path}: its {python} is not there", advice=advice)
+        return CheckResult(
+            name=name, status=CheckStatus.BROKEN, found=f"{path}: its {python} is not there", advice=advice
+        )
     if (prefix := _prefix(python)) != sys.prefix:
         text = f"{path} belongs to another Python, {prefix or python}"
-        return Check(name=name, status=Status.BROKEN, found=text, advice=f"it would not start this one. {advice}")
-    return Check(name=name, status=Status.OK, found=path)
+        return CheckResult(
+            name=name, status=CheckStatus.BROKEN, found=text, advice=f"it would not start this one. {advice}"
+        )
+    return CheckResult(name=name, status=CheckStatus.OK, found=path)
 
 
 def _python_of(script: Path) -> str | None:
@@ -159,7 +175,7 @@ def _prefix(python: str) -> str:
     return first_line([python, "-I", "-c", "import sys; print(sys.prefix)"])
 
 
-def compilers(*, on_cuda: bool, built_for: str | None) -> list[Check]:
+def compilers(*, on_cuda: bool, built_for: str | None) -> list[CheckResult]:
     """Check the programs and headers that torch.compile and DeepSpeed's extensions are built with.
 
     A replay without options needs none of them.
@@ -168,52 +184,56 @@ def compilers(*, on_cuda: bool, built_for: str | None) -> list[Check]:
     return [_cxx(), _headers(), _ninja(), nvcc, *_architectures(on_cuda=on_cuda), *_left_locks()]
 
 
-def _cxx() -> Check:
+def _cxx() -> CheckResult:
     name = os.environ.get("CXX", "g++")
     if (path := shutil.which(name)) is None:
         advice = "no --compile, nor DeepSpeed's extensions. Try: apt install g++"
-        return Check(name="g++", status=Status.MISSING, found=f"{name} is not on PATH", advice=advice)
+        return CheckResult(name="g++", status=CheckStatus.MISSING, found=f"{name} is not on PATH", advice=advice)
     said = first_line([path, "--version"])
     if not said:
-        return Check(name="g++", status=Status.BROKEN, found=f"{path} --version fails", advice="Try: apt install g++")
-    return Check(name="g++", status=Status.OK, found=f"{said}, {path}")
+        return CheckResult(
+            name="g++", status=CheckStatus.BROKEN, found=f"{path} --version fails", advice="Try: apt install g++"
+        )
+    return CheckResult(name="g++", status=CheckStatus.OK, found=f"{said}, {path}")
 
 
-def _headers() -> Check:
+def _headers() -> CheckResult:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if header.exists():
-        return Check(name="Python.h", status=Status.OK, found=str(header))
+        return CheckResult(name="Python.h", status=CheckStatus.OK, found=str(header))
     package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
     advice = f"no --compile: inductor and triton include it. Try: apt install {package}"
-    return Check(name="Python.h", status=Status.MISSING, found=f"{header} is not there", advice=advice)
+    return CheckResult(name="Python.h", status=CheckStatus.MISSING, found=f"{header} is not there", advice=advice)
 
 
-def _ninja() -> Check:
+def _ninja() -> CheckResult:
     if (path := shutil.which("ninja")) is None:
         advice = "DeepSpeed builds no extensions, which --deepcompile needs. Try: pip install ninja, on PATH"
-        return Check(name="ninja", status=Status.MISSING, found="not on PATH", advice=advice)
-    return Check(name="ninja", status=Status.OK, found=f"{first_line([path, '--version'])}, {path}")
+        return CheckResult(name="ninja", status=CheckStatus.MISSING, found="not on PATH", advice=advice)
+    return CheckResult(name="ninja", status=CheckStatus.OK, found=f"{first_line([path, '--version'])}, {path}")
 
 
-def _nvcc(*, on_cuda: bool, built_for: str | None) -> Check:
+def _nvcc(*, on_cuda: bool, built_for: str | None) -> CheckResult:
     if not on_cuda:
-        return Check(name="nvcc", status=Status.NOT_NEEDED, found="for CUDA machines")
+        return CheckResult(name="nvcc", status=CheckStatus.NOT_NEEDED, found="for CUDA machines")
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = shutil.which("nvcc", path=f"{home}/bin{os.pathsep}{os.environ.get('PATH', '')}")
     cost = "no --deepcompile, no flash-attn from source."
     if path is None:
         advice = f"{cost} Try: a CUDA {built_for} toolkit, and export CUDA_HOME to its folder"
-        return Check(name="nvcc", status=Status.MISSING, found=f"neither on PATH nor in {home}", advice=advice)
+        return CheckResult(
+            name="nvcc", status=CheckStatus.MISSING, found=f"neither on PATH nor in {home}", advice=advice
+        )
     release = re.search(r"release ([\d.]+)", first_line(["sh", "-c", '"$0" --version | grep release', path]))
     number = release[1] if release else "of unknown version"
     if built_for and release and number.split(".")[0] != built_for.split(".")[0]:
         advice = f"{cost} Try: export CUDA_HOME to a toolkit of CUDA {built_for}"
         text = f"{number}, {path}, and torch was built with {built_for}"
-        return Check(name="nvcc", status=Status.BROKEN, found=text, advice=advice)
-    return Check(name="nvcc", status=Status.OK, found=f"{number}, {path}")
+        return CheckResult(name="nvcc", status=CheckStatus.BROKEN, found=text, advice=advice)
+    return CheckResult(name="nvcc", status=CheckStatus.OK, found=f"{number}, {path}")
 
 
-def _architectures(*, on_cuda: bool) -> list[Check]:
+def _architectures(*, on_cuda: bool) -> list[CheckResult]:
     """Check TORCH_CUDA_ARCH_LIST if it is set: DeepSpeed reads each part as two numbers."""
     name = "TORCH_CUDA_ARCH_LIST"
     value = os.environ.get(name, "")
@@ -225,11 +245,11 @@ def _architectures(*, on_cuda: bool) -> list[Check]:
         can_be_read = all(re.fullmatch(ARCHITECTURE, part) for part in readable)
         type_this = f"export {name}='{';'.join(readable)}'" if can_be_read else f"unset {name}"
         advice = f"--deepcompile fails: DeepSpeed cannot read {bad[0]}. Try: {type_this}"
-        return [Check(name=name, status=Status.BROKEN, found=value, advice=advice)]
-    return [Check(name=name, status=Status.OK, found=value)]
+        return [CheckResult(name=name, status=CheckStatus.BROKEN, found=value, advice=advice)]
+    return [CheckResult(name=name, status=CheckStatus.OK, found=value)]
 
 
-def _left_locks() -> list[Check]:
+def _left_locks() -> list[CheckResult]:
     """Report locks that a killed job left in torch's extension builder: loading that extension waits forever."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
@@ -237,9 +257,9 @@ def _left_locks() -> list[Check]:
         lock: time.time() - lock.stat().st_mtime for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)
     }
     return [
-        Check(
+        CheckResult(
             name="extension lock",
-            status=Status.BROKEN,
+            status=CheckStatus.BROKEN,
             found=f"{lock} is {age / 60:.0f} minutes old",
             advice=f"loading {lock.parent.name} waits forever if no build is running. Try: rm {lock}",
         )

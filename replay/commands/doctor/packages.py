@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from replay.commands.doctor.probe_process import Answer
-from replay.output.text import Check, Status
+from replay.output.text import CheckResult, CheckStatus
 
 PROJECT = "micro-replay"
 
@@ -41,15 +41,17 @@ PACKAGES = (
 )
 
 
-def project() -> list[Check]:
+def project() -> list[CheckResult]:
     folder = Path(__file__).resolve().parents[3]
     try:
-        own = Check(name=PROJECT, status=Status.OK, found=f"{version(PROJECT)} in {folder}")
+        own = CheckResult(name=PROJECT, status=CheckStatus.OK, found=f"{version(PROJECT)} in {folder}")
     except PackageNotFoundError:
         advice = f"its version requirements are unknown. Try: pip install -e {folder}"
-        own = Check(name=PROJECT, status=Status.NOTE, found=f"not installed, run from {folder}", advice=advice)
+        own = CheckResult(
+            name=PROJECT, status=CheckStatus.NOTE, found=f"not installed, run from {folder}", advice=advice
+        )
     python = f"{platform.python_version()}, {sys.executable}"
-    return [own, Check(name="python", status=Status.OK, found=python)]
+    return [own, CheckResult(name="python", status=CheckStatus.OK, found=python)]
 
 
 def required_ranges() -> dict[str, str]:
@@ -97,7 +99,7 @@ def is_installed(package: Package) -> bool:
     return True
 
 
-def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default: bool) -> Check:
+def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default: bool) -> CheckResult:
     """Check a package's version against this project's range, and the result of importing it (None if not installed).
 
     `is_default` says that `replay` without options uses it here.
@@ -108,17 +110,21 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
         install = f"Try: pip install --no-build-isolation '{one.name}{wanted}'"
     if imported is None:
         if not is_default and (not on_cuda if one.on_cuda else True):
-            return Check(name=one.name, status=Status.NOT_NEEDED, found="not installed", advice=f"serves {one.serves}")
+            return CheckResult(
+                name=one.name, status=CheckStatus.NOT_NEEDED, found="not installed", advice=f"serves {one.serves}"
+            )
         cost = f"no {one.serves}. " if one.serves else ""
         text = f"not installed{wanted and f', needed {wanted}'}"
-        return Check(name=one.name, status=Status.MISSING, found=text, advice=cost + install, needed=is_default)
+        return CheckResult(
+            name=one.name, status=CheckStatus.MISSING, found=text, advice=cost + install, needed=is_default
+        )
     try:
         number = version(one.name)
     except PackageNotFoundError:
         number = "of unknown version"
     if imported.error:
-        status = Status.NO_ANSWER if imported.is_silent else Status.BROKEN
-        return Check(
+        status = CheckStatus.NO_ANSWER if imported.is_silent else CheckStatus.BROKEN
+        return CheckResult(
             name=one.name,
             status=status,
             found=f"{number}, import: {imported.error}",
@@ -127,8 +133,10 @@ def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default:
         )
     if number[0].isdigit() and not is_within(number, wanted):
         text = f"{number} is outside {wanted}"
-        return Check(name=one.name, status=Status.BROKEN, found=text, advice=install, needed=is_default)
-    return Check(name=one.name, status=Status.OK, found=f"{number}{wanted and f' ({wanted})'}", needed=is_default)
+        return CheckResult(name=one.name, status=CheckStatus.BROKEN, found=text, advice=install, needed=is_default)
+    return CheckResult(
+        name=one.name, status=CheckStatus.OK, found=f"{number}{wanted and f' ({wanted})'}", needed=is_default
+    )
 
 
 def _import_advice(one: Package, imported: Answer, install: str) -> str:
@@ -189,20 +197,24 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def variables(environment: Mapping[str, str] = os.environ) -> list[Check]:
+def variables(environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Return a check per variable that is set and has an effect here, and one that names others of its families."""
     checks = [_interface(name, environment[name]) for name in INTERFACES if environment.get(name)]
     for name, effect in EFFECTS.items():
         if name in environment:
-            checks.append(Check(name=name, status=Status.NOTE, found=shown(environment[name]), advice=effect))
+            checks.append(
+                CheckResult(name=name, status=CheckStatus.NOTE, found=shown(environment[name]), advice=effect)
+            )
     if left_over := [name for name in LAUNCHER if name in environment and "TORCHELASTIC_RUN_ID" not in environment]:
         advice = f"replay takes them for a launcher's. Try: unset {' '.join(left_over)}"
-        checks.append(Check(name="launcher's", status=Status.NOTE, found=", ".join(left_over), advice=advice))
+        checks.append(
+            CheckResult(name="launcher's", status=CheckStatus.NOTE, found=", ".join(left_over), advice=advice)
+        )
     known = {*EFFECTS, *ELSEWHERE, *INTERFACES}
     if others := sorted(name for name in environment if name.startswith(PREFIXES) and name not in known):
         advice = "their effect here is unknown"
-        checks.append(Check(name="also set", status=Status.NOTE, found=", ".join(others), advice=advice))
-    return checks or [Check(name="variables", status=Status.OK, found="none is set that changes results")]
+        checks.append(CheckResult(name="also set", status=CheckStatus.NOTE, found=", ".join(others), advice=advice))
+    return checks or [CheckResult(name="variables", status=CheckStatus.OK, found="none is set that changes results")]
 
 
 def shown(value: str) -> str:
@@ -210,10 +222,10 @@ def shown(value: str) -> str:
     return value if re.fullmatch(PLAIN, value) else f"set, {len(value)} characters"
 
 
-def _interface(name: str, value: str) -> Check:
+def _interface(name: str, value: str) -> CheckResult:
     """Check that the network interface exists. NCCL treats names as prefixes, and as exact names after `=`."""
     there = [interface for _, interface in socket.if_nameindex()]
-    status, advice = Status.NOTE, "the network that ranks use"
+    status, advice = CheckStatus.NOTE, "the network that ranks use"
     if not value.startswith("^"):
         wanted = value.lstrip("=").split(",")
         if name.startswith("GLOO"):
@@ -223,5 +235,5 @@ def _interface(name: str, value: str) -> Check:
         else:
             is_there = any(one.startswith(tuple(wanted)) for one in there)
         if not is_there:
-            status, advice = Status.BROKEN, f"there is no such interface: ranks fail or hang. Try: unset {name}"
-    return Check(name=name, status=status, found=shown(value), advice=advice)
+            status, advice = CheckStatus.BROKEN, f"there is no such interface: ranks fail or hang. Try: unset {name}"
+    return CheckResult(name=name, status=status, found=shown(value), advice=advice)

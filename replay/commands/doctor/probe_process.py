@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from replay.output.text import Check, Status
+from replay.output.text import CheckResult, CheckStatus
 from replay.processes.supervisor import ChildGroup, end_processes, start_process
 
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -144,23 +144,25 @@ def answer_of_a_replay(logs: Path) -> Read:
     return read
 
 
-def tried(name: str, answer: Answer, *, works: str, cost: str, needed: bool = False, has_error: bool = False) -> Check:
+def tried(
+    name: str, answer: Answer, *, works: str, cost: str, needed: bool = False, has_error: bool = False
+) -> CheckResult:
     """Turn a probe's answer into a check: `works` if it succeeded, else the error and its `cost`.
 
     With `has_error` the probe measured a numerical error, which must be within its bound.
     """
     if answer.error:
-        status = Status.NO_ANSWER if answer.is_silent else Status.BROKEN
-        return Check(name=name, status=status, found=answer.error, advice=cost, needed=needed)
+        status = CheckStatus.NO_ANSWER if answer.is_silent else CheckStatus.BROKEN
+        return CheckResult(name=name, status=status, found=answer.error, advice=cost, needed=needed)
     if has_error:
         error, bound = answer.facts["error"], answer.facts["bound"]
         measured = f"relative error {error:.2g}, bound {bound:g}"
         if not error <= bound:  # also fails for nan
-            return Check(
-                name=name, status=Status.BROKEN, found=f"wrong numbers, {measured}", advice=cost, needed=needed
+            return CheckResult(
+                name=name, status=CheckStatus.BROKEN, found=f"wrong numbers, {measured}", advice=cost, needed=needed
             )
         works = f"{works}, {measured}"
-    return Check(name=name, status=Status.OK, found=works, needed=needed)
+    return CheckResult(name=name, status=CheckStatus.OK, found=works, needed=needed)
 
 
 def first_line(command: Sequence[str]) -> str:

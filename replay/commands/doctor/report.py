@@ -20,11 +20,11 @@ from actor_init.spec import UsageError
 from replay.commands.doctor.hardware import compilers, devices, launcher, limits, log_folder, shared_memory
 from replay.commands.doctor.packages import PACKAGES, Package, is_installed, package, project, variables
 from replay.commands.doctor.probe_process import Answer, Prober, answer_of_a_replay, first_line, tried
-from replay.output.text import Check, Status, line
+from replay.output.text import CheckResult, CheckStatus, format_check
 
 NUM_PROBES_AT_ONCE = 4  # also on fewer cores: a probe that hangs uses none
 
-Group = tuple[str, list[Check]]
+Group = tuple[str, list[CheckResult]]
 
 
 def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
@@ -38,7 +38,7 @@ def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
     for title, checks in examined(folder, timeout):
         print(title)
         for check in checks:
-            print(f"  {line(check)}", flush=True)
+            print(f"  {format_check(check)}", flush=True)
         groups.append((title, checks))
     failing = list(dict.fromkeys(check.name for _, checks in groups for check in checks if check.fails))
     verdict = "replay works here" if not failing else f"replay does not work here, because of: {', '.join(failing)}"
@@ -82,7 +82,7 @@ class _Asked:
     def ask(self, probe: str, *arguments: str) -> Future[Answer]:
         return self._pool.submit(self._prober.ask, probe, *arguments)
 
-    def with_cause(self, check: Check) -> Check:
+    def with_cause(self, check: CheckResult) -> CheckResult:
         """Attribute a check to an earlier package whose import failed with the same error."""
         said = {one.name: future.result().error for one, future in self.imports.items() if future.done()}
         cause = next((name for name, error in said.items() if error and error in check.found), check.name)
@@ -97,7 +97,7 @@ def _groups(asked: _Asked, folder: Path) -> Iterator[Group]:
     kernels = {name: asked.ask("kernel", name) for name in _kernels(num_gpus)}
     nccl = asked.ask("all_reduce", "nccl") if num_gpus > 1 else None
 
-    def check_of(one: Package) -> Check:
+    def check_of(one: Package) -> CheckResult:
         answer = asked.imports[one].result() if one in asked.imports else None
         is_default = not one.serves or (one.name == "flash-attn" and default_kernel == "flash")
         return package(one, answer, on_cuda=num_gpus > 0, is_default=is_default)
@@ -139,14 +139,14 @@ def _package(name: str) -> Package:
 
 def _kernel_checks(
     sdpa: Future[Answer], others: dict[str, Future[Answer]], num_gpus: int, default_kernel: str
-) -> Iterator[Check]:
+) -> Iterator[CheckResult]:
     for name in _checked():
         asked = sdpa if name == "sdpa" else others.get(name)
         if asked is None:
             is_missing = num_gpus and name == "flash"
-            status = Status.MISSING if is_missing else Status.NOT_NEEDED
+            status = CheckStatus.MISSING if is_missing else CheckStatus.NOT_NEEDED
             text = "for CUDA machines" if not num_gpus else "not installed"
-            yield Check(name=name, status=status, found=text)
+            yield CheckResult(name=name, status=status, found=text)
             continue
         cost = f"Try: replay --attention {KERNELS[name].alternative}"
         yield tried(
@@ -154,7 +154,7 @@ def _kernel_checks(
         )
 
 
-def _process_checks(gloo: Answer, nccl: Answer | None, num_gpus: int) -> Iterator[Check]:
+def _process_checks(gloo: Answer, nccl: Answer | None, num_gpus: int) -> Iterator[CheckResult]:
     yield launcher("torchrun")
     yield launcher("deepspeed")
     cost = "no --tp, no --ring, no run of several ranks"
@@ -162,6 +162,6 @@ def _process_checks(gloo: Answer, nccl: Answer | None, num_gpus: int) -> Iterato
     yield tried("gloo", gloo, works=works, cost=cost if not num_gpus else "no run of several ranks on the CPU")
     if nccl is None:
         text = "for CUDA machines" if not num_gpus else "one GPU, nothing to try"
-        yield Check(name="nccl", status=Status.NOT_NEEDED, found=text)
+        yield CheckResult(name="nccl", status=CheckStatus.NOT_NEEDED, found=text)
     else:
         yield tried("nccl", nccl, works=works, cost=f"{cost}. Try: NCCL_DEBUG=INFO replay --tp 2 --backend fsdp2")

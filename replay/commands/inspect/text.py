@@ -6,17 +6,24 @@ from typing import IO
 from capture.file_format.listing import format_ranges
 from replay.commands.inspect.inspection import Inspection, Spread
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Columns, Pairs, counted, damaged_files, not_recorded, unreplayable
+from replay.output.text import (
+    Columns,
+    Pairs,
+    describe_damaged_files,
+    describe_unrecorded,
+    describe_unreplayable,
+    pluralise,
+)
 
 
 def folder_facts(inspection: Inspection) -> Pairs:
     pairs = [("folder", str(inspection.folder)), ("model", inspection.model)]
     pairs.append(("files", ", ".join(f"{number} {what}" for what, number in inspection.num_by_format.items())))
     if inspection.unreplayable:
-        pairs.append(("no replay", unreplayable(inspection.unreplayable)))
+        pairs.append(("no replay", describe_unreplayable(inspection.unreplayable)))
     if inspection.missing_ranks:
         pairs.append(("no pass", f"of {rank_names(inspection.missing_ranks)} of the job's {inspection.world_size}"))
-    pairs += not_recorded(inspection.not_recorded)
+    pairs += describe_unrecorded(inspection.not_recorded)
     if inspection.first_time is not None and inspection.last_time is not None:
         pairs.append(("time", f"{inspection.first_time} to {inspection.last_time}"))
     if inspection.versions:
@@ -40,9 +47,9 @@ def incidents(inspection: Inspection) -> Pairs:
         text = f"rank {one.rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
         if incident.message:
             text += f": {incident.message}"
-        saved = f"; {counted(len(incident.files), 'file')} for it"
+        saved = f"; {pluralise(len(incident.files), 'file')} for it"
         if incident.num_not_copied:
-            saved += f", {counted(incident.num_not_copied, 'pass')} not on the host in time"
+            saved += f", {pluralise(incident.num_not_copied, 'pass')} not on the host in time"
         pairs.append(("incident", text + saved))
     if number := sum({one.rank: one.num_others for one in inspection.incidents}.values()):
         pairs.append(("incident", f"{number} more like these, for which nothing was written"))
@@ -123,4 +130,4 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
         print_pairs(out, exceptional)
     if inspection.damaged:
         print_line(out)
-        print_pairs(out, damaged_files(inspection.damaged))
+        print_pairs(out, describe_damaged_files(inspection.damaged))

@@ -10,7 +10,7 @@ from capture.progress_bar import ProgressBar
 from replay.commands.minimise.folder import Written
 from replay.commands.minimise.trials import MinimiseLog, Trial
 from replay.output.printing import open_console, print_line, print_pairs
-from replay.output.text import Pairs, counted
+from replay.output.text import Pairs, pluralise
 
 
 class MinimiseConsole:
@@ -22,9 +22,9 @@ class MinimiseConsole:
             self._out,
             [
                 ("command", log.campaign.command),
-                ("inputs", counted(len(log.plan.sources), "file")),
-                ("limits", f"at most {counted(limits.num_runs, 'run')}, of {limits.run:g} s each"),
-                *([("go on", f"{counted(num_known, 'run')} made before")] if num_known else []),
+                ("inputs", pluralise(len(log.plan.sources), "file")),
+                ("limits", f"at most {pluralise(limits.num_runs, 'run')}, of {limits.run:g} s each"),
+                *([("go on", f"{pluralise(num_known, 'run')} made before")] if num_known else []),
             ],
         )
         print_line(self._out)
@@ -66,9 +66,10 @@ class MinimiseConsole:
             ("failure", (written.failure or log.failure).text),
             (
                 "left",
-                f"{written.num_files} of {counted(len(log.plan.sources), 'file')}, {counted(written.num_rows, 'row')}, "
-                f"{counted(written.num_tokens, 'token')}, {_layers(log, written)}, "
-                f"{counted(chosen.num_processes, 'process')}",
+                f"{written.num_files} of {pluralise(len(log.plan.sources), 'file')}, "
+                f"{pluralise(written.num_rows, 'row')}, {pluralise(written.num_tokens, 'token')}, "
+                f"{_layers(log, written)}, "
+                f"{pluralise(chosen.num_processes, 'process')}",
             ),
             ("options", " ".join(chosen.arguments) or "none"),
             ("runs", f"{log.num_runs} in {sum(trial.seconds for trial in log.trials):.0f} s"),
@@ -92,7 +93,7 @@ class MinimiseConsole:
 
 def _layers(log: MinimiseLog, written: Written) -> str:
     number = written.candidate.spec.actor.num_layers or log.num_layers
-    return "all layers" if number is None else counted(number, "layer")
+    return "all layers" if number is None else pluralise(number, "layer")
 
 
 def _size(trial: Trial) -> str:
@@ -101,4 +102,4 @@ def _size(trial: Trial) -> str:
         return ""
     rows = sum(len(cut.rows) for cut in cuts)
     tokens = sum(len(cut.rows) * (cut.end - cut.first) for cut in cuts)
-    return f", {counted(len(cuts), 'file')}, {counted(rows, 'row')}, {counted(tokens, 'token')}"
+    return f", {pluralise(len(cuts), 'file')}, {pluralise(rows, 'row')}, {pluralise(tokens, 'token')}"

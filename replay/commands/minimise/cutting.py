@@ -24,7 +24,7 @@ from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_
 from capture.file_format.micro_batch import CaptureError
 from replay.options.option_parsing import Toggle, command_line, toggles, with_values
 from replay.options.spec import ReplaySpec
-from replay.tolerances.job import ACTION_TOKENS, LOG_PROBS, TOKENS
+from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.job_values import TOKEN_PLACES, token_places
 
 # Describe what one trial of `replay minimise` replays: parts of captures, options, processes.

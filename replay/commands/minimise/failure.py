@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from replay.output.text import one_line
+from replay.output.text import join_lines
 from replay.processes.pool import Child
 from replay.runlog.reader import log_below
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
-from replay.tolerances.job import LOG_PROBS
+from replay.tolerances.job_bounds import LOG_PROBS
 from replay.verdict.findings import Status
 from replay.verdict.judge import Outcome, Verdict
 
@@ -125,7 +125,7 @@ def failure_of(child: Child) -> Failure | None:
 
 def masked(message: str) -> str:
     """Return a message without what differs between inputs: numbers, paths and file names."""
-    return _NUMBER.sub("N", _FILE.sub("FILE", one_line(message)))
+    return _NUMBER.sub("N", _FILE.sub("FILE", join_lines(message)))
 
 
 def _exception(error_type: str, message: str, *, index: int | None = None, source: str | None = None) -> Failure:
@@ -134,7 +134,7 @@ def _exception(error_type: str, message: str, *, index: int | None = None, sourc
         kind=Kind.EXCEPTION,
         error_type=error_type,
         message="" if is_memory else masked(message),
-        said=one_line(message),
+        said=join_lines(message),
         index=index,
         source=source,
     )

@@ -28,7 +28,7 @@ from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write
 from replay.commands.minimise.trials import MinimiseLog, ParityCell
 from replay.options.option_parsing import spec_from_dict
 from replay.options.spec import USER_LOSS, ReplaySpec
-from replay.output.text import counted, one_line
+from replay.output.text import join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
 from replay.runlog.writer import versions
@@ -215,7 +215,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
     smaller = (
         "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
         if is_whole
-        else f"The search ended after {counted(log.num_runs, 'run')}: something smaller may show it too. "
+        else f"The search ended after {pluralise(log.num_runs, 'run')}: something smaller may show it too. "
         f"Go on: `replay minimise --continue {log.folder} --max-runs N`."
     )
     shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
@@ -224,20 +224,20 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
             "* THE LAST RUN, IN THIS FOLDER, DID NOT SHOW IT: `output.txt` says what it did. `./run.sh` may show it "
             "if the failure does not come each time."
         )
-    lines = ["# A failure, as small as was found", "", f"    {one_line(failure.text)}", "", shown]
+    lines = ["# A failure, as small as was found", "", f"    {join_lines(failure.text)}", "", shown]
     if standalone.shows:
         lines.append(
             f"* `python repro.py` shows it with torch and transformers alone. Its weights are {standalone.weights}."
         )
     else:
-        lines.append(f"* There is no repro.py for torch and transformers alone: {one_line(standalone.why)}.")
+        lines.append(f"* There is no repro.py for torch and transformers alone: {join_lines(standalone.why)}.")
     lines += [f"* Inputs: {written.redaction}."] if written.redaction else []
     lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
     lines += [
         "",
         *_size_table(log, written),
         "",
-        f"{smaller} `{log.campaign.command}` found it in {counted(log.num_runs, 'run')}; "
+        f"{smaller} `{log.campaign.command}` found it in {pluralise(log.num_runs, 'run')}; "
         f"the failure came in run {log.num_tries} of the replay as typed.",
     ]
     return "\n".join(lines) + "\n"

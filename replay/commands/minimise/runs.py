@@ -21,7 +21,7 @@ from replay.commands.minimise.search import OutOfRunsError, Search
 from replay.commands.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, ParityCell, Trial, read_cell
 from replay.options.option_parsing import command_line, in_flags
 from replay.options.spec import ReplaySpec
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.resolution.selection import select
 from replay.runlog.writer import INTERRUPTED
@@ -68,7 +68,7 @@ def _begin(
     machine = Machine.detect()
     if machine.has_gpus and num_processes > machine.num_devices:
         raise UsageError(
-            f"{counted(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
+            f"{pluralise(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
             "Try: a smaller --processes, --tp or --ring"
         )
     plan = MinimisePlan(

@@ -30,7 +30,7 @@ from replay.objective.objective import negated_mean
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Columns, Pairs, counted, engine_text, short_names
+from replay.output.text import Columns, Pairs, describe_engine, pluralise, shorten_names
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, versions
@@ -270,16 +270,16 @@ def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selec
     layers = source.config.get_text_config().num_hidden_layers
     settled = run.actor.with_defaults()
     return [
-        ("model", f"{source.name}, {counted(layers, 'layer')}; weights {source.weights.describe()}"),
+        ("model", f"{source.name}, {pluralise(layers, 'layer')}; weights {source.weights.describe()}"),
         (
             "inputs",
-            f"{counted(len(selection.inputs), 'input')}{' a data rank' * (world.num_data_ranks > 1)}, "
+            f"{pluralise(len(selection.inputs), 'input')}{' a data rank' * (world.num_data_ranks > 1)}, "
             f"{selection.dealing}",
         ),
         (
             "actor",
-            f"{engine_text(settled.backend, settled.resolved_zero_stage)}, "
-            f"{'packed' if settled.packs else 'padded'}, {counted(world.world_size, 'process')}",
+            f"{describe_engine(settled.backend, settled.resolved_zero_stage)}, "
+            f"{'packed' if settled.packs else 'padded'}, {pluralise(world.world_size, 'process')}",
         ),
     ]
 
@@ -311,7 +311,7 @@ def distances_table(pairs: Sequence[tuple[str, float, float]]) -> Columns:
 def worst_table(worst: Sequence[WorstToken], names: Sequence[str]) -> Columns:
     """Return a row for each of the worst tokens, with its neighbours' ids and differences."""
     columns: Columns = {
-        "input": [short_names(one.source) for one in worst],
+        "input": [shorten_names(one.source) for one in worst],
         "row": [str(one.row) for one in worst],
         "token": [str(one.column) for one in worst],
         "id": [str(one.token) for one in worst],

@@ -20,7 +20,7 @@ from replay.agreement.rows import ParityLog, Row, State
 from replay.commands.parity import text as parity_wording
 from replay.output.html import render
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Pairs, counted, engine_text
+from replay.output.text import Pairs, describe_engine, pluralise
 from replay.runlog.writer import versions
 
 MAX_RUNS = 60  # a plot with more lines is unreadable
@@ -123,7 +123,7 @@ def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
         for value in enumerate(_values(cells[name])):
             runs.setdefault(value, []).append(name)
     return {
-        f"{value} ({counted(len(names), 'run')})": {
+        f"{value} ({pluralise(len(names), 'run')})": {
             quantity: [share for name in names for share in by_run[name].get(quantity, ())]
             for quantity in dict.fromkeys(quantity for name in names for quantity in by_run[name])
         }
@@ -134,7 +134,7 @@ def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
 def _values(cell: Cell) -> Iterator[str]:
     """Yield the cell's value of every option that a built-in matrix varies."""
     actor = cell.spec.actor
-    yield engine_text(actor.backend, actor.resolved_zero_stage)
+    yield describe_engine(actor.backend, actor.resolved_zero_stage)
     yield actor.dtype
     yield "packed" if actor.packs else "padded"
     yield actor.attention

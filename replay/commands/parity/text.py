@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from replay.agreement.noise_floor import CellResult, JudgedCell, MatrixResult
 from replay.agreement.rows import ParityLog, Row, State
-from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
 from replay.processes.child_job import ChildJob
 
 QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
@@ -15,12 +15,12 @@ MOST_NAMED = 3
 def header(log: ParityLog) -> Pairs:
     roles = Counter(row.cell.role for row in log.rows)
     machine, environments = log.campaign.machine, log.campaign.plan.environments
-    processes = counted(machine.num_devices, "GPU" if machine.has_gpus else "process")
+    processes = pluralise(machine.num_devices, "GPU" if machine.has_gpus else "process")
     pairs: Pairs = [
         ("command", log.campaign.command),
         ("device", f"{processes} at most, {'cuda' if machine.has_gpus else 'cpu'}"),
         *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
-        ("runs", f"{len(log.rows)}: " + ", ".join(counted(number, role) for role, number in roles.items())),
+        ("runs", f"{len(log.rows)}: " + ", ".join(pluralise(number, role) for role, number in roles.items())),
     ]
     if settled := sum(row.state is not State.PENDING for row in log.rows):
         pairs.append(("going on", f"{settled} of {len(log.rows)} are there"))
@@ -68,8 +68,12 @@ def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
         "run": [row.cell.name for row, _, _ in rows],
         "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
         "processes": [str(row.cell.num_processes) for row, _, _ in rows],
-        "pass ms": [milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows],
-        "peak GiB": [gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows],
+        "pass ms": [
+            format_milliseconds(cost.median_seconds) if cost and row.ran_alone else "-" for row, _, cost in rows
+        ],
+        "peak GiB": [
+            format_gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows
+        ],
         **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
         "verdict": [result_text(row, judged) for row, judged, _ in rows],
     }

@@ -33,7 +33,7 @@ from replay.commands.recompiles.policies import (
 )
 from replay.options.option_parsing import command_line, in_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import counted, damaged_files, milliseconds
+from replay.output.text import describe_damaged_files, format_milliseconds, pluralise
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.profiling.prediction import InputShape, RowLayout, infer_row_layout
 from replay.runlog.reader import log_below
@@ -57,8 +57,8 @@ class RecompilesConsole:
         self, command: str, num_inputs: int, damaged: Sequence[tuple[Path, str]], file: IO[str] | None = None
     ) -> None:
         self._out = open_console(file)
-        inputs = f"{counted(num_inputs, 'input')}, twice under each policy"
-        print_pairs(self._out, [("command", command), ("inputs", inputs), *damaged_files(damaged)])
+        inputs = f"{pluralise(num_inputs, 'input')}, twice under each policy"
+        print_pairs(self._out, [("command", command), ("inputs", inputs), *describe_damaged_files(damaged)])
 
     def runs(self, policy: Policy) -> None:
         print_pairs(self._out, [("runs", policy.value)])
@@ -80,7 +80,7 @@ class RecompilesConsole:
                 "recompiled": [str(sum(one.recompilations.values())) for one in results],
                 "compiling s": [f"{one.compile_seconds:,.1f}" for one in results],
                 "padding": [_padding(one, plain) for one in results],
-                "ms a pass": [milliseconds(one.pass_seconds) for one in results],
+                "ms a pass": [format_milliseconds(one.pass_seconds) for one in results],
                 f"s for {num_passes:,}": ["-" if net is None else f"{net:,.1f}" for net in nets],
             },
         )
@@ -89,7 +89,7 @@ class RecompilesConsole:
             reasons = list(one.recompilations.items())
             pairs = [("recompiled", f"{one.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]]
             rest = len(reasons) - MOST_REASONS
-            more = [("", f"{one.policy}: {counted(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
+            more = [("", f"{one.policy}: {pluralise(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
             print_pairs(self._out, [*pairs, *more])
         print_pairs(self._out, [*_advice(results, num_passes), ("written", str(written))])
 

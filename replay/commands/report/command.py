@@ -33,11 +33,11 @@ def _report(logs: Sequence[Path], to: Path | None) -> int:
         check_log(log)
     from replay.commands.report.page import changes, page
     from replay.output.printing import open_console, print_pairs
-    from replay.output.text import MOST_RUNS
+    from replay.output.text import MAX_RUNS
     from replay.runner.result import Run
 
-    if len(logs) > MOST_RUNS:
-        raise UsageError(f"at most {MOST_RUNS} logs fit on one page, not {len(logs)}. Try: replay report LOG LOG")
+    if len(logs) > MAX_RUNS:
+        raise UsageError(f"at most {MAX_RUNS} logs fit on one page, not {len(logs)}. Try: replay report LOG LOG")
     runs = [Run.read(log) for log in logs]
     path = to or runs[0].folder / FILE_NAME
     try:

@@ -13,7 +13,7 @@ from replay.comparison.comparison import Comparison
 from replay.comparison.text import difference_table, other_work, partings, remarks, setting_table
 from replay.options.option_parsing import in_flags, spec_from_dict
 from replay.output.html import render
-from replay.output.text import Columns, Pairs, gibibytes, milliseconds, run_letters, short_names
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, list_run_letters, shorten_names
 from replay.processes.child_job import ChildJob
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
@@ -38,7 +38,9 @@ class Change:
 
 def changes(runs: Sequence[Run]) -> list[Change]:
     """Hold each run against the first. Numbers of runs that did other work are not compared; the reason is said."""
-    return [_change(runs[0], other, name) for other, name in zip(runs[1:], run_letters(len(runs))[1:], strict=True)]
+    return [
+        _change(runs[0], other, name) for other, name in zip(runs[1:], list_run_letters(len(runs))[1:], strict=True)
+    ]
 
 
 def _change(first: Run, other: Run, name: str) -> Change:
@@ -56,12 +58,12 @@ def _statistics(first: Run, other: Run, name: str) -> Columns:
     rows = []
     both = first.statistics, other.statistics
     for what, said, values in (
-        ("median ms", milliseconds, [statistics.median_seconds for statistics in both]),
-        ("p95 ms", milliseconds, [statistics.p95_seconds for statistics in both]),
+        ("median ms", format_milliseconds, [statistics.median_seconds for statistics in both]),
+        ("p95 ms", format_milliseconds, [statistics.p95_seconds for statistics in both]),
         ("real tokens/s", _number, [statistics.real_tokens_per_second for statistics in both]),
         (
             "peak GiB",
-            gibibytes,
+            format_gibibytes,
             [None if (peak := statistics.highest_peak) is None else peak.value for statistics in both],
         ),
     ):
@@ -80,11 +82,11 @@ def _passes(first: Run, other: Run, name: str) -> Columns:
             losses = tuple("-" if one.result.loss is None else f"{one.result.loss:.6g}" for one in (a, b))
             rows.append(
                 (
-                    short_names(a.source),
+                    shorten_names(a.source),
                     str(a.rank),
-                    *(milliseconds(value) for value in seconds),
+                    *(format_milliseconds(value) for value in seconds),
                     _ratio(*seconds),
-                    *(gibibytes(value) for value in peaks),
+                    *(format_gibibytes(value) for value in peaks),
                     _ratio(*peaks),
                     *losses,
                 )
@@ -106,7 +108,7 @@ def _ratio(first: float | None, other: float | None) -> str:
 
 
 MOST_RANKS = 8  # that get bars of their own; of more, those that waited least and most
-MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, milliseconds), Unit("GiB", 2**30, gibibytes)
+MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, format_milliseconds), Unit("GiB", 2**30, format_gibibytes)
 TOKENS = Unit("tokens", 1, "{:,.0f}".format)
 LINKED = {
     "trace": "sketches of every traced tensor",
@@ -141,7 +143,7 @@ class LinkedFile:
 
 def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
     """Return the page. `beside` is the folder that it is written into: links are relative to it."""
-    names = run_letters(len(runs))
+    names = list_run_letters(len(runs))
     headings = [run.folder.name for run in runs]
     if len(runs) > 1:
         headings = [f"{name}: {heading}" for name, heading in zip(names, headings, strict=True)]
@@ -181,7 +183,7 @@ def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
 
 
 def _shortened(pairs: Pairs) -> Pairs:
-    return [(name, short_names(text)) for name, text in pairs]
+    return [(name, shorten_names(text)) for name, text in pairs]
 
 
 def _verdict(run: Run) -> Pairs:
@@ -261,7 +263,7 @@ def _rising_peaks(record: PassRecord) -> dict[str, float]:
 
 def _pass_table(run: Run) -> Columns:
     columns = run_text.pass_table(run.records, full_names=True)
-    columns["input"] = [short_names(name) for name in columns["input"]]
+    columns["input"] = [shorten_names(name) for name in columns["input"]]
     marks = run.marks()
     if marks:
         columns["not counted"] = [marks.get(record.index, "") for record in run.records]

@@ -16,7 +16,7 @@ from replay.options.option_parsing import command_line
 from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs
-from replay.output.text import counted, damaged_files
+from replay.output.text import describe_damaged_files, pluralise
 from replay.processes.pool import Child, RunLimits
 from replay.resolution.selection import select
 from replay.runlog.reader import log_below
@@ -98,7 +98,7 @@ class Group:
         ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
         if failed := [record for record in records if record.error is not None]:
             first = failed[0]
-            more = f", and {counted(len(failed) - 1, 'more pass')}" if failed[1:] else ""
+            more = f", and {pluralise(len(failed) - 1, 'more pass')}" if failed[1:] else ""
             said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
             return replace(ended, state=State.FAILED, said=said)
         written = None if run is None or run.end is None else run.end.verdict
@@ -127,13 +127,13 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
         size,
         num_inputs=len(selection.inputs),
         window=selection.grad_accumulation,
-        damaged=[text for _, text in damaged_files(selection.damaged)],
+        damaged=[text for _, text in describe_damaged_files(selection.damaged)],
     )
     with executor(ray) as where:
         machine = where.machine(None, "--processes")
         if machine.has_gpus and ray is None and num_processes > machine.num_devices:
             raise UsageError(
-                f"tp x ring needs {counted(num_processes, 'GPU')}, and there are {machine.num_devices}. "
+                f"tp x ring needs {pluralise(num_processes, 'GPU')}, and there are {machine.num_devices}. "
                 "Try: a smaller --tp or --ring"
             )
         campaign = Campaign.begin(
@@ -187,7 +187,7 @@ class ScanConsole:
         self._out = open_console(file)
         self._campaign = campaign
         self._groups = groups
-        sizes = f"{counted(len(groups), 'group')} of at most {counted(groups[0].size, 'input')}"
+        sizes = f"{pluralise(len(groups), 'group')} of at most {pluralise(groups[0].size, 'input')}"
         device = campaign.machine.text
         print_pairs(self._out, [("command", campaign.command), ("device", device), ("groups", sizes), *self._damaged()])
         print_line(self._out)

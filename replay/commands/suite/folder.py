@@ -52,7 +52,7 @@ from replay.comparison.plot import check_plot, draw_curves
 from replay.options.option_parsing import in_flags
 from replay.options.ray_options import RayOptions
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Columns, Pairs, counted, gibibytes, milliseconds
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
 from replay.processes.pool import Child, RunLimits
 from replay.runlog.reader import PastRun
 from replay.runlog.writer import INTERRUPTED, create_folder
@@ -253,9 +253,9 @@ class SuiteConsole:
 
     def begins(self, training: Planned, num_done: int, num_all: int) -> None:
         """Say which configuration is trained now; the bar shows how many of those to train are done."""
-        passes = counted(self._suite.inputs_a_step // training.num_data_ranks, "pass")
-        ranks = counted(training.num_data_ranks, "data rank")
-        said = f"{training.name}: {counted(training.num_processes, 'process')}, {ranks} x {passes} a step"
+        passes = pluralise(self._suite.inputs_a_step // training.num_data_ranks, "pass")
+        ranks = pluralise(training.num_data_ranks, "data rank")
+        said = f"{training.name}: {pluralise(training.num_processes, 'process')}, {ranks} x {passes} a step"
         self._say([("training", said)])
         self._bar.show(num_done, num_all, "configurations trained")
 
@@ -284,13 +284,13 @@ class SuiteConsole:
 
 def _header(suite: Suite) -> Pairs:
     spec, machine = suite.spec, suite.campaign.machine
-    device = counted(machine.num_devices, "GPU") if machine.has_gpus else "a CPU, where processes stand in for GPUs"
-    each = f"{counted(spec.steps, 'step')} of {counted(suite.inputs_a_step, 'input')}"
+    device = pluralise(machine.num_devices, "GPU") if machine.has_gpus else "a CPU, where processes stand in for GPUs"
+    each = f"{pluralise(spec.steps, 'step')} of {pluralise(suite.inputs_a_step, 'input')}"
     return [
         ("suite", str(_shown(suite.folder))),
         ("inputs", f"{suite.inputs.said}; {each}, learning rate {spec.learning_rate:g}, {spec.dtype}"),
         ("device", device),
-        *([("states", f"every {counted(spec.save_every, 'step')} in {suite.storage}")] if spec.save_every else []),
+        *([("states", f"every {pluralise(spec.save_every, 'step')} in {suite.storage}")] if spec.save_every else []),
     ]
 
 
@@ -312,8 +312,8 @@ def _table(results: Sequence[TrainingResult]) -> Columns:
             "from deepspeed",
             lambda judged: f"{judged.from_deepspeed.max_relative:.2%}" if judged.from_deepspeed else "-",
         ),
-        ("step ms", lambda judged: milliseconds(judged.curve.seconds_a_step)),
-        ("peak GiB", lambda judged: gibibytes(judged.curve.peak_bytes)),
+        ("step ms", lambda judged: format_milliseconds(judged.curve.seconds_a_step)),
+        ("peak GiB", lambda judged: format_gibibytes(judged.curve.peak_bytes)),
     ]
     return {
         "configuration": [result.planned.name for result in results],

@@ -21,7 +21,7 @@ from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError, Origin
 from replay.commands.suite.plan import SuiteSpec
 from replay.options.spec import LossName, default_folder
-from replay.output.text import counted
+from replay.output.text import pluralise
 
 # Convert a file of texts to captures of format 1: one tokenised text per micro-batch. The only module with pyarrow.
 #
@@ -173,7 +173,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{counted(num_inputs, 'input')} {said}")
+    return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{pluralise(num_inputs, 'input')} {said}")
 
 
 def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:

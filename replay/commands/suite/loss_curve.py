@@ -14,11 +14,11 @@ from typing import Any
 from actor_init.as_json import AnyFloat
 from replay.commands.suite.plan import DDP, DEEPSPEED, Planned
 from replay.comparison.differences import Point, Quantity
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import peak_bytes
-from replay.tolerances.runs import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
+from replay.tolerances.run_bounds import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
 
 
 class Status(StrEnum):
@@ -82,9 +82,8 @@ class Curve:
         first, last = fmean(self.losses[:span]), fmean(self.losses[-span:])
         if last < first:
             return ""
-        reason = (
-            f"the loss does not fall: mean {first:.5f} in the first {counted(span, 'step')}, {last:.5f} in the last"
-        )
+        steps = pluralise(span, "step")
+        reason = f"the loss does not fall: mean {first:.5f} in the first {steps}, {last:.5f} in the last"
         return reason if repeats else f"{reason}, on other inputs. Try: --steps {2 * steps_an_epoch}"
 
 

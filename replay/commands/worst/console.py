@@ -15,7 +15,15 @@ from replay.commands.worst.configuration import Configuration
 from replay.commands.worst.configuration_costs import Bounds
 from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Columns, counted, damaged_files, gibibytes, milliseconds, short_names, short_names_differ
+from replay.output.text import (
+    Columns,
+    describe_damaged_files,
+    format_gibibytes,
+    format_milliseconds,
+    have_distinct_short_names,
+    pluralise,
+    shorten_names,
+)
 from replay.profiling.prediction import (
     MOST_OF_PEAK,
     MOST_OF_SECONDS,
@@ -43,15 +51,15 @@ class WorstConsole:
     ) -> None:
         self._out = open_console(file)
         self._num_inputs = len(shapes)
-        self._full_names = full_names or not short_names_differ([shape.source for shape in shapes])
-        print_pairs(self._out, [("command", command), *damaged_files(damaged)])
+        self._full_names = full_names or not have_distinct_short_names([shape.source for shape in shapes])
+        print_pairs(self._out, [("command", command), *describe_damaged_files(damaged)])
 
     def line(self, name: str, text: str) -> None:
         print_pairs(self._out, [(name, text)])
 
     def measured(self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: Measuring) -> None:
         where = f", in {measuring.log}" if measuring.log else ""
-        self.line("measured", f"{len(measured)} of {counted(self._num_inputs, 'input')}{where}")
+        self.line("measured", f"{len(measured)} of {pluralise(self._num_inputs, 'input')}{where}")
         for place, error in sorted(measuring.failed.items()):
             self.line("failed", f"{self._described(chosen[place])}: {error}")
         if measuring.ended:
@@ -76,7 +84,7 @@ class WorstConsole:
         if model.error is None:
             self.line("error", "not known: there are too few inputs to hold some out of the fit")
         else:
-            held_out = counted(model.error.num_inputs, "input")
+            held_out = pluralise(model.error.num_inputs, "input")
             text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
             guesses = [(guess, one.cost) for one in measured if (guess := model.predict(one.shape)) is not None]
             own = PredictionErrors.compare(guesses)
@@ -89,9 +97,11 @@ class WorstConsole:
         self.line(
             "largest", f"{self._described(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"
         )
-        self.line("slowest", f"{self._described(ranked[0].shape)}: {milliseconds(ranked[0].cost.total_seconds)} ms")
+        self.line(
+            "slowest", f"{self._described(ranked[0].shape)}: {format_milliseconds(ranked[0].cost.total_seconds)} ms"
+        )
         total = sum(one.cost.total_seconds for one in ranked)
-        self.line("all", f"{counted(len(ranked), 'input')} one after the other: {total:,.1f} s")
+        self.line("all", f"{pluralise(len(ranked), 'input')} one after the other: {total:,.1f} s")
         if num_shown:
             known = {one.shape.number: one.cost for one in measured}
             print_line(self._out)
@@ -113,7 +123,7 @@ class WorstConsole:
             self.line("failed", f"the run that checks ended early: {ended}")
         if error is not None:
             self.line(
-                "checked", f"{_judged(error)}, on {counted(error.num_inputs, 'input')}, the worst and some others"
+                "checked", f"{_judged(error)}, on {pluralise(error.num_inputs, 'input')}, the worst and some others"
             )
 
     def other(
@@ -121,15 +131,17 @@ class WorstConsole:
     ) -> None:
         """Print a prediction for another configuration."""
         least, most = highest.least.peak_bytes, highest.most.peak_bytes
-        seconds = _between(milliseconds(slowest.least.total_seconds), milliseconds(slowest.most.total_seconds))
+        seconds = _between(
+            format_milliseconds(slowest.least.total_seconds), format_milliseconds(slowest.most.total_seconds)
+        )
         several = other.num_processes > 1
         without = ", without communication between ranks" if several else ""
         of_rank = " a rank" if several else ""
-        peak = _between(gibibytes(least), gibibytes(most))
-        here = "" if room.memory is None else f", {fits.value} in {gibibytes(room.memory.free_bytes)} GiB"
+        peak = _between(format_gibibytes(least), format_gibibytes(most))
+        here = "" if room.memory is None else f", {fits.value} in {format_gibibytes(room.memory.free_bytes)} GiB"
         self.line(
             "predicted",
-            f"{other.text}, {counted(num_layers, 'layer')}: highest peak {peak} GiB{of_rank}{here}; slowest "
+            f"{other.text}, {pluralise(num_layers, 'layer')}: highest peak {peak} GiB{of_rank}{here}; slowest "
             f"{seconds} ms{without}",
         )
 
@@ -137,7 +149,7 @@ class WorstConsole:
         for said in failed:
             self.line("failed", f"{other.text}: {said}")
         if error is not None:
-            passes = counted(error.num_inputs, "pass")
+            passes = pluralise(error.num_inputs, "pass")
             self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
 
     def finish(self, written: Path) -> None:
@@ -150,36 +162,37 @@ class WorstConsole:
             "rows": [f"{one.shape.rows:,}" for one, _ in rows],
             "tokens": [f"{one.shape.real_tokens:,}" for one, _ in rows],
             "longest": [f"{max(one.shape.documents):,}" for one, _ in rows],
-            "ms": [milliseconds(one.cost.total_seconds) for one, _ in rows],
-            "measured": [milliseconds(cost.total_seconds if cost else None) for _, cost in rows],
-            "GiB": [gibibytes(one.cost.peak_bytes) for one, _ in rows],
-            "measured GiB": [gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
+            "ms": [format_milliseconds(one.cost.total_seconds) for one, _ in rows],
+            "measured": [format_milliseconds(cost.total_seconds if cost else None) for _, cost in rows],
+            "GiB": [format_gibibytes(one.cost.peak_bytes) for one, _ in rows],
+            "measured GiB": [format_gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
         }
 
     def _described(self, shape: InputShape) -> str:
-        return f"{self._name(shape)}, {counted(shape.rows, 'row')}, {shape.real_tokens:,} tokens"
+        return f"{self._name(shape)}, {pluralise(shape.rows, 'row')}, {shape.real_tokens:,} tokens"
 
     def _name(self, shape: InputShape) -> str:
-        return shape.source if self._full_names else short_names(shape.source)
+        return shape.source if self._full_names else shorten_names(shape.source)
 
 
 def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
     """Say how a peak and the memory here go together."""
     if room.has_shown(peak):
         ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
-        return f"{gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
+        return f"{format_gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
     if room.memory is None:
-        return f"{gibibytes(peak)} GiB; how much is free here is not known"
+        return f"{format_gibibytes(peak)} GiB; how much is free here is not known"
     needed = room.needed(peak, num_ranks)
     free = room.memory.free_bytes
-    left = f"{gibibytes(free - needed)} GiB ({(free - needed) / free:.0%}) are left"
+    left = f"{format_gibibytes(free - needed)} GiB ({(free - needed) / free:.0%}) are left"
     if needed > free:
-        left = f"{gibibytes(needed - free)} GiB ({(needed - free) / free:.0%}) are lacking"
-    held = "" if needed == peak else f", {gibibytes(needed)} GiB with what the allocator keeps"
+        left = f"{format_gibibytes(needed - free)} GiB ({(needed - free) / free:.0%}) are lacking"
+    held = "" if needed == peak else f", {format_gibibytes(needed)} GiB with what the allocator keeps"
     if room.memory.is_shared:
         held = " resident in the process, which takes the place of an allocator's peak"
-        held += f", times {counted(num_ranks, 'rank')}" if num_ranks > 1 else ""
-    return f"{gibibytes(peak)} GiB{held}; of {gibibytes(free)} GiB free on {room.memory.device}: {fits.value}, {left}"
+        held += f", times {pluralise(num_ranks, 'rank')}" if num_ranks > 1 else ""
+    free_text = f"{format_gibibytes(free)} GiB free on {room.memory.device}"
+    return f"{format_gibibytes(peak)} GiB{held}; of {free_text}: {fits.value}, {left}"
 
 
 def _formula(fit: CostFit, unit: float, name: str) -> str:

@@ -22,7 +22,7 @@ from replay.commands.worst.configuration_costs import Bounds, predict_configurat
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room, measure, memory_here
 from replay.options.option_parsing import command_line, in_flags
-from replay.output.text import counted
+from replay.output.text import pluralise
 from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
     LEAST_FOR_HOLDING_OUT,
@@ -249,7 +249,7 @@ class _Work:
         """Run some of the passes predicted for another configuration, if this machine has the devices for it."""
         machine = Machine.detect()
         if machine.has_gpus and machine.num_devices < other.num_processes:
-            self.console.line("checked", f"{other.text}: not here, it needs {counted(other.num_processes, 'GPU')}")
+            self.console.line("checked", f"{other.text}: not here, it needs {pluralise(other.num_processes, 'GPU')}")
             return True
         slowest = sorted(bounds, key=lambda number: -bounds[number].most.total_seconds)[:NUM_CHECKED]
         rest = sorted(set(bounds) - set(slowest))

@@ -14,7 +14,7 @@ from replay.agreement.plan import Here, Role, plan
 from replay.commands.suite.plan import CONFIGURATIONS, configurations
 from replay.options.option_parsing import in_flags, replay_spec
 from replay.options.spec import ReplaySpec
-from replay.output.text import engine_text
+from replay.output.text import describe_engine
 from tests.helpers.contract import (
     FEW,
     MANY,
@@ -131,7 +131,7 @@ def test_what_it_does_not_declare_is_refused(typed: dict[str, object], says: str
 
 @pytest.mark.usefixtures("registered")
 def test_texts_and_specs_know_it() -> None:
-    assert engine_text("toy", 0) == "toy"
+    assert describe_engine("toy", 0) == "toy"
     assert ReplaySpec(actor=ActorSpec(backend="toy", dtype=Dtype.FP32)).actor.resolved_zero_stage == 0
     with pytest.raises(UsageError, match="Give one of deepspeed, fsdp2, ddp, toy"):
         replay_spec({"backend": "zero"})

@@ -11,7 +11,7 @@ from actor_init.spec import Dtype
 from replay.agreement.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
 from replay.comparison.differences import compare
 from replay.runlog.reader import PastRun
-from replay.tolerances.difference import ceiling_of, chance_beyond
+from replay.tolerances.difference import estimate_chance_beyond, estimate_rounding_ceiling
 from tests.helpers.made_logs import passed, write_log
 
 pytestmark = pytest.mark.quick
@@ -26,7 +26,7 @@ def far(value: float, num_points: int = 16) -> Distance:
 
 def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> Noise:
     named = {f"equivalent {number}": far(value, num_points) for number, value in enumerate(values)}
-    return noise_of(dtype, "loss", named, ceiling_of(dtype, CONFIG, 100))
+    return noise_of(dtype, "loss", named, estimate_rounding_ceiling(dtype, CONFIG, 100))
 
 
 def test_the_floor_is_the_largest_distance_of_an_equivalent_run() -> None:
@@ -48,7 +48,9 @@ def test_the_chance_of_a_value_beyond_is_that_of_drawn_samples(factor: float, nu
     draw = random.Random(0).gauss
     rounds = 60_000
     beyond = sum(abs(draw(0, 1)) > factor * max(abs(draw(0, 1)) for _ in range(num_samples)) for _ in range(rounds))
-    assert beyond / rounds == pytest.approx(chance_beyond(factor, num_samples), rel=0.15)  # 5 sigma of few hundred
+    assert beyond / rounds == pytest.approx(
+        estimate_chance_beyond(factor, num_samples), rel=0.15
+    )  # 5 sigma of few hundred
 
 
 def test_runs_that_are_equal_in_every_bit_leave_fp32_s_own_spacing_as_the_floor() -> None:
@@ -66,7 +68,7 @@ def test_what_is_far_beyond_rounding_is_not_in_the_floor() -> None:
 
 
 def test_an_equivalent_that_stands_alone_an_order_above_all_others_is_not_in_the_floor() -> None:
-    ceiling = ceiling_of(Dtype.BF16, CONFIG, 100)
+    ceiling = estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100)
     assert noise(0.0, 3e-5, 0.5 * ceiling).distrusted == ["equivalent 2"]
     assert noise(0.0, 0.1 * ceiling, 0.5 * ceiling).distrusted == []  # two say so
     assert noise(0.0, 0.0, 0.05 * ceiling).distrusted == []  # kernels alone round otherwise, and by what bf16 explains
@@ -85,7 +87,7 @@ def test_an_equivalent_that_stands_alone_an_order_above_all_others_is_not_in_the
 def test_the_ceiling_grows_with_the_square_root_of_what_is_summed(
     dtype: Dtype, config: dict[str, int], expected: float
 ) -> None:
-    assert ceiling_of(dtype, config, 1024) == expected
+    assert estimate_rounding_ceiling(dtype, config, 1024) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_
         measured = {
             str(scale): far(max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8)), 8) for scale in (0.2, 1, 0.5, 1)
         }
-        one = noise_of(Dtype.BF16, "loss", measured, ceiling_of(Dtype.BF16, CONFIG, 100))
+        one = noise_of(Dtype.BF16, "loss", measured, estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100))
         for _, scale in product(range(40), (0.2, 1)):
             clean = max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8))
             assert result_of({"loss": far(clean)}, {"loss": one})[0] in (CellResult.EQUAL, CellResult.WITHIN_NOISE)

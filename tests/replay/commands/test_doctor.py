@@ -26,7 +26,7 @@ from replay.commands.doctor import report as doctor
 from replay.commands.doctor.hardware import compilers, devices, launcher, log_folder, shared_memory
 from replay.commands.doctor.packages import PACKAGES, is_within, package, required_ranges, variables
 from replay.commands.doctor.probe_process import Answer, Prober, tried
-from replay.output.text import Check, Status, line
+from replay.output.text import CheckResult, CheckStatus, format_check
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def other_python(folder: Path) -> Path:
     return made_script(folder / "python3", "#!/bin/sh\necho /elsewhere\n")
 
 
-def named(checks: list[Check], name: str) -> Check:
+def named(checks: list[CheckResult], name: str) -> CheckResult:
     [found] = [check for check in checks if check.name == name]
     return found
 
@@ -67,28 +67,36 @@ def named(checks: list[Check], name: str) -> Check:
 @pytest.mark.parametrize(
     ("source", "status", "says"),
     [
-        (f"raise ImportError({SYMBOL!r})", Status.BROKEN, f"ImportError: {SYMBOL}"),
-        ("import os; os._exit(3)", Status.BROKEN, "ended without an answer, exit code 3"),
-        ("print('LibError: lost', flush=True); import os; os._exit(3)", Status.BROKEN, "exit code 3: LibError: lost"),
-        ("raise SystemExit(0)", Status.BROKEN, "SystemExit: 0"),
-        ("import ctypes\nctypes.string_at(0)", Status.BROKEN, "crashed, SIGSEGV, in string_at at ctypes/__init__.py"),
-        ("import signal\nsignal.pause()", Status.NO_ANSWER, "in <module> at flash_attn/__init__.py:2"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", Status.BROKEN, "crashed, SIGKILL"),
-        ("", Status.OK, "of unknown version"),
+        (f"raise ImportError({SYMBOL!r})", CheckStatus.BROKEN, f"ImportError: {SYMBOL}"),
+        ("import os; os._exit(3)", CheckStatus.BROKEN, "ended without an answer, exit code 3"),
+        (
+            "print('LibError: lost', flush=True); import os; os._exit(3)",
+            CheckStatus.BROKEN,
+            "exit code 3: LibError: lost",
+        ),
+        ("raise SystemExit(0)", CheckStatus.BROKEN, "SystemExit: 0"),
+        (
+            "import ctypes\nctypes.string_at(0)",
+            CheckStatus.BROKEN,
+            "crashed, SIGSEGV, in string_at at ctypes/__init__.py",
+        ),
+        ("import signal\nsignal.pause()", CheckStatus.NO_ANSWER, "in <module> at flash_attn/__init__.py:2"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", CheckStatus.BROKEN, "crashed, SIGKILL"),
+        ("", CheckStatus.OK, "of unknown version"),
     ],
 )
 def test_an_import_that_breaks_is_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, status: Status, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, status: CheckStatus, says: str
 ) -> None:
     made_package(tmp_path, "flash_attn", source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE", 60.0)  # for Python's start
-    share = 0.01 if status is Status.NO_ANSWER else 0.5
+    share = 0.01 if status is CheckStatus.NO_ANSWER else 0.5
     answer = Prober(300.0).ask("import_module", "flash_attn", share=share)
     check = package(FLASH, answer, on_cuda=True, is_default=True)
-    assert (check.status, check.fails) == (status, status is not Status.OK)
+    assert (check.status, check.fails) == (status, status is not CheckStatus.OK)
     assert says in check.found
-    if status is not Status.OK:
+    if status is not CheckStatus.OK:
         assert "--attention sdpa" in check.advice
     assert ("built for another torch" in check.advice) == ("undefined" in source)
 
@@ -154,10 +162,10 @@ def test_a_version_out_of_range_fails_and_says_what_to_install(monkeypatch: pyte
 
 def test_what_is_not_installed_fails_only_where_it_is_needed() -> None:
     absent = package(TORCH, None, on_cuda=False, is_default=True)
-    assert (absent.status, absent.fails) == (Status.MISSING, True)
-    assert package(FLASH, None, on_cuda=False, is_default=False).status is Status.NOT_NEEDED
+    assert (absent.status, absent.fails) == (CheckStatus.MISSING, True)
+    assert package(FLASH, None, on_cuda=False, is_default=False).status is CheckStatus.NOT_NEEDED
     on_cuda = package(FLASH, None, on_cuda=True, is_default=False)
-    assert (on_cuda.status, on_cuda.fails) == (Status.MISSING, False)
+    assert (on_cuda.status, on_cuda.fails) == (CheckStatus.MISSING, False)
     assert "pip install" in on_cuda.advice
 
 
@@ -231,7 +239,7 @@ def test_a_launcher_of_another_python_is_broken(tmp_path: Path, monkeypatch: pyt
     made_script(tmp_path / "torchrun", f"#!{other_python(tmp_path)}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     check = launcher("torchrun")
-    assert check.status is Status.BROKEN
+    assert check.status is CheckStatus.BROKEN
     assert "another Python, /elsewhere" in check.found
     assert f"export PATH={Path(sys.executable).parent}:$PATH" in check.advice
 
@@ -239,16 +247,16 @@ def test_a_launcher_of_another_python_is_broken(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("text", "status"),
     [
-        (f"#!{sys.executable}\n", Status.OK),
-        (f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n", Status.OK),
-        ("#!/usr/bin/env python3\n", Status.BROKEN),
-        ("#!/nowhere/python3\n", Status.BROKEN),
-        ("#!/bin/sh\nexec something\n", Status.NOTE),
-        ("\x7fELF", Status.NOTE),
+        (f"#!{sys.executable}\n", CheckStatus.OK),
+        (f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n", CheckStatus.OK),
+        ("#!/usr/bin/env python3\n", CheckStatus.BROKEN),
+        ("#!/nowhere/python3\n", CheckStatus.BROKEN),
+        ("#!/bin/sh\nexec something\n", CheckStatus.NOTE),
+        ("\x7fELF", CheckStatus.NOTE),
     ],
 )
 def test_whose_launcher_it_is_stands_in_its_first_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: Status
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: CheckStatus
 ) -> None:
     other_python(tmp_path)
     made_script(tmp_path / "torchrun", text)
@@ -258,7 +266,7 @@ def test_whose_launcher_it_is_stands_in_its_first_lines(
 
 def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launcher("deepspeed").status is Status.MISSING
+    assert launcher("deepspeed").status is CheckStatus.MISSING
     made_script(tmp_path / "bin" / "deepspeed", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     assert launcher("deepspeed").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
@@ -276,7 +284,7 @@ def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeyp
 def test_architectures_that_deepspeed_cannot_read(monkeypatch: pytest.MonkeyPatch, value: str, advice: str) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
     check = named(compilers(on_cuda=True, built_for="13.0"), "TORCH_CUDA_ARCH_LIST")
-    assert check.status is (Status.BROKEN if advice else Status.OK)
+    assert check.status is (CheckStatus.BROKEN if advice else CheckStatus.OK)
     assert advice in check.advice
     assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in compilers(on_cuda=False, built_for=None)]
 
@@ -289,15 +297,17 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: p
         lock.touch()
     os.utime(old, (0, 0))
     locks = [check for check in compilers(on_cuda=False, built_for=None) if check.name == "extension lock"]
-    assert [(check.status, check.advice.partition("Try: ")[2]) for check in locks] == [(Status.BROKEN, f"rm {old}")]
+    assert [(check.status, check.advice.partition("Try: ")[2]) for check in locks] == [
+        (CheckStatus.BROKEN, f"rm {old}")
+    ]
 
 
 def test_an_nvcc_of_another_cuda_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     check = named(compilers(on_cuda=True, built_for="13.0"), "nvcc")
-    assert (check.status, check.found.split(",")[0]) == (Status.BROKEN, "12.4")
-    assert named(compilers(on_cuda=True, built_for="12.8"), "nvcc").status is Status.OK
+    assert (check.status, check.found.split(",")[0]) == (CheckStatus.BROKEN, "12.4")
+    assert named(compilers(on_cuda=True, built_for="12.8"), "nvcc").status is CheckStatus.OK
 
 
 def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +316,7 @@ def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     checks = compilers(on_cuda=True, built_for="13.0")
-    assert {check.status for check in checks} == {Status.MISSING}
+    assert {check.status for check in checks} == {CheckStatus.MISSING}
     assert [check.name for check in checks] == ["g++", "Python.h", "ninja", "nvcc"]
 
 
@@ -323,7 +333,7 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
     assert named(checks, "CUDA_LAUNCH_BLOCKING").found == "1"
     assert named(checks, "PYTORCH_CUDA_ALLOC_CONF").found == "expandable_segments:True"
     assert named(checks, "also set").found == "TORCH_HUB_TOKEN"
-    said = "\n".join(line(check) for check in checks)
+    said = "\n".join(format_check(check) for check in checks)
     for absent in ("hunter2", "secret", "AWS"):
         assert absent not in said
 
@@ -331,21 +341,21 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "status"),
     [
-        ("GLOO_SOCKET_IFNAME", "lo", Status.NOTE),
-        ("GLOO_SOCKET_IFNAME", "eth77", Status.BROKEN),
-        ("GLOO_SOCKET_IFNAME", "lo,eth77", Status.BROKEN),
-        ("NCCL_SOCKET_IFNAME", "eth77,l", Status.NOTE),
-        ("NCCL_SOCKET_IFNAME", "=l", Status.BROKEN),
-        ("NCCL_SOCKET_IFNAME", "^docker", Status.NOTE),
+        ("GLOO_SOCKET_IFNAME", "lo", CheckStatus.NOTE),
+        ("GLOO_SOCKET_IFNAME", "eth77", CheckStatus.BROKEN),
+        ("GLOO_SOCKET_IFNAME", "lo,eth77", CheckStatus.BROKEN),
+        ("NCCL_SOCKET_IFNAME", "eth77,l", CheckStatus.NOTE),
+        ("NCCL_SOCKET_IFNAME", "=l", CheckStatus.BROKEN),
+        ("NCCL_SOCKET_IFNAME", "^docker", CheckStatus.NOTE),
     ],
 )
-def test_a_network_interface_that_is_not_there_is_broken(name: str, value: str, status: Status) -> None:
+def test_a_network_interface_that_is_not_there_is_broken(name: str, value: str, status: CheckStatus) -> None:
     assert variables({name: value})[0].status is status
 
 
 def test_what_a_launcher_left_behind_is_named() -> None:
     assert "unset MASTER_ADDR" in named(variables({"MASTER_ADDR": "x"}), "launcher's").advice
-    assert [check.status for check in variables({"HOME": "/"})] == [Status.OK]
+    assert [check.status for check in variables({"HOME": "/"})] == [CheckStatus.OK]
 
 
 # devices, disk
@@ -354,14 +364,14 @@ def test_what_a_launcher_left_behind_is_named() -> None:
 def test_each_gpu_is_a_line_and_a_full_one_is_noted() -> None:
     facts = {"gpus": [GPU, GPU], "free_bytes": [139 * 2**30, 2**30], "no_peers": [[0, 1], [1, 0]], "built_for": "13.0"}
     checks = devices(Answer(facts=facts), "580.1")
-    assert [check.status for check in checks] == [Status.OK, Status.NOTE, Status.OK, Status.NOTE]
+    assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.NOTE, CheckStatus.OK, CheckStatus.NOTE]
     assert checks[0].found == "NVIDIA H200, 140 GiB, 139 free, capability 9.0"
     assert "0-1" in named(checks, "peer access").found
 
 
 def test_a_torch_that_cannot_see_the_gpu_of_this_machine_says_so() -> None:
     checks = devices(Answer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "580.1")
-    assert [check.status for check in checks] == [Status.OK, Status.BROKEN]
+    assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.BROKEN]
     assert "2.13.0+cpu" in checks[1].advice
     assert len(devices(Answer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "")) == 1
 
@@ -373,19 +383,19 @@ def test_a_log_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
         assert check.fails, folder
         assert "--log-folder" in check.advice
     check = log_folder(tmp_path / "new" / "logs")
-    assert (check.status, list(tmp_path.iterdir())) == (Status.OK, [tmp_path / "file"])
+    assert (check.status, list(tmp_path.iterdir())) == (CheckStatus.OK, [tmp_path / "file"])
 
 
 def test_little_room_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
-    assert (shared_memory(tmp_path).status, log_folder(tmp_path).status) == (Status.NOTE, Status.NOTE)
+    assert (shared_memory(tmp_path).status, log_folder(tmp_path).status) == (CheckStatus.NOTE, CheckStatus.NOTE)
     assert "--shm-size" in shared_memory(tmp_path).advice
 
 
 def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert named(hardware.limits(on_cuda=False), "ulimit -n").status is Status.NOTE
+    assert named(hardware.limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
 
 
 # the whole
@@ -461,9 +471,9 @@ def test_an_error_that_comes_from_a_package_names_it(
 
 
 def test_a_check_is_one_line_without_control_characters() -> None:
-    check = Check(name="a", status=Status.BROKEN, found="x\n\x1b[31my", advice="Try: z")
-    assert line(check) == r"broken       a                    x \x1b[31my; Try: z"
-    assert len(line(Check(name="a", status=Status.BROKEN, found="x" * 9000))) < 400
+    check = CheckResult(name="a", status=CheckStatus.BROKEN, found="x\n\x1b[31my", advice="Try: z")
+    assert format_check(check) == r"broken       a                    x \x1b[31my; Try: z"
+    assert len(format_check(CheckResult(name="a", status=CheckStatus.BROKEN, found="x" * 9000))) < 400
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.tolerances.job import GRAD_NORM, GRADIENT, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, TOKENS
 from tests.helpers.children import run_with
 from tests.helpers.commands import run as typed_in_a_shell
 from tests.helpers.policy_job import by_sequences, make_rollouts, plain_policy, token_losses, train

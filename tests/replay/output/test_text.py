@@ -14,7 +14,14 @@ from actor_init.declarations.backends import BACKENDS
 from replay.commands.inspect.inspection import Inspection, KindFacts, Spread
 from replay.commands.inspect.text import print_inspection
 from replay.output.printing import open_console, print_pairs
-from replay.output.text import Pairs, engine_text, gibibytes, milliseconds, short_names_differ, table_lines
+from replay.output.text import (
+    Pairs,
+    describe_engine,
+    format_gibibytes,
+    format_milliseconds,
+    format_table,
+    have_distinct_short_names,
+)
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFile, RunStart, RunWork
@@ -71,7 +78,7 @@ def cells(text: str, first: str) -> list[str]:
 
 
 def test_ddp_has_no_stage() -> None:
-    assert [engine_text(backend, 2) for backend in BACKENDS] == [
+    assert [describe_engine(backend, 2) for backend in BACKENDS] == [
         "deepspeed, ZeRO stage 2",
         "fsdp2, ZeRO stage 2",
         "ddp",
@@ -125,7 +132,7 @@ def test_words_stand_left_and_numbers_right_however_wide_a_character_is() -> Non
         "rows": ["1 / 2.5 / 4", "2"],
         "note": ["", "a"],
     }
-    assert table_lines(columns) == [
+    assert format_table(columns) == [
         "kernel          ms  share     diff         rows  note",
         r"flash\x1b  1,250.0  12.5%  1.5e-08  1 / 2.5 / 4",
         "注意力           -    nan      inf            2  a",
@@ -261,8 +268,8 @@ def on_a_terminal(write: Callable[[Console], None]) -> bytes:
 
 def test_short_names_are_whole_where_two_captures_would_share_one() -> None:
     one, other = (f"actor_inputs_rank0_{day}_012150_163029_00000004.pkl" for day in ("20261121", "20261122"))
-    assert short_names_differ([one, one])
-    assert not short_names_differ([one, other])
+    assert have_distinct_short_names([one, one])
+    assert not have_distinct_short_names([one, other])
 
 
 def test_the_facts_of_a_folder_are_a_table() -> None:
@@ -300,6 +307,6 @@ def test_sizes_keep_their_digits() -> None:
     peaks = {"forward": cost(0.00512, 123.456), "backward": cost(0.01, 0.0126)}
     row = cells(said([record(0, phases=peaks), record(1, phases={"forward": cost(0.01, 0.0126)})]), "1")
     assert row[5:8] == ["5.12", "10.0", "123.46"]
-    assert milliseconds(12.3456) == "12,345.6"
-    assert (gibibytes(0.0126 * GIB), gibibytes(12.5 * GIB)) == ("0.013", "12.50")
+    assert format_milliseconds(12.3456) == "12,345.6"
+    assert (format_gibibytes(0.0126 * GIB), format_gibibytes(12.5 * GIB)) == ("0.013", "12.50")
     assert GIB == 1024**3

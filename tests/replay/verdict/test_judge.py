@@ -16,7 +16,16 @@ from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from replay.command_line.cli import main as replay_main
 from replay.runlog.reader import PastRun
-from replay.tolerances.job import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS, bound_of
+from replay.tolerances.job_bounds import (
+    ACTION_TOKENS,
+    GRAD_NORM,
+    GRADIENT,
+    LOG_PROBS,
+    LOSS,
+    TOKENS,
+    TOKENS_RMS,
+    compute_bound,
+)
 from replay.verdict.findings import Setting, finding
 from replay.verdict.job_values import Claim, OtherValue, Recorded, Replayed, WeightComparison
 from replay.verdict.judge import Outcome, Pass, Verdict, judge
@@ -383,7 +392,7 @@ def test_a_row_of_few_tokens_has_a_wider_bound_and_is_named() -> None:
     assert finding.where == "row 1"
     assert finding.recorded == pytest.approx(-2.002)
     assert judged(recorded(rows, dtypes=["bfloat16"])).outcome is Outcome.REPRODUCED
-    assert bound_of(LOG_PROBS, ["bfloat16"], 32, 1) > 20 * bound_of(LOG_PROBS, ["bfloat16"], 32, 4000)
+    assert compute_bound(LOG_PROBS, ["bfloat16"], 32, 1) > 20 * compute_bound(LOG_PROBS, ["bfloat16"], 32, 4000)
 
 
 NORM = Claim(name=GRAD_NORM, values=[5.0])

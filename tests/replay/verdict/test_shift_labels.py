@@ -17,7 +17,7 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import MicroBatch, Origin, with_shift_labels_as_labels
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from replay.command_line.cli import main
-from replay.tolerances.job import GRADIENT, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKENS
 from tests.custom_models.nano import build
 from tests.helpers.children import run_with
 from tests.helpers.read_logs import read_log

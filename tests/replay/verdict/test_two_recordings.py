@@ -7,7 +7,7 @@ import pytest
 
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.tolerances.job import LOSS
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.job_values import Claim, Recorded, WeightComparison, why_not_one_job
 from tests.helpers.made_records import record
 from tests.replay.verdict.test_judge import FP32, replayed, train

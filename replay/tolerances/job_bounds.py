@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actor_init.as_json import AnyFloat
-from replay.tolerances.difference import factor_for, relative_difference, roundoff
+from replay.tolerances.difference import find_outlier_factor, relative_difference, roundoff
 
 # The quantities of a pass and of a step, as verdicts and logs name them.
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
@@ -23,7 +23,8 @@ TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
 GRADIENT = "gradient samples"
 TOKENS_RMS = "token log-probs, root mean square"
 
-LEAST_BOUND = {  # in fp32, where sums in another order are more than what the formulas say
+# In fp32 sums in another order are more than what the formulas say.
+LEAST_BOUND = {
     LOSS: 1e-5,
     LOG_PROBS: 1e-5,
     TOKENS: 3e-5,
@@ -31,22 +32,34 @@ LEAST_BOUND = {  # in fp32, where sums in another order are more than what the f
     GRAD_NORM: 1e-4,
     GRADIENT: 1e-3,
 }
-COMMON_ROUNDOFFS = 0.5  # the part of an error that all tokens share, so that no mean removes it
-TOKEN_ROUNDOFFS = 3.0  # times sqrt(2 L / N): the part that is independent from token to token
-NORM_ROUNDOFFS = 4.0  # of a gradient norm
-SAMPLE_ROUNDOFFS = 64.0  # of one element of a gradient, relative to its parameter's root mean square
-HIDING_BOUND = 0.5  # of a parameter's root mean square: within more a gradient could vanish, or turn around
-LEAST_FACTOR = 4.0  # times a measured floor, of any quantity
-RMS_FACTOR = 3.0  # times the floor of TOKENS_RMS: a mean square over hundreds of tokens hardly varies
-ROUTES_FACTOR = 10.0  # times a mixture's measured floor: within it another route at a tie may be the cause
-SAME_SHARES = 1e-4  # two passes' shares of a window's gradient that are no further apart are equal
-LEAST_RMS = 1e-3  # of all parameters' root mean square: a gradient below it is taken for rounding
-BF16_SPACING = 2**-7  # relative: a weight and the same weight in bf16, rounded to nearest or towards zero
-FP16_SMALLEST = 2**-24  # absolute: what fp16 rounds to 0
+# The part of an error that all tokens share, so that no mean removes it.
+COMMON_ROUNDOFFS = 0.5
+# The part that is independent from token to token; it is multiplied by sqrt(2 L / N).
+TOKEN_ROUNDOFFS = 3.0
+# Of a gradient norm.
+NORM_ROUNDOFFS = 4.0
+# Of one element of a gradient, relative to the root mean square of its parameter's gradient.
+SAMPLE_ROUNDOFFS = 64.0
+# Relative to that root mean square. Within a wider bound a gradient could vanish or change its sign unseen.
+HIDING_BOUND = 0.5
+# A measured floor of any quantity is multiplied by at least this.
+LEAST_FACTOR = 4.0
+# The floor of TOKENS_RMS is multiplied by this: a mean square over hundreds of tokens hardly varies.
+RMS_FACTOR = 3.0
+# Within so many times a mixture's measured floor another route at a tie may be the cause.
+ROUTES_FACTOR = 10.0
+# Two passes' shares of a window's gradient that are no further apart are equal.
+SAME_SHARES = 1e-4
+# Relative to the root mean square of all parameters' gradients: a smaller gradient is taken for rounding.
+LEAST_RMS = 1e-3
+# Relative: how far a weight may be from itself in bf16, rounded to nearest or towards zero.
+BF16_SPACING = 2**-7
+# Absolute: what fp16 rounds to 0.
+FP16_SMALLEST = 2**-24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Floor:
+class NoiseFloor:
     """The largest of `num_values` differences between two replays that differ in rounding alone."""
 
     value: AnyFloat
@@ -54,19 +67,19 @@ class Floor:
 
     @property
     def bound(self) -> float:
-        return self.value * max(LEAST_FACTOR, factor_for(self.num_values))
+        return self.value * max(LEAST_FACTOR, find_outlier_factor(self.num_values))
 
 
-def bound_of(
+def compute_bound(
     name: str,
     dtypes: Sequence[str],
     num_layers: int,
     num_tokens: int,
-    floors: Mapping[str, Floor] | None = None,
+    floors: Mapping[str, NoiseFloor] | None = None,
     *,
     is_mixture: bool = False,
 ) -> float:
-    """Return how far two numbers may be apart that were computed in two of `dtypes`, in other orders, by other kernels.
+    """Compute how far two numbers may be apart that come from two of `dtypes`, other orders and other kernels.
 
     Where a floor was measured for the quantity, the bound is that of the floor, but not more than the formula, or
     LEAST_FACTOR times the floor if that is more: the formula is what was seen in models whose weights have the usual
@@ -83,31 +96,31 @@ def bound_of(
     unit = max(map(roundoff, dtypes))
     match name:
         case "gradient norm":
-            computed = NORM_ROUNDOFFS * unit
+            bound = NORM_ROUNDOFFS * unit
         case "gradient samples":
-            computed = SAMPLE_ROUNDOFFS * unit
+            bound = SAMPLE_ROUNDOFFS * unit
         case _:
-            computed = unit * (COMMON_ROUNDOFFS + TOKEN_ROUNDOFFS * math.sqrt(2 * num_layers / max(num_tokens, 1)))
+            bound = unit * (COMMON_ROUNDOFFS + TOKEN_ROUNDOFFS * math.sqrt(2 * num_layers / max(num_tokens, 1)))
     if floors and name in floors:
         measured = floors[name]
         if not is_mixture:
-            computed = max(computed, LEAST_FACTOR * measured.value)
-        computed = measured.bound if name == GRADIENT else min(computed, measured.bound)
-    return max(LEAST_BOUND[name], computed)
+            bound = max(bound, LEAST_FACTOR * measured.value)
+        bound = measured.bound if name == GRADIENT else min(bound, measured.bound)
+    return max(LEAST_BOUND[name], bound)
 
 
-def bound_of_rms(floor: Floor) -> float:
-    """Return how large the root mean square of all sampled tokens' differences may be."""
+def compute_rms_bound(floor: NoiseFloor) -> float:
+    """Compute how large the root mean square of all sampled tokens' differences may be."""
     return max(LEAST_BOUND[TOKENS], RMS_FACTOR * floor.value)
 
 
-def difference(recorded: float, replayed: float) -> float:
-    """Return the difference, relative to the recorded number, or to 1 where that is smaller."""
+def measure_difference(recorded: float, replayed: float) -> float:
+    """Measure the difference, relative to the recorded number, or to 1 where that is smaller."""
     return relative_difference(replayed, recorded, least_size=1.0)
 
 
-def equal_but_for_dtype(a: float, b: float) -> bool:
-    """Tell whether one may be the other rounded to bf16 or fp16, to nearest or towards zero."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
+def is_equal_but_for_dtype(value: float, other: float) -> bool:
+    """May one number be the other rounded to bf16 or fp16, to nearest or towards zero?"""
+    if value == other or (math.isnan(value) and math.isnan(other)):
         return True
-    return abs(a - b) <= max(abs(a), abs(b)) * BF16_SPACING + FP16_SMALLEST < math.inf
+    return abs(value - other) <= max(abs(value), abs(other)) * BF16_SPACING + FP16_SMALLEST < math.inf
