@@ -43,7 +43,7 @@ from benchmarks.side_by_side import opened
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
 from replay.profiling.profile_records import Interval, classify_work, divide_seconds
-from replay.runlog.summary import peak_bytes
+from replay.runlog.summary import find_peak_bytes
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
 
@@ -180,7 +180,7 @@ def _replay(spec: ReplaySpec, world: World) -> Side:
             raise error
         record = replayed.record
         assert record.cost.seconds is not None
-        return record.cost.seconds, peak_bytes(record)
+        return record.cost.seconds, find_peak_bytes(record)
 
     return Side(name="replay", run=run)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass, RowLayout, infer_row_layout
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import reason_to_leave_out
+from replay.runlog.summary import find_reason_to_leave_out
 
 PHASES = ("forward", "backward")
 
@@ -45,7 +45,7 @@ def report(passes: Sequence[Sequence[PassRecord]]) -> list[str]:
     """Return the lines to print, of passes with a record for each data rank."""
     every = [record for ranks in passes for record in ranks]
     rows = infer_row_layout((_shape(record), record.input.fed_tokens) for record in every)
-    measured = [_measured(ranks, rows) for ranks in passes if reason_to_leave_out(ranks) is None]
+    measured = [_measured(ranks, rows) for ranks in passes if find_reason_to_leave_out(ranks) is None]
     model = CostModel.fit(measured)
     seconds = {id(record): _predicted(model, _shape(record)) for record in every}
     num_ranks = len(passes[0])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from replay.runlog.reader import read_records
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 
 ROOT = Path(__file__).parent.parent
 SERIES = ("torchrun", "ray", "torchrun again")
@@ -51,7 +51,7 @@ def main() -> int:
                 f"round {number + 1}, {name}: {statistics.median(runs[name][-1].pass_seconds) * 1e3:.1f} ms", flush=True
             )
     _print(runs)
-    installed = ", ".join(f"{package} {number}" for package, number in versions().items() if number)
+    installed = ", ".join(f"{package} {number}" for package, number in list_versions().items() if number)
     print(f"\n{os.cpu_count()} cores; {installed}, ray {version('ray')}")
     return 0
 

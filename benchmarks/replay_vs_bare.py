@@ -27,7 +27,7 @@ from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import MicroBatch
 from replay.command_line.cli import parse_command_line
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import peak_bytes
+from replay.runlog.summary import find_peak_bytes
 
 MAX_LENGTH = 2048  # of a packed row; the replay rounds to it too
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 def _of(record: PassRecord) -> tuple[float, int]:
     assert record.cost.seconds is not None
-    return record.cost.seconds, peak_bytes(record)
+    return record.cost.seconds, find_peak_bytes(record)
 
 
 def _bare_pass(backend: Any, batch: MicroBatch, device: torch.device, record: PassRecord) -> tuple[float, int]:

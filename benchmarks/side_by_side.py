@@ -23,10 +23,10 @@ from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import select
-from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.runlog.summary import find_peak_bytes, sum_phase_seconds
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenableActor, Replayer
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
 Block = Callable[[], tuple[float, int]]  # one pass over the inputs: real tokens a second, peak in bytes
@@ -70,7 +70,7 @@ def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequ
     source = resolved.source
     actor = ReopenableActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
-    replayer = Replayer(resolved, world, actor, meter, Tracker(folder, world.rank), SameWeights(source))
+    replayer = Replayer(resolved, world, actor, meter, Tracker(folder, world.rank), WeightChecker(source))
     print(dict(actor.backend.facts()), source.head, file=sys.stderr)
     return replayer, selection.inputs
 
@@ -87,9 +87,9 @@ def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Block:
             replayed, error = replayer.replay(0, path)
             if error:
                 raise error
-            seconds += phase_seconds(replayed.record)
+            seconds += sum_phase_seconds(replayed.record)
             tokens += replayed.record.input.real_tokens
-            peak = max(peak, peak_bytes(replayed.record))
+            peak = max(peak, find_peak_bytes(replayed.record))
         return tokens / seconds, peak
 
     return block

@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import torch
 
-from replay.watch.progress import Position, Tracker
+from replay.watch.progress import RankPosition, Tracker
 
 
-def _write_way(move: Callable[[Tracker, Position], None]) -> Callable[[Tracker, Position], None]:
+def _write_way(move: Callable[[Tracker, RankPosition], None]) -> Callable[[Tracker, RankPosition], None]:
     """Return `move` with a line for each border, in `rank<k>.way.jsonl` beside the position of the rank."""
 
-    def moved(tracker: Tracker, position: Position) -> None:
+    def moved(tracker: Tracker, position: RankPosition) -> None:
         move(tracker, position)
-        line = {"index": position.index, "phase": position.phase, "collectives": dict(tracker._entered())}
-        with tracker._path.with_suffix("").with_suffix(".way.jsonl").open("a", encoding="utf-8") as file:
+        line = {"index": position.index, "phase": position.phase, "collectives": dict(tracker._count_collectives())}
+        with tracker._file_path.with_suffix("").with_suffix(".way.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     return moved

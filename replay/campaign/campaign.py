@@ -33,7 +33,7 @@ from replay.processes.child_job import ChildJob
 from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
 from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
-from replay.runlog.writer import create_folder, refuse_other_versions, versions
+from replay.runlog.writer import create_folder, list_versions, refuse_other_versions
 
 FORMAT = 1
 JOURNAL = "journal.jsonl"
@@ -121,7 +121,7 @@ class Campaign(Generic[Plan]):
     command: str
     machine: Machine
     plan: Plan
-    versions: Mapping[str, str | None] = field(default_factory=versions)  # of what it was begun with
+    versions: Mapping[str, str | None] = field(default_factory=list_versions)  # of what it was begun with
     result: Mapping[str, Any] | None = None
     has_failed: Callable[[Child], bool] = ended_early
     _entries: dict[str, _Entry] = field(default_factory=dict)  # by the job's digest

@@ -9,7 +9,7 @@ from actor_init.as_json import to_json
 from replay.options.option_parsing import Toggle, toggles
 from replay.options.spec import USER_LOSS, ObjectiveSpec
 from replay.output.text import pluralise
-from replay.runlog.reader import Pass, PastRun, Window
+from replay.runlog.reader import GradientWindow, PastRun, SharedPass
 
 ALWAYS_SAME = ("loss", "window", "backward", "step", *(one.name for one in fields(ObjectiveSpec)))
 SAME_UNDER_STEP = (
@@ -36,9 +36,9 @@ FUNCTION = "model_function"
 def reasons_to_refuse(
     reference: PastRun,
     other: PastRun,
-    pairs: Sequence[tuple[Pass, Pass]],
-    windows: Sequence[Window],
-    other_windows: Sequence[Window],
+    pairs: Sequence[tuple[SharedPass, SharedPass]],
+    windows: Sequence[GradientWindow],
+    other_windows: Sequence[GradientWindow],
 ) -> list[str]:
     """List why the numbers of `other` cannot be held against those of `reference`; empty if they can.
 
@@ -123,7 +123,7 @@ def _typed(toggle: Toggle, value: Any) -> str:
     return f"no {toggle.flag}" if value is None else " ".join(toggle.as_typed(value))
 
 
-def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: PastRun) -> list[str]:
+def _of_inputs(reference: PastRun, pairs: Sequence[tuple[SharedPass, SharedPass]], other: PastRun) -> list[str]:
     if not pairs:
         ours, theirs = reference.inputs.passes, other.inputs.passes
         kinds = "" if ours == theirs else f" ({theirs} passes, not {ours})"
@@ -138,7 +138,9 @@ def _of_inputs(reference: PastRun, pairs: Sequence[tuple[Pass, Pass]], other: Pa
 
 
 def _of_steps(
-    pairs: Sequence[tuple[Pass, Pass]], windows: Sequence[Window], other_windows: Sequence[Window]
+    pairs: Sequence[tuple[SharedPass, SharedPass]],
+    windows: Sequence[GradientWindow],
+    other_windows: Sequence[GradientWindow],
 ) -> list[str]:
     because = " (--step makes every loss depend on the steps before it)"
     both = zip(windows, other_windows, strict=False)

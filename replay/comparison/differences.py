@@ -16,11 +16,11 @@ from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.spec import UsageError
 from replay.comparison.comparable import differences_to_tell, reasons_to_refuse
 from replay.output.text import PHASES, pluralise
-from replay.runlog.reader import Pass, PastRun, Window, matched, passes_and_windows
-from replay.runlog.summary import peak_bytes
+from replay.runlog.reader import GradientWindow, PastRun, SharedPass, group_passes_and_windows, match_by_key
+from replay.runlog.summary import find_peak_bytes
 from replay.tolerances.difference import absolute_difference, as_share
 
-Placed = Sequence[tuple[int, Pass, Pass]]  # place among the reference's passes, the pass, its partner
+Placed = Sequence[tuple[int, SharedPass, SharedPass]]  # place among the reference's passes, the pass, its partner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +108,9 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
     tells_of_code  other code of the model or the loss, and another --window, are told of and no reason to refuse
     """
     told = differences_to_tell(reference, other) if tells_of_code else []
-    passes, windows = passes_and_windows(reference.records)
-    other_passes, other_windows = passes_and_windows(other.records)
-    pairs = matched(passes, other_passes, key=lambda one: one.source)
+    passes, windows = group_passes_and_windows(reference.records)
+    other_passes, other_windows = group_passes_and_windows(other.records)
+    pairs = match_by_key(passes, other_passes, key=lambda one: one.source)
     reasons = reasons_to_refuse(reference, other, pairs, windows, other_windows)
     if reasons := [reason for reason in reasons if reason not in told]:
         raise UsageError(
@@ -126,7 +126,7 @@ def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) 
     has_details = reference.measure.keeps_details and other.measure.keeps_details
     if points and has_details:
         results.append(Quantity.of("token log-probs", _token_log_probs(placed, reference, other)))
-    both = matched(windows, other_windows, key=lambda window: window.inputs)
+    both = match_by_key(windows, other_windows, key=lambda window: window.inputs)
     if points := _norms(both):
         results.append(Quantity.of("gradient norm", points))
         if has_details:
@@ -153,7 +153,7 @@ def _dropout_notes(reference: PastRun) -> list[str]:
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 
-def _window_size(windows: Sequence[Window]) -> str:
+def _window_size(windows: Sequence[GradientWindow]) -> str:
     return f"{pluralise(len(windows[0].inputs), 'input')} each" if windows else "none"
 
 
@@ -182,26 +182,28 @@ def _log_probs(placed: Placed) -> list[Point]:
 
 def _token_log_probs(placed: Placed, reference: PastRun, other: PastRun) -> list[Point]:
     """Make a point for each pass: its farthest token, relative to the mean size of the pass's log-probs."""
-    from replay.runlog.token_log_probs import farthest, read
+    from replay.runlog.token_log_probs import compare, read
 
     points = []
     for place, one, partner in placed:
         runs = (reference.folder, one.peers), (other.folder, partner.peers)
         tokens = ([read(folder, peer.index, peer.rank) for peer in peers] for folder, peers in runs)
-        size, other_size, apart, count = farthest(*tokens)
+        size, other_size, apart, count = compare(*tokens)
         points.append(
             Point(source=one.source, place=place, reference=size, other=other_size, apart=apart, num_values=count)
         )
     return points
 
 
-def _norms(pairs: Iterable[tuple[Window, Window]]) -> list[Point]:
+def _norms(pairs: Iterable[tuple[GradientWindow, GradientWindow]]) -> list[Point]:
     return [_farthest(one.name, one.last_pass, one.norms, partner.norms) for one, partner in pairs]
 
 
-def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other: PastRun) -> list[Point]:
+def _gradients(
+    pairs: Iterable[tuple[GradientWindow, GradientWindow]], reference: PastRun, other: PastRun
+) -> list[Point]:
     """Make a point for each parameter and window."""
-    from replay.runlog.gradient_sketches import distances_between, read
+    from replay.runlog.gradient_sketches import compare, read
 
     return [
         Point(
@@ -213,7 +215,7 @@ def _gradients(pairs: Iterable[tuple[Window, Window]], reference: PastRun, other
             apart=gradient.apart,
         )
         for one, partner in pairs
-        for gradient in distances_between(read(reference.folder, one.index), read(other.folder, partner.index))
+        for gradient in compare(read(reference.folder, one.index), read(other.folder, partner.index))
     ]
 
 
@@ -241,9 +243,9 @@ def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Qua
     return [*costs, Quantity.of("peak", peaks, unit="bytes")], []
 
 
-def _seconds(one: Pass, phase: str) -> float | None:
+def _seconds(one: SharedPass, phase: str) -> float | None:
     return max((peer.cost.phases[phase].seconds for peer in one.peers if phase in peer.cost.phases), default=None)
 
 
-def _peak(one: Pass) -> int:
-    return max(peak_bytes(peer) for peer in one.peers)
+def _peak(one: SharedPass) -> int:
+    return max(find_peak_bytes(peer) for peer in one.peers)

@@ -19,7 +19,7 @@ from capture.on_ray.node_files import FileChange, write_change
 from replay.on_ray.node_actors import NodeAgent
 from replay.output.text import pluralise
 from replay.processes.pool import Task
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 
 # The time that the agents get to remove their files.
 LEAVE_SECONDS = 10.0
@@ -103,7 +103,7 @@ class Cluster:
             on_this_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
             agent = agent_class.options(scheduling_strategy=on_this_node).remote(str(self.home_on(node.id)))
             agents[node.id] = agent
-        driver_versions, answers = versions(), [agents[node.id].versions.remote() for node in nodes]
+        driver_versions, answers = list_versions(), [agents[node.id].versions.remote() for node in nodes]
         for node, answer in zip(nodes, answers, strict=True):
             try:
                 node_versions = self.ray.get(answer)

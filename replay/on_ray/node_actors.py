@@ -20,7 +20,7 @@ from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import run_to_exit_code
 from replay.processes.launch import without_launcher
 from replay.processes.supervisor import ChildGroup, start_process
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
@@ -37,8 +37,8 @@ class NodeAgent(NodeFiles):
         """Return the folder where ranks write their part of a state, for Ray Train to carry to its storage."""
         return home.with_name(f"{home.name}-states")
 
-    def versions(self) -> dict[str, str | None]:
-        return versions()
+    def list_versions(self) -> dict[str, str | None]:
+        return list_versions()
 
     def is_missing_files(self, folder: str, sizes: Mapping[str, int]) -> bool:
         """Tell whether this node sees other files, or none, where the driver has a folder of inputs."""

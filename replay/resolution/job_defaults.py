@@ -23,8 +23,8 @@ from replay.options.resolved import KERNELS, PACKING, By, Choice
 from replay.options.spec import InputsSpec, Parts, VerdictRule, default_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
-from replay.verdict.job_values import dtypes_of
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.pass_values import list_job_dtypes
+from replay.verdict.weight_check import WeightChecker
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
@@ -94,7 +94,7 @@ def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -
 
     if actor.dtype is not Dtype.AUTO:
         return choose(actor.dtype, By.TYPED)
-    if first_call is None or not (job_dtypes := dtypes_of(first_call)):
+    if first_call is None or not (job_dtypes := list_job_dtypes(first_call)):
         return choose(Dtype.BF16, By.DEFAULT, "the inputs do not say what the job computed in")
     coarsest = max(job_dtypes, key=roundoff)
     dtype = DTYPES.get(coarsest, Dtype.FP32)
@@ -202,7 +202,7 @@ def find_frozen_in_job(spec: Parts, source: ModelSource, first_call: Call | None
     num_frozen = None if first_call is None or first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names) or source.adapter is not None:
         return frozenset()
-    return SameWeights(source).own_names(names)
+    return WeightChecker(source).translate_names(names)
 
 
 def path_from_here(path: Path) -> Path:

@@ -27,7 +27,9 @@ from actor_init.world import World
 
 FOLDER = "gradients"
 NUM_ROWS = 8  # R: with 16 signs per row, 128 numbers for a parameter of any size
-SMALL = 1e-2  # of the total gradient norm, which smaller gradients are measured by: rounding may be their whole size
+LEAST_SHARE = (
+    1e-2  # of the total gradient norm, which smaller gradients are measured by: rounding may be their whole size
+)
 _KEY = 0x0DDBA11
 
 
@@ -41,7 +43,7 @@ class ParameterDistance:
     apart: float
 
 
-def row_of(gradient: Tensor) -> Tensor:
+def make_row(gradient: Tensor) -> Tensor:
     """Return [1 + R * K], fp32, on the host: the norm and the sketch."""
     sketch_TK = sketch_parameter(gradient if gradient.ndim else gradient.reshape(1))
     index_T = torch.arange(len(sketch_TK), device=sketch_TK.device)
@@ -53,12 +55,12 @@ def row_of(gradient: Tensor) -> Tensor:
     return torch.cat([norm.float().reshape(1), kept_RK.flatten()]).cpu()
 
 
-def keep(folder: Path, index: int, gradients: Iterable[tuple[str, Tensor]], world: World) -> None:
+def write(folder: Path, index: int, gradients: Iterable[tuple[str, Tensor]], world: World) -> None:
     """Write the gradients of the window that pass `index` ends. All ranks must call this, since gradients are
     gathered.
     """
     with torch.no_grad():
-        own = {name: row_of(gradient) for name, gradient in gradients}
+        own = {name: make_row(gradient) for name, gradient in gradients}
     everyones = world.gather({name: row.numpy().tobytes() for name, row in own.items()})
     if world.rank:
         return
@@ -67,20 +69,20 @@ def keep(folder: Path, index: int, gradients: Iterable[tuple[str, Tensor]], worl
         for name, held in others.items():
             if held != everyones[0].get(name):
                 rows[f"{name}@{rank}"] = torch.frombuffer(bytearray(held), dtype=torch.float32)
-    path = file_of(folder, index)
+    path = path_of(folder, index)
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     save_file(rows, unfinished)
     os.replace(unfinished, path)
 
 
-def file_of(folder: Path, index: int) -> Path:
+def path_of(folder: Path, index: int) -> Path:
     return folder / FOLDER / f"pass{index:06}.safetensors"
 
 
 def read(folder: Path, index: int) -> Mapping[str, Tensor]:
     """Read what `keep` wrote. Raises UsageError if it is missing or damaged."""
-    path = file_of(folder, index)
+    path = path_of(folder, index)
     try:
         rows: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -88,9 +90,9 @@ def read(folder: Path, index: int) -> Mapping[str, Tensor]:
     return rows
 
 
-def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[ParameterDistance]:
+def compare(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[ParameterDistance]:
     """Yield the distance of each parameter that has a gradient in either run; the largest if several ranks have one."""
-    ranks = _by_parameter(reference), _by_parameter(other)
+    ranks = _group_by_parameter(reference), _group_by_parameter(other)
     squares = [float(rows[0][0]) ** 2 for rows in ranks[0].values()]
     whole = math.sqrt(sum(squares))
     for name in dict.fromkeys([*ranks[0], *ranks[1]]):
@@ -100,23 +102,23 @@ def distances_between(reference: Mapping[str, Tensor], other: Mapping[str, Tenso
             for one in ranks[0].get(name, [torch.zeros_like(some)])
             for partner in ranks[1].get(name, [torch.zeros_like(some)])
         ]
-        one, partner = max(pairs, key=lambda pair: _apart(*pair))
+        one, partner = max(pairs, key=lambda pair: _estimate_distance(*pair))
         yield ParameterDistance(
             name=name,
-            size=max(float(one[0]), SMALL * whole),
+            size=max(float(one[0]), LEAST_SHARE * whole),
             other_norm=float(partner[0]),
-            apart=_apart(one, partner),
+            apart=_estimate_distance(one, partner),
         )
 
 
-def _by_parameter(rows: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+def _group_by_parameter(rows: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     by_name: dict[str, list[Tensor]] = {}
     for key in sorted(rows):
         by_name.setdefault(key.partition("@")[0], []).append(rows[key])
     return by_name
 
 
-def _apart(one: Tensor, partner: Tensor) -> float:
+def _estimate_distance(one: Tensor, partner: Tensor) -> float:
     """Return the larger of two estimates of the difference's norm: from the sketches, and from the norms alone."""
     if not bool(one.isfinite().all() and partner.isfinite().all()):
         return 0.0 if torch.equal(one.isfinite(), partner.isfinite()) else math.inf

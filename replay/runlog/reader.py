@@ -13,7 +13,7 @@ from replay.options.spec import EXAMPLE, Parts, check_log
 from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
-from replay.runlog.summary import reason_to_leave_out
+from replay.runlog.summary import find_reason_to_leave_out
 from replay.runlog.writer import INTERRUPTED
 
 
@@ -34,9 +34,9 @@ class PastRun(Parts):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the run in the folder `path`, or the only one below it. Raises UsageError if it cannot be compared."""
-        folder = folder_of(path)
+        folder = find_run_folder(path)
         run = RunFile.read(folder)
-        start, num_passes = _whole(folder, run)
+        start, num_passes = _check_finished(folder, run)
         spec = spec_from_dict(start.spec, source=f"{folder / RUN_FILE}, spec")
         past_run = cls(
             folder=folder,
@@ -52,7 +52,7 @@ class PastRun(Parts):
             devices=start.devices,
             versions=start.versions,
             memory_kind=start.memory_kind,
-            records=_read_records(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command),
+            records=_read_all_ranks(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command),
         )
         if failed := [record for record in past_run.records if record.error is not None]:
             first = failed[0]
@@ -69,7 +69,7 @@ class PastRun(Parts):
         return len(self.devices) // (self.actor.parallel.tp * self.actor.parallel.ring)
 
 
-def folder_of(path: Path) -> Path:
+def find_run_folder(path: Path) -> Path:
     """Return the folder of a run: `path`, or the only one below it. Raises UsageError if there is none, or several."""
     check_log(path)
     if (path / RUN_FILE).is_file():
@@ -85,7 +85,7 @@ def folder_of(path: Path) -> Path:
     return runs[0]
 
 
-def _whole(folder: Path, run: RunFile) -> tuple[RunStart, int]:
+def _check_finished(folder: Path, run: RunFile) -> tuple[RunStart, int]:
     """Return the start of a run that finished, and the number of its passes.
 
     A run can fail with all its passes: damaged inputs and a failed save do that.
@@ -104,7 +104,7 @@ def _whole(folder: Path, run: RunFile) -> tuple[RunStart, int]:
     return run.start, run.end.statistics.num_passes
 
 
-def log_below(folder: Path) -> tuple[Path | None, RunFile | None, list[PassRecord]]:
+def read_run_below(folder: Path) -> tuple[Path | None, RunFile | None, list[PassRecord]]:
     """Read the only run below `folder`: its folder, run.json and records; nothing where it did not get that far."""
     logs = sorted(path.parent for path in folder.glob(f"*/{RUN_FILE}"))
     if not logs:
@@ -121,7 +121,7 @@ def read_records(folder: Path) -> list[PassRecord]:
     return sorted(records, key=lambda record: (record.index, record.rank))
 
 
-def _read_records(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
+def _read_all_ranks(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
     records: list[PassRecord] = []
     for rank in range(num_ranks):
         path = folder / f"rank{rank}.jsonl"
@@ -153,7 +153,7 @@ def read_lines(path: Path, command: str) -> list[PassRecord]:
     return records
 
 
-def lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
+def read_lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
     """Read one rank's passes up to the first line that is damaged or cut short; also return what is wrong with it."""
     records: list[PassRecord] = []
     try:
@@ -176,7 +176,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class SharedPass:
     """One input through the model, as recorded by all ranks that shared it."""
 
     peers: Sequence[PassRecord]  # one per tp and ring rank
@@ -189,7 +189,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class GradientWindow:
     """The passes that one gradient was averaged over: `grad_accumulation` passes on every data rank."""
 
     inputs: tuple[str, ...]  # sorted, because their order does not matter
@@ -202,37 +202,37 @@ class Window:
         return self.inputs[0] if len(self.inputs) == 1 else f"{self.inputs[0]} and {len(self.inputs) - 1} more"
 
 
-def passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Pass], list[Window]]:
+def group_passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[SharedPass], list[GradientWindow]]:
     """Return the passes and windows in all ranks' records, which are sorted by pass and rank."""
-    passes: list[Pass] = []
-    windows: list[Window] = []
+    passes: list[SharedPass] = []
+    windows: list[GradientWindow] = []
     open_inputs: list[str] = []
     for _, group in groupby(records, key=lambda record: record.index):
         ranks = list(group)
         by_data_rank: dict[int, list[PassRecord]] = {}
         for record in ranks:
             by_data_rank.setdefault(record.data_rank, []).append(record)
-        is_counted = reason_to_leave_out(ranks) is None
+        is_counted = find_reason_to_leave_out(ranks) is None
         for peers in by_data_rank.values():
-            passes.append(Pass(peers=peers, is_counted=is_counted, num_windows_before=len(windows)))
+            passes.append(SharedPass(peers=peers, is_counted=is_counted, num_windows_before=len(windows)))
             if peers[0].input.trains:
                 open_inputs.append(peers[0].source)
         if norms := [record.result.grad_norm for record in ranks if record.result.grad_norm is not None]:
             inputs = tuple(sorted(open_inputs))
-            windows.append(Window(inputs=inputs, norms=norms, last_pass=len(passes) - 1, index=ranks[0].index))
+            windows.append(GradientWindow(inputs=inputs, norms=norms, last_pass=len(passes) - 1, index=ranks[0].index))
             open_inputs = []
     return passes, windows
 
 
-def matched(
+def match_by_key(
     reference: Iterable[Item], others: Iterable[Item], key: Callable[[Item], Hashable]
 ) -> list[tuple[Item, Item]]:
     """Pair items with the same key, in the order of `reference`; equal keys pair up in order."""
-    partners = _numbered(others, key)
-    return [(item, partners[name]) for name, item in _numbered(reference, key).items() if name in partners]
+    partners = _number_duplicates(others, key)
+    return [(item, partners[name]) for name, item in _number_duplicates(reference, key).items() if name in partners]
 
 
-def _numbered(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[tuple[Hashable, int], Item]:
+def _number_duplicates(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[tuple[Hashable, int], Item]:
     seen: Counter[Hashable] = Counter()
     numbered: dict[tuple[Hashable, int], Item] = {}
     for item in items:

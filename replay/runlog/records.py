@@ -107,14 +107,14 @@ class PassRecord:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        return self.error is not None and tells_of_memory(f"{self.error_type}: {self.error}")
+        return self.error is not None and describes_out_of_memory(f"{self.error_type}: {self.error}")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    return error is not None and tells_of_memory(f"{type(error).__name__}: {error}")
+    return error is not None and describes_out_of_memory(f"{type(error).__name__}: {error}")
 
 
-def tells_of_memory(error: str) -> bool:
+def describes_out_of_memory(error: str) -> bool:
     """Tell whether an error, as `Type: message`, says that memory did not suffice."""
     return error.startswith(("OutOfMemoryError:", "MemoryError:")) or any(part in error for part in OUT_OF_MEMORY)
 
@@ -139,10 +139,10 @@ def to_line(record: PassRecord) -> dict[str, object]:
 
 def parse_line(line: str, *, source: str) -> PassRecord:
     """Read what `to_line` made. Raises UsageError, whose message begins with `source`, if the line does not fit."""
-    return record_of(**vars(parse_json(_LINE, line, source=source)))
+    return make_record(**vars(parse_json(_LINE, line, source=source)))
 
 
-def record_of(**values: Any) -> PassRecord:
+def make_record(**values: Any) -> PassRecord:
     """Return the record with these values, named as in its line; the others are those of a pass that did nothing."""
     sections = {
         name: kind(**{part.name: values.pop(part.name) for part in fields(kind) if part.name in values})

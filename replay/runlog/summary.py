@@ -35,7 +35,7 @@ class PhaseStatistics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Extreme:
     """A value and the input it belongs to."""
 
     value: float
@@ -56,18 +56,18 @@ class Statistics:
     p95_seconds: float | None = None
     iqr_seconds: float | None = None
     real_tokens_per_second: float | None = None  # of all ranks together; a pass takes as long as its slowest rank
-    slowest: Place | None = None  # seconds
-    highest_peak: Place | None = None  # bytes
+    slowest: Extreme | None = None  # seconds
+    highest_peak: Extreme | None = None  # bytes
     padding_share: float | None = None  # of all tokens in the inputs
     padding_time_share: float | None = None  # of the ranks' time, assuming that every token costs the same
     wait_share: float | None = None  # of the ranks' time, waiting for the slowest; None with one rank
 
 
-def phase_seconds(record: PassRecord) -> float:
+def sum_phase_seconds(record: PassRecord) -> float:
     return sum(cost.seconds for cost in record.cost.phases.values())
 
 
-def peak_bytes(record: PassRecord) -> int:
+def find_peak_bytes(record: PassRecord) -> int:
     return max((cost.peak_allocated_bytes for cost in record.cost.phases.values()), default=0)
 
 
@@ -76,7 +76,7 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
     passes: dict[int, list[PassRecord]] = {}
     for record in sorted(records, key=lambda r: (r.index, r.rank)):
         passes.setdefault(record.index, []).append(record)
-    reasons = {index: reason_to_leave_out(ranks) for index, ranks in passes.items()}
+    reasons = {index: find_reason_to_leave_out(ranks) for index, ranks in passes.items()}
     known = dict.fromkeys((FAILED, TRACED, WARMUP, NEW_GRAPH, *FIRST_USES.values()))
     given = [reason for reason in reasons.values() if reason is not None]
     left_out = {name: n for name in known | dict.fromkeys(given) if (n := given.count(name))}
@@ -85,8 +85,8 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         return Statistics(num_passes=len(passes), num_counted=0, left_out=left_out)
 
     flat = [record for ranks in counted for record in ranks]
-    seconds = [phase_seconds(record) for record in flat]
-    pass_seconds = sum(max(phase_seconds(r) + (r.cost.wait_seconds or 0.0) for r in ranks) for ranks in counted)
+    seconds = [sum_phase_seconds(record) for record in flat]
+    pass_seconds = sum(max(sum_phase_seconds(r) + (r.cost.wait_seconds or 0.0) for r in ranks) for ranks in counted)
     own_inputs = list({(record.index, record.data_rank): record for record in flat}.values())
     num_real = sum(record.input.real_tokens for record in own_inputs)
     return Statistics(
@@ -98,15 +98,15 @@ def summarize(records: Sequence[PassRecord]) -> Statistics:
         p95_seconds=percentile_95(seconds),
         iqr_seconds=inter_quartile_range(seconds),
         real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
-        slowest=_place(flat, seconds),
-        highest_peak=_place(flat, [peak_bytes(record) for record in flat]),
+        slowest=_find_largest(flat, seconds),
+        highest_peak=_find_largest(flat, [find_peak_bytes(record) for record in flat]),
         padding_share=1 - num_real / sum(record.input.padded_tokens for record in own_inputs),
         padding_time_share=_padding_time_share(flat),
         wait_share=_wait_share(flat),
     )
 
 
-def reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
+def find_reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
     """Return why a pass, given its records of all ranks, is not counted; None if it is."""
     if any(record.error is not None for record in ranks):
         return FAILED
@@ -149,14 +149,14 @@ def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistic
     }
 
 
-def _place(records: Sequence[PassRecord], values: Sequence[float]) -> Place:
+def _find_largest(records: Sequence[PassRecord], values: Sequence[float]) -> Extreme:
     value, record = max(zip(values, records, strict=True), key=lambda pair: pair[0])
-    return Place(value=value, index=record.index, source=record.source, rank=record.rank)
+    return Extreme(value=value, index=record.index, source=record.source, rank=record.rank)
 
 
 def _padding_time_share(records: Sequence[PassRecord]) -> float | None:
     costs = [
-        (phase_seconds(r) * (1 - r.input.real_tokens / r.input.fed_tokens), phase_seconds(r))
+        (sum_phase_seconds(r) * (1 - r.input.real_tokens / r.input.fed_tokens), sum_phase_seconds(r))
         for r in records
         if r.input.fed_tokens
     ]

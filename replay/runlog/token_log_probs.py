@@ -19,21 +19,21 @@ FOLDER = "log_probs"
 _NAME = "log_probs"
 
 
-def keep(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]) -> None:
+def write(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]) -> None:
     """Write the log-probs of a pass; None stands for tokens that are no action tokens."""
-    path = file_of(folder, index, rank)
+    path = path_of(folder, index, rank)
     path.parent.mkdir(exist_ok=True)
     values_N = torch.tensor([one for one in log_probs if one is not None], dtype=torch.float32, device="cpu")
     save_file({_NAME: values_N}, path)
 
 
-def file_of(folder: Path, index: int, rank: int) -> Path:
+def path_of(folder: Path, index: int, rank: int) -> Path:
     return folder / FOLDER / f"rank{rank}-pass{index:06}.safetensors"
 
 
 def read(folder: Path, index: int, rank: int) -> Tensor:
     """Read what `keep` wrote, [N] fp32. Raises UsageError if it is missing or damaged."""
-    path = file_of(folder, index, rank)
+    path = path_of(folder, index, rank)
     try:
         values_N: Tensor = load_file(path)[_NAME]
     except (OSError, KeyError, SafetensorError) as error:
@@ -41,15 +41,15 @@ def read(folder: Path, index: int, rank: int) -> Tensor:
     return values_N
 
 
-def farthest(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:
+def compare(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:
     """Compare the ranks of two runs that shared a pass.
 
     Returns the mean absolute log-prob of both, the largest difference of a token, and the number of tokens.
     """
-    return max(_distances(references, others), key=lambda distances: distances[2])
+    return max(_compare_ranks(references, others), key=lambda distances: distances[2])
 
 
-def _distances(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:
+def _compare_ranks(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:
     for one_N, other_N in product(references, others):
         if len(one_N) != len(other_N):
             yield math.inf, math.inf, math.inf, len(one_N)

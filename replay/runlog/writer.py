@@ -51,7 +51,7 @@ def create_folder(logs: Path, name: str) -> Path:
     raise AssertionError("count() has no end")
 
 
-def versions() -> dict[str, str | None]:
+def list_versions() -> dict[str, str | None]:
     """Return the versions of python and of every package that affects results; None if one is not installed."""
     versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str | None]:
 
 def refuse_other_versions(there: Mapping[str, str | None], folder: Path) -> None:
     """Raise UsageError if the runs in `folder`, made with the versions `there`, would go on with others."""
-    others = [(name, there.get(name), here) for name, here in versions().items() if here != there.get(name)]
+    others = [(name, there.get(name), here) for name, here in list_versions().items() if here != there.get(name)]
     if said := "; ".join(f"{name} {before} there, {here} here" for name, before, here in others):
         raise UsageError(Setting("continue", folder), f"has runs of {said}", "Go on with those")
 
@@ -104,7 +104,7 @@ class Logbook:
             memory_kind=memory_kind,
             world_size=len(devices),
             devices=devices,
-            versions=versions(),
+            versions=list_versions(),
         )
         self.run = RunFile(status="running", start=start)
         self.run.write(self.folder)

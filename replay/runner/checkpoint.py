@@ -31,7 +31,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
 from replay.output.text import Pairs, format_gibibytes, join_lines, pluralise
 from replay.processes.child_job import ChildJob
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 from replay.runner.states import StateStore, find_whole_states, name_passes_file
 
 
@@ -198,7 +198,7 @@ class Saver:
                 self.world,
                 backend.progress(),
                 num_inputs=num_inputs,
-                versions=versions(),
+                versions=list_versions(),
             )
             state.write(folder)
 

@@ -19,9 +19,9 @@ from replay.resolution.job_defaults import find_inputs_folder, path_from_here
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
 from replay.runner.states import EarlierPasses
-from replay.verdict.optimizer_settings import differences
-from replay.verdict.text import weights_line
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.text import format_weights
+from replay.verdict.weight_check import WeightChecker
 
 # The header names this many differences of the config; run.json has all.
 MAX_NAMED_DIFFERENCES = 4
@@ -51,7 +51,7 @@ class Header:
     objective: Objective | None
     first_call: Call | None
     earlier: EarlierPasses
-    same_weights: SameWeights
+    same_weights: WeightChecker
     dropout: Sequence[str]
     config_differences: list[str]
     world: World
@@ -150,7 +150,7 @@ class Header:
         weights = (
             {}
             if first_call.weights is None
-            else {"recorded": weights_line(self.same_weights.check(first_call.weights))}
+            else {"recorded": format_weights(self.same_weights.check(first_call.weights))}
         )
         return weights | ({"dropout": f"{', '.join(self.dropout)}, {origin}"} if self.dropout else {})
 
@@ -166,7 +166,7 @@ class Header:
                 # The pass on this input will report why it cannot be read.
                 return {}
             if step is not None:
-                differing = differences(step, actor, 0)
+                differing = list_setting_differences(step, actor, 0)
                 return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
         return {}
 

@@ -24,7 +24,7 @@ from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import TraceWriter
-from replay.verdict.job_values import GradientSamples, gradient_samples
+from replay.verdict.pass_values import GradientSamples, sample_gradients
 from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PositionMarker(PassObserver):
         self._tracker = tracker
 
     def phase_begins(self, phase: Phase) -> None:
-        self._tracker.at(phase)
+        self._tracker.enter_phase(phase)
 
 
 class FirstUseCounter(PassObserver):
@@ -149,7 +149,7 @@ class GradientProbe(PassObserver):
         self._recorded_samples = recorded_samples
 
     def after_backward(self) -> None:
-        self.samples = gradient_samples(self._backend.gradients(), self._recorded_samples)
+        self.samples = sample_gradients(self._backend.gradients(), self._recorded_samples)
 
 
 class SketchProbe(PassObserver):
@@ -164,7 +164,7 @@ class SketchProbe(PassObserver):
         self._world = world
 
     def after_backward(self) -> None:
-        gradient_sketches.keep(self._folder, self._index, self._backend.gradients(), self._world)
+        gradient_sketches.write(self._folder, self._index, self._backend.gradients(), self._world)
 
 
 class LossCheck(PassObserver):

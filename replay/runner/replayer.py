@@ -47,17 +47,17 @@ from replay.runner.observers import (
 )
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
 from replay.tracing.writer import TraceWriter
-from replay.verdict.job_values import (
-    Recorded,
-    Replayed,
-    action_log_probs,
-    recorded_in,
-    sampled_log_probs,
-    token_places,
-    without_router_loss,
+from replay.verdict.judge import PassEvidence
+from replay.verdict.pass_values import (
+    RecordedPass,
+    ReplayedPass,
+    doubt_router_loss,
+    list_action_log_probs,
+    read_recorded_pass,
+    read_token_positions,
+    sample_log_probs,
 )
-from replay.verdict.judge import Pass
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase, Tracker
 
 
@@ -166,7 +166,7 @@ class Replayer:
         actor: ReopenableActor,
         meter: Meter,
         tracker: Tracker,
-        same_weights: SameWeights,
+        same_weights: WeightChecker,
         trace: TraceWriter | None = None,
         rounds: Sequence[InputRound] = (),
         log_folder: Path | None = None,
@@ -180,7 +180,7 @@ class Replayer:
         self.trace = trace
         self.window = AccumulationWindow(size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
-        self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.goes_on)
+        self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
         # Inputs of this rank whose accumulation windows have ended.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
@@ -204,7 +204,7 @@ class Replayer:
     def add_first_non_finite(self, record: PassRecord) -> PassRecord:
         """Return `record` of the latest pass with its first non-finite tensor. All ranks must call this."""
         assert self._latest_inputs is not None
-        self.tracker.at(Phase.LOOKING)
+        self.tracker.enter_phase(Phase.LOOKING)
         has_stepped = self._latest_inputs.takes_step
         tensor = self.non_finite_search.find_first(self.actor.backend, self._latest_inputs, has_stepped=has_stepped)
         return replace(record, first_non_finite=tensor)
@@ -225,7 +225,7 @@ class Replayer:
         All ranks must call this.
         """
         assert self._latest_inputs is not None
-        self.tracker.at(Phase.LOOKING)
+        self.tracker.enter_phase(Phase.LOOKING)
         ends_window = self._latest_inputs.runs_backward
         inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window, takes_step=False)
         # The random generators go on as if there had been no second run.
@@ -238,7 +238,7 @@ class Replayer:
 
     def replay(
         self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()
-    ) -> tuple[Pass, Exception | None]:
+    ) -> tuple[PassEvidence, Exception | None]:
         """Replay the capture in `path` as pass `index`.
 
         The capture is read and described in the record; what the job recorded of the pass is collected for the verdict;
@@ -256,31 +256,31 @@ class Replayer:
             warmup=index < self.spec.measure.warmup,
             traced=self.trace is not None,
         )
-        recorded: Recorded | None = None
-        self.tracker.begins(index, path.name, place_in_window=self.window.num_passes)
+        recorded: RecordedPass | None = None
+        self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
             call = read_call(path)
             batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
             record = replace(record, input=_describe_input(batch))
             weights = self.same_weights.check(call.weights)
-            recorded = recorded_in(call, batch, self.spec.measure.loss, weights)
-            recorded = without_router_loss(recorded, call, self.source.config)
-            self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
+            recorded = doubt_router_loss(recorded, call, self.source.config)
+            self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = tokens_for(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
-            return Pass(record, recorded, replayed), None
+            return PassEvidence(record, recorded, replayed), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return Pass(failed, recorded, Replayed()), exit_error
+            return PassEvidence(failed, recorded, ReplayedPass()), exit_error
         except Exception as error:
             failed = replace(record, error=join_lines(in_flags(error)), error_type=type(error).__name__)
-            return Pass(failed, recorded, Replayed()), error
+            return PassEvidence(failed, recorded, ReplayedPass()), error
 
     def _run_micro_batch(
         self, record: PassRecord, call: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
-    ) -> tuple[PassRecord, Replayed]:
+    ) -> tuple[PassRecord, ReplayedPass]:
         """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
         The window takes the pass on, the micro-batch is laid out on the device, and `run_pass` runs it under the
@@ -288,7 +288,7 @@ class Replayer:
         and what the observers saw go into the record, and details and trace are written.
         """
         gradients = call.step.gradients if call.step is not None else None
-        recorded_samples = self.same_weights.by_own_name(gradients) if gradients is not None else {}
+        recorded_samples = self.same_weights.match_samples(gradients) if gradients is not None else {}
         self.window.enter_pass(record.index, recorded_samples)
         inputs = self._prepare_inputs(record.index, call, batch)
         self._latest_inputs = inputs
@@ -310,7 +310,7 @@ class Replayer:
             gradient=gradient.samples if gradient is not None else None,
         )
         if self.details_folder is not None:
-            token_log_probs.keep(self.details_folder, record.index, record.rank, replayed.action_log_probs)
+            token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
         fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
         record = run_observers.add_to(
             replace(
@@ -422,21 +422,23 @@ class Replayer:
         forward = replace(inputs, runs_backward=False)
         return self.non_finite_search.find_first(self.actor.backend, forward, has_stepped=False)
 
-    def _collect_log_probs(self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch) -> Replayed:
+    def _collect_log_probs(
+        self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch
+    ) -> ReplayedPass:
         """Collect the log-probs of the tokens that the job recorded, and those of all tokens where they are needed."""
         is_reversed = inputs.has_reversed_rows
         predicts_own_BA, first_column = find_own_targets(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_tokens = self.details_folder is not None or any(name.endswith("_values") for name in call.outputs)
-        return Replayed(
-            token_log_probs=sampled_log_probs(
+        return ReplayedPass(
+            token_log_probs=sample_log_probs(
                 outcome.log_probs_BA,
                 action_mask_BA & predicts_own_BA.to(self.world.device),
-                token_places(call, *batch.sequences_BS.shape),
+                read_token_positions(call, *batch.sequences_BS.shape),
                 first=first_column,
                 is_reversed=is_reversed,
             ),
-            action_log_probs=action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
+            action_log_probs=list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
             if needs_all_tokens
             else (),
         )

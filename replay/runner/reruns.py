@@ -24,13 +24,13 @@ from replay.output.text import Pairs, join_lines
 from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import holder_table, memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
-from replay.runlog.summary import peak_bytes, summarize
+from replay.runlog.summary import find_peak_bytes, summarize
 from replay.runner.meter import Meter
 from replay.runner.observers import AllocationHistoryMarker
 from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import PassObserver
-from replay.verdict.judge import Pass
+from replay.verdict.judge import PassEvidence
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
@@ -164,14 +164,14 @@ class Reruns:
             source,
             lambda observers: self._replay_again(index, observers),
             is_rerun=True,
-            peak_before=peak_bytes(finished_before[0]) if finished_before else None,
+            peak_before=find_peak_bytes(finished_before[0]) if finished_before else None,
         )
         assert rank is not None
         if error is not None:
             self._stop_other_ranks(error, index)
         return MemoryPeak(index=index, source=source, ranks=self.world.gather(rank)), ""
 
-    def replay_first_time(self, index: int, path: Path) -> tuple[Pass, Exception | None]:
+    def replay_first_time(self, index: int, path: Path) -> tuple[PassEvidence, Exception | None]:
         """Run a pass for the first time; on several ranks under --memory-snapshot with its allocation history."""
         if not self.spec.measure.memory_snapshot or self.world.world_size == 1:
             return self.replayer.replay(index, path)
@@ -184,11 +184,11 @@ class Reruns:
         self,
         index: int,
         source: str,
-        replay: Callable[[Sequence[PassObserver]], tuple[Pass, Exception | None]],
+        replay: Callable[[Sequence[PassObserver]], tuple[PassEvidence, Exception | None]],
         *,
         is_rerun: bool,
         peak_before: int | None = None,
-    ) -> tuple[MemoryProfile | None, Pass, Exception | None]:
+    ) -> tuple[MemoryProfile | None, PassEvidence, Exception | None]:
         """Call `replay` while allocations are recorded. A rank of several that ran out says what held its memory.
 
         replay       runs the pass under the observers that it is given
@@ -200,7 +200,7 @@ class Reruns:
         """
         from replay.profiling.peak_holders import find_peak_holders
 
-        results: list[tuple[Pass, Exception | None]] = []
+        results: list[tuple[PassEvidence, Exception | None]] = []
         is_single_process = self.world.world_size == 1
         suffix = "pickle" if self.world.device.type == "cuda" else "json.gz"
         with ExitStack() as stack:
@@ -213,10 +213,10 @@ class Reruns:
                     record.input.fed_tokens or record.input.real_tokens
                 ) // self.spec.actor.parallel.ring
                 history.trains = record.input.trains is not False
-                history.peak = peak_bytes(record) or self.meter.read_peak_bytes()
+                history.peak = find_peak_bytes(record) or self.meter.read_peak_bytes()
                 # Another rank's failure must not end this rank before it has printed what held its memory.
                 if is_out_of_memory(error) and not is_single_process:
-                    stack.enter_context(self.watch.unbroken())
+                    stack.enter_context(self.watch.postpone_shutdown())
                 return error
 
             rank = find_peak_holders(
@@ -238,7 +238,7 @@ class Reruns:
     def print_out_of_memory(self, records: Sequence[PassRecord]) -> None:
         """Say what this rank's pass would have needed, if it ran out of memory: the run ends without a report."""
         if (out_of_memory := self.analyze_out_of_memory(records)) is not None:
-            with self.watch.unbroken():
+            with self.watch.postpone_shutdown():
                 print_pairs(
                     open_console(sys.stderr), out_of_memory.lines(has_snapshot=self.spec.measure.memory_snapshot)
                 )
@@ -279,8 +279,10 @@ class Reruns:
             self.replayer.reopen_after_failure()
         return error is None
 
-    def _replay_again(self, index: int, observers: Sequence[PassObserver] = ()) -> tuple[Pass, Exception | None]:
-        self.watch.tracker.has_passed(len(self.inputs), Phase.PROFILING)
+    def _replay_again(
+        self, index: int, observers: Sequence[PassObserver] = ()
+    ) -> tuple[PassEvidence, Exception | None]:
+        self.watch.tracker.enter_phase_after_passes(len(self.inputs), Phase.PROFILING)
         return self.replayer.replay(len(self.inputs), self.inputs[index], observers)
 
     def _stop_other_ranks(self, error: Exception, index: int) -> None:
@@ -297,14 +299,14 @@ def _find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int |
     finished = [record for record in records if record.error is None]
     if failed_indices or not finished:
         return failed_indices[0] if failed_indices else None
-    counted_peak, highest = summarize(records).highest_peak, max(finished, key=peak_bytes)
+    counted_peak, highest = summarize(records).highest_peak, max(finished, key=find_peak_bytes)
     if counted_peak is None:
-        index, highest_bytes = highest.index, float(peak_bytes(highest))
+        index, highest_bytes = highest.index, float(find_peak_bytes(highest))
     else:
         index, highest_bytes = counted_peak.index, counted_peak.value
     if device_type != "cpu":
         return index
-    equal_records = [record for record in finished if peak_bytes(record) >= EQUAL_PEAK_SHARE * highest_bytes]
+    equal_records = [record for record in finished if find_peak_bytes(record) >= EQUAL_PEAK_SHARE * highest_bytes]
     return max(equal_records, key=lambda record: record.input.fed_tokens).index
 
 

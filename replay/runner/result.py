@@ -21,20 +21,20 @@ from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
-from replay.runlog.reader import folder_of, lines_so_far
+from replay.runlog.reader import find_run_folder, read_lines_so_far
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
-from replay.runlog.summary import Statistics, reason_to_leave_out, summarize
+from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import NoiseFloor
-from replay.verdict.findings import Setting
-from replay.verdict.job_values import is_mixture
-from replay.verdict.judge import Outcome, Pass, Verdict, judge
-from replay.verdict.text import verdict_lines
-from replay.verdict.training_remarks import remarks_on_training
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.findings import VerdictSettings
+from replay.verdict.judge import Outcome, PassEvidence, Verdict, judge
+from replay.verdict.pass_values import is_mixture
+from replay.verdict.text import format_verdict
+from replay.verdict.training_remarks import list_training_remarks
+from replay.verdict.weight_check import WeightChecker
 
 SectionT = TypeVar("SectionT")
 
@@ -57,14 +57,14 @@ class Run:
 
         Raises UsageError if it is no run's folder, or one of another format.
         """
-        folder = folder_of(path)
+        folder = find_run_folder(path)
         file = RunFile.read(folder)
         if file.start is None:
             raise UsageError(f"{folder}: run.json names no devices, so it is damaged. Give a folder that a run left")
         problems: list[str] = []
         records: list[PassRecord] = []
         for rank in range(len(file.start.devices)):
-            rank_records, problem = lines_so_far(folder / f"rank{rank}.jsonl")
+            rank_records, problem = read_lines_so_far(folder / f"rank{rank}.jsonl")
             records += rank_records
             problems += [problem] if problem else []
         records.sort(key=lambda record: (record.index, record.rank))
@@ -117,7 +117,7 @@ class Run:
         records_by_pass: dict[int, list[PassRecord]] = {}
         for record in self.records:
             records_by_pass.setdefault(record.index, []).append(record)
-        reasons = {index: reason_to_leave_out(rank_records) for index, rank_records in records_by_pass.items()}
+        reasons = {index: find_reason_to_leave_out(rank_records) for index, rank_records in records_by_pass.items()}
         return {index: reason for index, reason in reasons.items() if reason}
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,8 +145,8 @@ class Conclusion:
 
 
 def describe_setting(
-    spec: ResolvedReplay, same_weights: SameWeights, world: World, facts: Mapping[str, object]
-) -> Setting:
+    spec: ResolvedReplay, same_weights: WeightChecker, world: World, facts: Mapping[str, object]
+) -> VerdictSettings:
     """Return what the passes are judged in: numbers, ranks and kernels of this run."""
     source = spec.source
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
@@ -155,7 +155,7 @@ def describe_setting(
         "kernels": _name_kernels(str(facts.get("kernels", ""))),
         "dtype": dtype,
     }
-    return Setting(
+    return VerdictSettings(
         dtype=dtype,
         num_layers=source.config.get_text_config().num_hidden_layers,
         num_data_ranks=world.num_data_ranks,
@@ -172,7 +172,12 @@ def describe_setting(
 
 
 def conclude(
-    repeater: RunRepeater, passes: Sequence[Pass], setting: Setting, *, is_resumed: bool, ended_early: bool
+    repeater: RunRepeater,
+    passes: Sequence[PassEvidence],
+    setting: VerdictSettings,
+    *,
+    is_resumed: bool,
+    ended_early: bool,
 ) -> Conclusion:
     """Judge the passes against the job, measuring the rounding floor first where the dtype is coarse.
 
@@ -193,13 +198,13 @@ def conclude(
         verdict = replace(fp32_verdict, environment=verdict.environment)
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
-        remarks = [*remarks_on_training(passes, verdict, is_whole=is_whole), *remarks]
+        remarks = [*list_training_remarks(passes, verdict, is_whole=is_whole), *remarks]
     return Conclusion(verdict=verdict, remarks=remarks)
 
 
 def _measure_rounding(
-    repeater: RunRepeater, passes: Sequence[Pass], setting: Setting
-) -> tuple[Setting, Verdict | None, Pairs]:
+    repeater: RunRepeater, passes: Sequence[PassEvidence], setting: VerdictSettings
+) -> tuple[VerdictSettings, Verdict | None, Pairs]:
     """Return `setting` with the measured rounding floors, and the fp32 verdict if one was requested.
 
     The floors come from a second replay that differs in rounding alone; under --step they are measured anew for each
@@ -239,7 +244,7 @@ def _measure_rounding(
             if setting.dropout and not rounding_floor.have_same_masks(floors, setting, passes):
                 floors = {}
             fp32_verdict = judge(fp32_passes, replace(setting, floors=floors))
-            remarks.append(("in fp32", verdict_lines(fp32_verdict)[0][1]))
+            remarks.append(("in fp32", format_verdict(fp32_verdict)[0][1]))
     except Exception as error:
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:
@@ -260,7 +265,7 @@ def _name_kernels(kernels: str) -> str:
     return "liger" if kernels.startswith("fused") else "model"
 
 
-def add_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
+def add_incidents(passes: Sequence[PassEvidence], folder: Path) -> Sequence[PassEvidence]:
     """Name the incident of each pass of which the job recorded no number. The folder is read only if there is one."""
     if all(recorded is None or recorded.claims for _, recorded, _ in passes):
         return passes
@@ -277,9 +282,11 @@ def add_incidents(passes: Sequence[Pass], folder: Path) -> Sequence[Pass]:
         for name in incident.files
     }
     return [
-        Pass(record, replace(recorded, broke_off=_describe_incident(incidents[record.source, recorded.step])), replayed)
+        PassEvidence(
+            record, replace(recorded, broke_off=_describe_incident(incidents[record.source, recorded.step])), replayed
+        )
         if recorded is not None and not recorded.claims and (record.source, recorded.step) in incidents
-        else Pass(record, recorded, replayed)
+        else PassEvidence(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]
 

@@ -24,7 +24,7 @@ from replay.objective.objective import Objective
 from replay.options.resolved import ATTENTION, By, ResolvedReplay
 from replay.resolution.job_defaults import DTYPES
 from replay.resolution.selection import Selection
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 from replay.runner.checkpoint import digest_weights
 from replay.runner.meter import Meter
 from replay.runner.replayer import ReopenableActor, Replayer
@@ -40,10 +40,10 @@ from replay.tolerances.job_bounds import (
     compute_bound,
     measure_difference,
 )
-from replay.verdict.findings import Setting, dtypes_of
+from replay.verdict.findings import VerdictSettings, list_dtypes
 from replay.verdict.gradient_findings import scale_of
-from replay.verdict.judge import Pass
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.judge import PassEvidence
+from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
 # Of each data rank, at least; more where a window has more.
@@ -61,7 +61,7 @@ class RunRepeater:
     tracker: Tracker
     has_dropout: bool
 
-    def make_rounding_variant(self, passes: Sequence[Pass]) -> ResolvedReplay:
+    def make_rounding_variant(self, passes: Sequence[PassEvidence]) -> ResolvedReplay:
         return make_rounding_variant(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
 
     @property
@@ -77,14 +77,14 @@ class RunRepeater:
     def keeps_kernel(self) -> bool:
         return self.why_kernel_must_stay is not None
 
-    def replay_inputs(self, spec: ResolvedReplay, num_passes: int) -> list[Pass]:
+    def replay_inputs(self, spec: ResolvedReplay, num_passes: int) -> list[PassEvidence]:
         """Replay the first `num_passes` inputs of all ranks under `spec`. Raises what a pass raises."""
         actor = ReopenableActor(spec.actor, spec.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
-        same_weights = SameWeights(spec.source)
+        same_weights = WeightChecker(spec.source)
         replayer = Replayer(spec, self.world, actor, meter, self.tracker, same_weights, rounds=rounds)
-        passes: list[Pass] = []
+        passes: list[PassEvidence] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
                 own, error = replayer.replay(index, path)
@@ -99,7 +99,7 @@ class RunRepeater:
 
 
 def make_rounding_variant(
-    spec: ResolvedReplay, passes: Sequence[Pass], *, has_dropout: bool, keeps_kernel: bool
+    spec: ResolvedReplay, passes: Sequence[PassEvidence], *, has_dropout: bool, keeps_kernel: bool
 ) -> ResolvedReplay:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
 
@@ -129,12 +129,12 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
-def have_same_masks(floors: Mapping[str, NoiseFloor], setting: Setting, passes: Sequence[Pass]) -> bool:
+def have_same_masks(floors: Mapping[str, NoiseFloor], setting: VerdictSettings, passes: Sequence[PassEvidence]) -> bool:
     """Tell whether two replays of a model with dropout drew the same masks: what is between them is rounding.
 
     Another mask moves a token's log-prob by far more than the formula allows for rounding.
     """
-    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in dtypes_of(recorded, setting)}
+    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in list_dtypes(recorded, setting)}
     floor = floors.get(TOKENS)
     return floor is not None and floor.value <= compute_bound(TOKENS, sorted(dtypes), setting.num_layers, 1)
 
@@ -148,7 +148,7 @@ def count_passes_to_measure(spec: ResolvedReplay, num_inputs: int) -> int:
     return min(num_inputs, max(size, -(-MIN_PASSES // size) * size))
 
 
-def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) -> dict[str, NoiseFloor]:
+def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder: Path) -> dict[str, NoiseFloor]:
     """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
 
     There are none where the kernel has to be kept: rows in another order alone would say that hardly anything is
@@ -171,7 +171,7 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[Pass], folder: Path) 
     return floors
 
 
-def measure_step_floors(repeater: RunRepeater, passes: Sequence[Pass]) -> dict[int, dict[str, NoiseFloor]]:
+def measure_step_floors(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> dict[int, dict[str, NoiseFloor]]:
     """Return the floors by pass under --step: how far apart two replays are after all earlier steps.
 
     All ranks must call this.
@@ -186,7 +186,7 @@ def measure_step_floors(repeater: RunRepeater, passes: Sequence[Pass]) -> dict[i
     }
 
 
-def compute_floors(passes: Sequence[Pass], other_passes: Sequence[Pass]) -> dict[str, NoiseFloor]:
+def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEvidence]) -> dict[str, NoiseFloor]:
     """Return how far apart two replays of the same inputs are, by quantity.
 
     The passes are paired by index and rank. Each pair gives differences of its loss, of the mean log-prob of each row,
@@ -245,7 +245,7 @@ def make_fp32_variant(spec: ResolvedReplay) -> ResolvedReplay:
     return spec.variant(why="--second-opinion", actor=actor, measure=measure)
 
 
-def is_floor_needed(repeater: RunRepeater, passes: Sequence[Pass]) -> bool:
+def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bool:
     """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
     spec = repeater.spec
     dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
@@ -263,7 +263,7 @@ def is_floor_needed(repeater: RunRepeater, passes: Sequence[Pass]) -> bool:
     return has_claims and (is_coarse or has_steps) and is_repeatable and rounds_otherwise
 
 
-def _digest_measurement(repeater: RunRepeater, passes: Sequence[Pass]) -> str:
+def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> str:
     world, spec = repeater.world, repeater.spec.to_spec()
     actors = [spec.actor, repeater.make_rounding_variant(passes).to_spec().actor]
     measurement = [
@@ -280,7 +280,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[Pass]) -> str:
                 for record, recorded, _ in passes
             ]
         ),
-        versions(),
+        list_versions(),
     ]
     return hashlib.blake2b(json.dumps(measurement, default=str).encode(), digest_size=12).hexdigest()
 

@@ -28,9 +28,9 @@ from replay.runner.result import Run, describe_setting
 from replay.runner.session import Session
 from replay.runner.states import EarlierPasses, FolderStateStore, StateStore
 from replay.runner.text import Console, choice_table
-from replay.verdict.weight_check import SameWeights
-from replay.watch.stacks import outlast
-from replay.watch.watcher import Watch, watching
+from replay.verdict.weight_check import WeightChecker
+from replay.watch.stacks import extend_collective_timeouts
+from replay.watch.watcher import Watch, watch_run
 
 
 def run(spec: ReplaySpec, *, show_traceback: bool, states: StateStore | None = None) -> Run:
@@ -115,13 +115,13 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     folder = measure.log_folder / name
     # Rank 0 made the folder; on nodes that share no disk with it there is none yet.
     folder.mkdir(parents=True, exist_ok=True)
-    with watching(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
+    with watch_run(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not have_distinct_short_names([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
         resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
-        same_weights = SameWeights(source)
+        same_weights = WeightChecker(source)
         session = Session(
             world=world,
             spec=resolved,
@@ -169,7 +169,7 @@ def _open_actor(
     num_parameters = count_parameters(source.config) if console and console.has_bar else 0
 
     def report_progress(num_filled: int) -> None:
-        watch.tracker.goes_on()
+        watch.tracker.report_progress()
         if console:
             console.show_opening(num_filled, num_parameters)
 
@@ -179,7 +179,7 @@ def _open_actor(
         if world.rank == 0 and (world.world_size == 1 or isinstance(reason, UsageError)):
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    outlast(spec.measure.timeout)
+    extend_collective_timeouts(spec.measure.timeout)
     return actor
 
 

@@ -35,10 +35,10 @@ from replay.runner.rounding_floor import RunRepeater
 from replay.runner.states import EarlierPasses
 from replay.runner.text import Console
 from replay.tracing.writer import TraceWriter
-from replay.verdict.findings import Setting
-from replay.verdict.judge import Outcome, Pass
-from replay.verdict.text import verdict_lines
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.findings import VerdictSettings
+from replay.verdict.judge import Outcome, PassEvidence
+from replay.verdict.text import format_verdict
+from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
@@ -60,7 +60,7 @@ class ReplayedInputs:
     earlier_records  of passes that had run before this process began
     """
 
-    passes: Sequence[Pass]
+    passes: Sequence[PassEvidence]
     saved_lines: Pairs
     end_reason: BaseException | None
     reruns: RerunResults = field(default_factory=RerunResults)
@@ -92,8 +92,8 @@ class Session:
     meter: Meter
     logbook: Logbook
     console: Console | None
-    same_weights: SameWeights
-    setting: Setting
+    same_weights: WeightChecker
+    setting: VerdictSettings
     saver: Saver
     earlier: EarlierPasses
     objective: Objective | None
@@ -162,7 +162,7 @@ class Session:
             self.selection.rounds,
             self.folder,
         )
-        passes: list[Pass] = []
+        passes: list[PassEvidence] = []
         saved_lines: Pairs = []
         num_inputs = len(self.selection.inputs)
         first_index = replayer.num_inputs_completed = self.earlier.num_passes
@@ -178,17 +178,17 @@ class Session:
                     break
                 replayer.reopen_after_failure()
                 if self.saver.is_due(has_stepped=rank_passes[world.rank].record.result.grad_norm is not None):
-                    tracker.at(Phase.SAVING)
+                    tracker.enter_phase(Phase.SAVING)
                     self.saver.save_state(actor.backend, replayer.num_inputs_completed)
-            tracker.has_passed(num_inputs, Phase.OUT_OF_INPUTS)
+            tracker.enter_phase_after_passes(num_inputs, Phase.OUT_OF_INPUTS)
             self.watch.meet()
-            tracker.has_passed(num_inputs, Phase.SAVING)
+            tracker.enter_phase_after_passes(num_inputs, Phase.SAVING)
             if not any(record.error for record, _, _ in passes):
                 num_passes = first_index + len(passes) // world.world_size
                 saved_lines = self.saver.save_at_end(actor.backend, replayer.num_inputs_completed, num_passes)
             records = [*self.earlier.records, *(record for record, _, _ in passes)]
             reruns = self._reruns(replayer).run_requested(records)
-            tracker.has_passed(num_inputs, Phase.CLOSING)
+            tracker.enter_phase_after_passes(num_inputs, Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             # On several ranks a rank that could not save must not go on alone: the others wait for it in a collective.
             if isinstance(reason, SavingError) and world.world_size > 1:
@@ -218,7 +218,7 @@ class Session:
 
     def _replay_input(
         self, replayer: Replayer, index: int, path: Path, earlier_records: Sequence[PassRecord]
-    ) -> tuple[list[Pass], Exception | None]:
+    ) -> tuple[list[PassEvidence], Exception | None]:
         """Replay one input on every rank. A pass that fails ends a run of several ranks.
 
         Each rank writes its record at once, so that it is in the log if another rank fails. Then all ranks look at all
@@ -234,8 +234,8 @@ class Session:
         if error and self.world.world_size > 1:
             self._reruns(replayer).print_out_of_memory([*earlier_records, own.record])
             self.watch.stop_all(error)
-        self.watch.tracker.at(Phase.GATHERING)
-        rank_passes: list[Pass] = self.world.gather(own)
+        self.watch.tracker.enter_phase(Phase.GATHERING)
+        rank_passes: list[PassEvidence] = self.world.gather(own)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
             own = own._replace(record=replayer.add_first_non_finite(own.record))
             self.logbook.write_again(own.record)
@@ -295,7 +295,7 @@ class Session:
                 run,
                 self.selection,
                 verdict=[
-                    *verdict_lines(conclusion.verdict),
+                    *format_verdict(conclusion.verdict),
                     *describe_unrecorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],

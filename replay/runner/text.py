@@ -22,7 +22,7 @@ from replay.output.text import (
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
 from replay.resolution.selection import Selection
 from replay.runlog.records import FirstUse, PassRecord
-from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Place, Statistics
+from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Extreme, Statistics
 from replay.runner.result import Run
 
 # A warning comes if the inter-quartile range of the pass times is a larger share of their median.
@@ -189,7 +189,7 @@ def _warn_of_spread(statistics: Statistics) -> Pairs:
     return [("spread", f"half of the passes lie {share:.0%} of the median apart: {why}")] if share > MAX_SPREAD else []
 
 
-def _describe_pass(place: Place | PassRecord) -> str:
+def _describe_pass(place: Extreme | PassRecord) -> str:
     return f"pass {place.index + 1}, rank {place.rank}, {place.source}"
 
 

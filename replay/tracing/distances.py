@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actor_init.spec import UsageError
-from replay.runlog.reader import matched
+from replay.runlog.reader import match_by_key
 from replay.tracing.trace_file import (
     FED,
     FED_COLUMNS,
@@ -75,7 +75,7 @@ def measure_distances(reference: TracedRun, other: TracedRun) -> list[TensorDist
 
     Raises UsageError if no input is in both, or one holds other tensors.
     """
-    pass_pairs = matched(reference.passes, other.passes, key=lambda traced_pass: traced_pass.source)
+    pass_pairs = match_by_key(reference.passes, other.passes, key=lambda traced_pass: traced_pass.source)
     if not pass_pairs:
         raise UsageError(f"{other.run.folder} and {reference.run.folder} have no input in common")
     for reference_pass, other_pass in pass_pairs:
@@ -92,7 +92,7 @@ def measure_distances(reference: TracedRun, other: TracedRun) -> list[TensorDist
         traced, other_traced = reference.open_pass(reference_pass), other.open_pass(other_pass)
         orders.setdefault(num_steps, traced.order)
         by_step.setdefault(num_steps, []).extend(_measure_pass(traced, other_traced, num_steps))
-    for window, other_window in matched(reference.windows, other.windows, key=lambda window: window.inputs):
+    for window, other_window in match_by_key(reference.windows, other.windows, key=lambda window: window.inputs):
         num_steps = reference.windows.index(window) if has_steps else 0
         gradients = _measure_parameters(
             reference.open_window_end(window),

@@ -29,7 +29,7 @@ from torch import Tensor
 from actor_init.as_json import from_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.runlog.reader import Pass, PastRun, Window, passes_and_windows
+from replay.runlog.reader import GradientWindow, PastRun, SharedPass, group_passes_and_windows
 
 FORMAT = 1
 TRACE = Setting("trace", True)
@@ -193,8 +193,8 @@ class TracedRun:
     run: PastRun
     folder: Path
     parameters: TraceFile
-    passes: list[Pass]
-    windows: list[Window]
+    passes: list[SharedPass]
+    windows: list[GradientWindow]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -203,11 +203,11 @@ class TracedRun:
         if not run.measure.trace:
             raise UsageError(run.folder, "was not traced", f"Try: {run.command} {TRACE}")
         folder = run.folder / FOLDER
-        passes, windows = passes_and_windows(run.records)
+        passes, windows = group_passes_and_windows(run.records)
         parameters = TraceFile.open(folder / PARAMETERS)
         return cls(run=run, folder=folder, parameters=parameters, passes=passes, windows=windows)
 
-    def open_pass(self, traced_pass: Pass) -> TracedPass:
+    def open_pass(self, traced_pass: SharedPass) -> TracedPass:
         files = [TraceFile.open(self.folder / name_pass_file(peer.index, peer.rank)) for peer in traced_pass.peers]
         by_tp_rank: dict[int, list[TraceFile]] = {}
         for file in files:
@@ -220,7 +220,7 @@ class TracedRun:
             files=by_tp_rank,
         )
 
-    def open_window_end(self, window: Window) -> TraceFile:
+    def open_window_end(self, window: GradientWindow) -> TraceFile:
         """Open the file that holds the gradients of parameters: rank 0 writes it with the window's last pass."""
         return TraceFile.open(self.folder / name_pass_file(self.passes[window.last_pass].peers[0].index, 0))
 

@@ -1,4 +1,8 @@
-"""Hold each number that the job recorded of a pass against the replay's; the bounds are in `replay/tolerances`."""
+"""Compare each number that the job recorded of a pass with the replay's.
+
+A finding is one recorded quantity beside the replay's: their difference, its bound, and whether it agrees. The bounds
+are those of `replay/tolerances`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +27,13 @@ from replay.tolerances.job_bounds import (
     compute_rms_bound,
     measure_difference,
 )
-from replay.verdict.job_values import MOVED, OPTIMIZER, WEIGHTING, Claim, Recorded, Replayed
+from replay.verdict.pass_values import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
 
-MAX_SHARES = 8  # that are listed
+MAX_LISTED_SHARES = 8
 ROUNDING_HIDES = "rounding hides it"
 
 
-class Status(StrEnum):
+class FindingStatus(StrEnum):
     AGREES = "agrees"
     DIFFERS = "differs"
     UNSETTLED = "differs, and cannot be judged"
@@ -37,22 +41,27 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """The settings that decide which numbers the replay can be held to.
+class VerdictSettings:
+    """The settings of a replay that decide which of the job's numbers it can be held to, and how closely.
 
+    dtype             as torch names it
+    steps             the replay updates its weights (--step), with the optimizer of this spec
+    dropout           the model's dropout settings that are not 0
+    packs             rows are packed, so that dropout masks have other shapes than a padded job's
+    is_mixture        the model is a mixture of experts
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
-    step_floors       under --step, by pass, how far they were apart up to there
-    unknown_rounding  why they could not be measured, if they could not
+    step_floors       under --step, by pass, how far they were apart by then
+    unknown_rounding  why the floors could not be measured, if they could not
     """
 
-    dtype: str  # as torch calls it
+    dtype: str
     num_layers: int
     num_data_ranks: int
     grad_accumulation: int
-    steps: ActorSpec | None = None  # the replay moves its weights, with this optimizer
-    dropout: Sequence[str] = ()  # of the config, that is not 0
-    packs: bool = False  # rows are packed, so that masks of dropout have other shapes than a padded job's
-    is_mixture: bool = False  # of experts
+    steps: ActorSpec | None = None
+    dropout: Sequence[str] = ()
+    packs: bool = False
+    is_mixture: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
@@ -60,11 +69,11 @@ class Setting:
 
     def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
-        grown = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
-        least = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
-        return least if grown is None else max(least, grown.bound)
+        step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
+        bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
+        return bound if step_floor is None else max(bound, step_floor.bound)
 
-    def doubt_of_routes(
+    def doubt_expert_routes(
         self,
         name: str,
         difference: float,
@@ -73,44 +82,46 @@ class Setting:
         num_tokens: int = 1,
         least_floor: float = 0.0,
     ) -> str | None:
-        """Doubt a number of a mixture of experts in a coarse dtype that other routes may explain.
+        """Say why a difference in a mixture of experts proves nothing: tokens may have been routed to other experts.
 
-        Two experts' scores may be equal but for rounding. Then the job and the replay may take different ones, and so
-        may the two replays that the floor is measured between.
+        Two experts' scores of a token may be equal but for rounding. Then the job and the replay may choose different
+        experts, and so may the two replays that the floor is measured between. That happens in a coarse dtype alone.
+        None where routes do not explain so large a difference.
 
-        num_tokens   that the number is the mean of: routes of different tokens are independent
-        least_floor  what a floor that was measured without a token at a tie is taken for
+        num_tokens   over which the number is a mean: routes of different tokens are independent
+        least_floor  the floor to assume at least, as a measured one may have seen no token at a tie
         """
         if not (self.is_mixture and is_coarse(dtypes)):
             return None
         floors = self.step_floors.get(index) or self.floors
-        own_name = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
-        floor = floors.get(own_name)
-        formula = 0.0 if own_name == TOKENS_RMS else compute_bound(own_name, dtypes, self.num_layers, 1)
+        quantity = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
+        floor = floors.get(quantity)
+        formula = 0.0 if quantity == TOKENS_RMS else compute_bound(quantity, dtypes, self.num_layers, 1)
         if floor is not None:
             limit = max(ROUTES_FACTOR * max(floor.value, least_floor), formula)
         else:
             limit = ROUTES_FACTOR * formula if self.unknown_rounding is not None else 0.0
         if difference > limit / math.sqrt(max(num_tokens, 1)):
             return None
-        known = "its rounding is not known" if floor is None else f"two replays are {floor.value:.2g} apart"
-        return f"tokens at a tie may take another expert: {known}"
+        rounding = "its rounding is not known" if floor is None else f"two replays are {floor.value:.2g} apart"
+        return f"tokens at a tie may take another expert: {rounding}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """One recorded quantity beside the replay's. Where it has many values, this is the farthest of them.
 
-    where       of many values: which, such as a row, a token, a parameter
+    where       which of many values it is: a row, a token, a parameter
     replayed    None where the replay has no such number
     difference  relative; absolute where the recorded number is below 1, as a sum of log-probs may be 0
-    doubt       why another number proves nothing, or why there is nothing to compare
+    doubt       why a different number proves nothing, or why there is nothing to compare
     counts      an equal number is evidence, in spite of a doubt
-    said        of what is no number: both values, as text
+    num_values  how many values were compared
+    said        both values as text, where they are no numbers
     """
 
     name: str
-    status: Status
+    status: FindingStatus
     recorded: AnyFloat
     replayed: AnyFloat | None = None
     difference: AnyFloat | None = None
@@ -123,7 +134,7 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        return self.status is Status.AGREES
+        return self.status is FindingStatus.AGREES
 
     @property
     def share(self) -> float:
@@ -131,7 +142,7 @@ class Finding:
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound
 
 
-def finding(
+def make_finding(
     name: str,
     recorded: float,
     replayed: float,
@@ -144,7 +155,10 @@ def finding(
     num_values: int = 1,
 ) -> Finding:
     """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt."""
-    status = Status.AGREES if difference <= bound else Status.DIFFERS if doubt is None else Status.UNSETTLED
+    if difference <= bound:
+        status = FindingStatus.AGREES
+    else:
+        status = FindingStatus.DIFFERS if doubt is None else FindingStatus.UNSETTLED
     return Finding(
         name=name,
         status=status,
@@ -159,11 +173,11 @@ def finding(
     )
 
 
-def weights_that_stay(num_sampled: int, rate: float) -> Finding:
+def report_unmoved_weights(num_sampled: int, rate: float) -> Finding:
     """Report that the job stepped and that no sampled weight changed."""
     return Finding(
         name=MOVED,
-        status=Status.UNSETTLED,
+        status=FindingStatus.UNSETTLED,
         recorded=0.0,
         doubt="in bf16 a step that is smaller than half the spacing of a weight is lost. Are there fp32 masters?",
         counts=False,
@@ -171,11 +185,11 @@ def weights_that_stay(num_sampled: int, rate: float) -> Finding:
     )
 
 
-def other_settings(differences: Sequence[str]) -> Finding:
+def report_other_settings(differences: Sequence[str]) -> Finding:
     """Report that the job stepped with other optimizer settings than the replay."""
     return Finding(
         name=OPTIMIZER,
-        status=Status.UNSETTLED,
+        status=FindingStatus.UNSETTLED,
         recorded=math.nan,
         doubt="--step steps otherwise than the job did",
         counts=False,
@@ -183,12 +197,14 @@ def other_settings(differences: Sequence[str]) -> Finding:
     )
 
 
-def other_weighting(there: Sequence[float], here: Sequence[float], why: str) -> Finding:
+def report_other_weighting(job_shares: Sequence[float], replay_shares: Sequence[float], why: str) -> Finding:
     """Report that the job gave its passes other shares of the gradient than the replay does."""
-    job, replay = (", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES]) for shares in (there, here))
+    job, replay = (
+        ", ".join(f"{share:.3g}" for share in shares[:MAX_LISTED_SHARES]) for shares in (job_shares, replay_shares)
+    )
     return Finding(
         name=WEIGHTING,
-        status=Status.UNSETTLED,
+        status=FindingStatus.UNSETTLED,
         recorded=math.nan,
         doubt=why,
         counts=False,
@@ -196,92 +212,119 @@ def other_weighting(there: Sequence[float], here: Sequence[float], why: str) -> 
     )
 
 
-def not_judged(name: str, recorded: float, why: str, replayed: float | None = None) -> Finding:
-    return Finding(name=name, status=Status.NOT_JUDGED, recorded=recorded, replayed=replayed, doubt=why, counts=False)
+def make_unjudged_finding(name: str, recorded: float, why: str, replayed: float | None = None) -> Finding:
+    """Make the finding of a recorded number that nothing can be held against."""
+    return Finding(
+        name=name, status=FindingStatus.NOT_JUDGED, recorded=recorded, replayed=replayed, doubt=why, counts=False
+    )
 
 
-def findings_of(record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> list[Finding]:
-    """Judge each claim of a pass but the gradient norm, which belongs to a window."""
-    claims = [one for one in recorded.claims if one.name != GRAD_NORM and record.error is None]
-    findings = [_finding(claim, record, recorded, replayed, setting) for claim in claims]
-    return findings + [
-        one for claim in claims if (one := _root_mean_square(claim, record, recorded, replayed, setting)) is not None
-    ]
+def compare_pass(
+    record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
+) -> list[Finding]:
+    """Compare each claim of a pass with the replay's numbers, but for the gradient norm, which belongs to a window.
+
+    A pass that failed has no numbers, and no finding.
+    """
+    if record.error is not None:
+        return []
+    claims = [claim for claim in recorded.claims if claim.name != GRAD_NORM]
+    findings = [_compare_claim(claim, record, recorded, replayed, settings) for claim in claims]
+    together = [_compare_root_mean_square(claim, record, recorded, replayed, settings) for claim in claims]
+    return findings + [finding for finding in together if finding is not None]
 
 
-def _root_mean_square(
-    claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting
+def _compare_root_mean_square(
+    claim: Claim, record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
 ) -> Finding | None:
-    """Judge all sampled tokens together, where a floor was measured for them."""
-    floor = (setting.step_floors.get(record.index) or setting.floors).get(TOKENS_RMS)
-    pairs = _pairs(claim, record, replayed)
-    is_unknown = setting.unknown_rounding is not None and is_coarse(dtypes_of(recorded, setting))
+    """Compare all sampled tokens together, where a floor was measured for them."""
+    floor = (settings.step_floors.get(record.index) or settings.floors).get(TOKENS_RMS)
+    pairs = _pair_values(claim, record, replayed)
+    is_unknown = settings.unknown_rounding is not None and is_coarse(list_dtypes(recorded, settings))
     if claim.name != TOKENS or floor is None or is_unknown or not pairs:
         return None
-    apart = [measure_difference(there, here) for _, there, here, _ in pairs]
-    there, here, rms = (
-        math.sqrt(sum(x * x for x in xs) / len(pairs)) for xs in ([p[1] for p in pairs], [p[2] for p in pairs], apart)
+    rms_difference = root_mean_square(
+        [measure_difference(job_value, replay_value) for _, job_value, replay_value, _ in pairs]
     )
-    bound = compute_rms_bound(floor)
-    doubt = setting.doubt_of_routes(TOKENS_RMS, rms, dtypes_of(recorded, setting), record.index)
-    return finding(
-        TOKENS_RMS, there, here, difference=rms, bound=bound, doubt=doubt, counts=True, num_values=len(pairs)
+    dtypes = list_dtypes(recorded, settings)
+    return make_finding(
+        TOKENS_RMS,
+        root_mean_square([job_value for _, job_value, _, _ in pairs]),
+        root_mean_square([replay_value for _, _, replay_value, _ in pairs]),
+        difference=rms_difference,
+        bound=compute_rms_bound(floor),
+        doubt=settings.doubt_expert_routes(TOKENS_RMS, rms_difference, dtypes, record.index),
+        counts=True,
+        num_values=len(pairs),
     )
 
 
-def dtypes_of(recorded: Recorded, setting: Setting) -> list[str]:
+def root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
+
+
+def list_dtypes(recorded: RecordedPass, settings: VerdictSettings) -> list[str]:
     """List the dtypes that bounds depend on: the job's (bf16 where it does not say) and the replay's."""
-    return [*(recorded.dtypes or ["bfloat16"]), setting.dtype]
+    return [*(recorded.dtypes or ["bfloat16"]), settings.dtype]
 
 
-def _finding(claim: Claim, record: PassRecord, recorded: Recorded, replayed: Replayed, setting: Setting) -> Finding:
-    """Judge a claim by the farthest of its values, each a mean over its tokens."""
+def _compare_claim(
+    claim: Claim, record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
+) -> Finding:
+    """Compare the values of a claim, each a mean over its tokens, and return the finding of the farthest.
+
+    A loss is a function of log-probs, so its bound grows by how steep that function is. A value that the job kept in a
+    16-bit dtype is rounded once more.
+    """
     findings = []
-    dtypes = dtypes_of(recorded, setting)
-    for where, there, here, tokens in _pairs(claim, record, replayed):
+    dtypes = list_dtypes(recorded, settings)
+    for where, job_value, replay_value, tokens in _pair_values(claim, record, replayed):
         doubt = claim.doubt
-        if claim.num_tokens is not None and list(claim.num_tokens) != _own_tokens(claim, record):
-            own = sum(record.result.row_action_tokens)
-            doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {own}"
-        bound = setting.bound(claim.name, dtypes, tokens, record.index)
+        if claim.num_tokens is not None and list(claim.num_tokens) != _count_tokens(claim, record):
+            replay_tokens = sum(record.result.row_action_tokens)
+            doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {replay_tokens}"
+        bound = settings.bound(claim.name, dtypes, tokens, record.index)
         if claim.name == LOSS:
             bound *= max(1.0, replayed.loss_gain)
         if claim.stored_as in ("bfloat16", "float16"):
             bound += roundoff(claim.stored_as)
-        apart = measure_difference(there, here)
+        distance = measure_difference(job_value, replay_value)
         findings.append(
-            finding(
+            make_finding(
                 claim.name,
-                there,
-                here,
-                difference=apart,
+                job_value,
+                replay_value,
+                difference=distance,
                 bound=bound,
-                doubt=doubt or setting.doubt_of_routes(claim.name, apart, dtypes, record.index, tokens),
+                doubt=doubt or settings.doubt_expert_routes(claim.name, distance, dtypes, record.index, tokens),
                 counts=doubt is None,
                 where=where,
             )
         )
     if not findings:
-        return not_judged(claim.name, claim.values[0], claim.doubt or f"the replay has no such {claim.name}")
-    return replace(max(findings, key=lambda one: one.share), num_values=len(findings))
+        return make_unjudged_finding(claim.name, claim.values[0], claim.doubt or f"the replay has no such {claim.name}")
+    return replace(max(findings, key=lambda finding: finding.share), num_values=len(findings))
 
 
-def _own_tokens(claim: Claim, record: PassRecord) -> list[int]:
+def _count_tokens(claim: Claim, record: PassRecord) -> list[int]:
+    """Count the tokens of the replay that each value of a claim is of."""
     return list(record.result.row_action_tokens) if claim.name == LOG_PROBS else [sum(record.result.row_action_tokens)]
 
 
-def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[str | None, float, float, int]]:
-    """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means of."""
+def _pair_values(
+    claim: Claim, record: PassRecord, replayed: ReplayedPass
+) -> list[tuple[str | None, float, float, int]]:
+    """Pair the values: where they are, the job's, the replay's, and the number of tokens that they are means over."""
     if claim.name == LOSS:
-        [there], here = claim.values, record.result.loss
-        return [] if here is None else [(None, there, here, sum(record.result.row_action_tokens))]
+        [job_value], replay_value = claim.values, record.result.loss
+        return [] if replay_value is None else [(None, job_value, replay_value, sum(record.result.row_action_tokens))]
     if claim.name in (TOKENS, ACTION_TOKENS):
-        ours = replayed.token_log_probs if claim.name == TOKENS else replayed.action_log_probs
-        pairs = zip(claim.values, ours, strict=False)
+        log_probs = replayed.token_log_probs if claim.name == TOKENS else replayed.action_log_probs
+        pairs = zip(claim.values, log_probs, strict=False)
         return [
-            (f"{'sampled' if claim.name == TOKENS else 'action'} token {number}", there, here, 1)
-            for number, (there, here) in enumerate(pairs)
-            if here is not None
+            (f"{'sampled' if claim.name == TOKENS else 'action'} token {number}", job_value, replay_value, 1)
+            for number, (job_value, replay_value) in enumerate(pairs)
+            if replay_value is not None
         ]
     rows = zip(
         claim.values,
@@ -290,6 +333,6 @@ def _pairs(claim: Claim, record: PassRecord, replayed: Replayed) -> list[tuple[s
         strict=bool(record.result.row_log_probs),
     )
     return [
-        (f"row {row}", there / max(tokens, 1), here / max(tokens, 1), tokens)
-        for row, (there, here, tokens) in enumerate(rows)
+        (f"row {row}", job_sum / max(tokens, 1), replay_sum / max(tokens, 1), tokens)
+        for row, (job_sum, replay_sum, tokens) in enumerate(rows)
     ]

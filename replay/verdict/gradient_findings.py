@@ -1,4 +1,8 @@
-"""Hold the gradient of a job's optimizer step against that of a replay's window: norm, elements, missing gradients."""
+"""Compare the gradient of a job's optimizer step with that of a replay's window.
+
+A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The job may have recorded
+the gradient's norm, single elements of it, and the parameters that had no gradient.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,146 +16,180 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAS
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
-    Setting,
-    Status,
-    dtypes_of,
-    finding,
-    not_judged,
-    other_settings,
-    other_weighting,
+    FindingStatus,
+    VerdictSettings,
+    list_dtypes,
+    make_finding,
+    make_unjudged_finding,
+    report_other_settings,
+    report_other_weighting,
+    root_mean_square,
 )
-from replay.verdict.job_values import MISSING_GRADIENT, GradientSamples, Recorded, Replayed, own_name
-from replay.verdict.optimizer_settings import differences
+from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.pass_values import (
+    MISSING_GRADIENT,
+    GradientSamples,
+    RecordedPass,
+    ReplayedPass,
+    WeightComparison,
+    match_parameter_name,
+)
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
-ROUTED = ("expert", "router", ".gate.")  # in names of parameters
-MAX_NAMED = 4  # parameters, or ranks
+ROUTED_PARAMETERS = ("expert", "router", ".gate.")
+MAX_NAMED = 4
 MAX_FORWARDS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """One pass of a window, on one of the ranks that shared it."""
+class ComparedPass:
+    """One pass of one rank: what the job recorded, what the replay computed, and what their comparison found.
+
+    findings        of the pass alone, without the gradient
+    weights         what is known of the weights that the pass ran on
+    follows_a_norm  the same rank's pass just before it has a recorded gradient norm
+    has_job_masks   its numbers show that the replay drew the job's dropout masks
+    """
 
     record: PassRecord
-    recorded: Recorded
-    replayed: Replayed
-    findings: Sequence[Finding]  # its own
-    follows_a_norm: bool  # the job's very pass before it, by the same rank, has a gradient norm of its own
+    recorded: RecordedPass
+    replayed: ReplayedPass
+    findings: Sequence[Finding]
+    weights: WeightComparison
+    follows_a_norm: bool
+    has_job_masks: bool = False
 
     @property
     def loss(self) -> Finding | None:
-        return next((one for one in self.findings if one.name == LOSS), None)
+        return next((finding for finding in self.findings if finding.name == LOSS), None)
 
 
-def windows_of(members: Sequence[Member]) -> list[list[Member]]:
-    """Group the passes by the gradient that they went into, one for each data rank and index."""
-    windows: list[list[Member]] = []
-    window: list[Member] = []
+def group_into_windows(compared: Sequence[ComparedPass]) -> list[list[ComparedPass]]:
+    """Group the training passes by the gradient that they went into.
+
+    Tp and ring peers computed one micro-batch together, so one pass stands for each index and data rank. A window ends
+    with the passes whose records have the gradient's norm.
+    """
+    windows: list[list[ComparedPass]] = []
+    window: list[ComparedPass] = []
     seen: set[tuple[int, int]] = set()
-    for member in members:
-        place = member.record.index, member.record.data_rank
-        if place in seen or not member.record.input.trains:
+    for compared_pass in compared:
+        record = compared_pass.record
+        micro_batch = record.index, record.data_rank
+        if micro_batch in seen or not record.input.trains:
             continue
-        seen.add(place)
-        if window and member.record.index > window[-1].record.index and window[-1].record.result.grad_norm is not None:
+        seen.add(micro_batch)
+        if window and record.index > window[-1].record.index and window[-1].record.result.grad_norm is not None:
             windows.append(window)
             window = []
-        window.append(member)
+        window.append(compared_pass)
     return windows + ([window] if window else [])
 
 
-def why_steps_differ(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
-    """List why weights differ from the job's after step `number` of a replay with --step; empty if they should not."""
-    assert setting.steps is not None
-    steps = [one.recorded.optimizer for one in window if one.recorded.optimizer is not None]
+def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
+    """List what makes step `number` of a replay with --step another one than the job's; empty if nothing does."""
+    assert settings.steps is not None
+    steps = _list_steps(window)
     if not steps:
         return ["the replay has stepped since, so its weights are known before the first step alone"]
-    if reason := _why_not_comparable(window, steps, setting):
+    if reason := _explain_other_window(window, steps, settings):
         return [reason]
-    return differences(steps[-1], setting.steps, number, _norms(window, steps))
+    job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
+    replay_norm = window[-1].record.result.grad_norm
+    return list_setting_differences(steps[-1], settings.steps, number, (job_norm, replay_norm))
 
 
-def _norms(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> tuple[float | None, float | None]:
-    """Return the norm of the gradient in the job, if it is known, and here."""
-    return next((there for _, there in _noted(window, steps)), None), window[-1].record.result.grad_norm
+def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
+    """List what each rank recorded of the optimizer step that ended the window."""
+    steps = [compared_pass.recorded.optimizer for compared_pass in window]
+    return [step for step in steps if step is not None]
 
 
-def why_not_judged(window: Sequence[Member], setting: Setting, number: int) -> list[str]:
+def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
     """Say why nobody knows whether the gradient of step `number` was the job's; empty where it is known.
 
     A step at a learning rate of 0 moves nothing, whatever its gradient.
     """
-    rates = [group.get("lr") for member in window if (step := member.recorded.optimizer) for group in step.settings]
+    rates = [group.get("lr") for step in _list_steps(window) for group in step.settings]
     if rates and not any(rates):
         return []
-    findings = _of_gradient(window, setting)
-    if any(finding.counts and finding.status in (Status.AGREES, Status.DIFFERS) for finding in findings):
+    findings = _compare_gradient(window, settings)
+    if any(finding.counts and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings):
         return []
     reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
     last = window[-1].recorded.optimizer_step
-    named = "the step before" if last is None else f"the job's step {last + 1}"
-    return [f"the gradient of {named} could not be judged: {reason}"]
+    step_name = "the step before" if last is None else f"the job's step {last + 1}"
+    return [f"the gradient of {step_name} could not be judged: {reason}"]
 
 
-def window_findings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
-    """Hold what the job recorded of its gradient against the replay's; empty where it recorded nothing.
+def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
+    """Compare what the job recorded of a window's gradient with the replay's; empty where it recorded nothing.
 
     number  of the window among the replay's
     """
-    return [*_of_gradient(window, setting), *_of_settings(window, setting, number)]
+    return [*_compare_gradient(window, settings), *_compare_optimizer(window, settings, number)]
 
 
-def _of_settings(window: Sequence[Member], setting: Setting, number: int) -> list[Finding]:
-    if setting.steps is None or all(one.recorded.optimizer is None for one in window):
+def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
+    if settings.steps is None or not _list_steps(window):
         return []
-    differing = why_steps_differ(window, setting, number)
-    return [other_settings(differing)] if differing else []
+    differences = list_step_differences(window, settings, number)
+    return [report_other_settings(differences)] if differences else []
 
 
-def _of_gradient(window: Sequence[Member], setting: Setting) -> list[Finding]:
-    steps = [one.recorded.optimizer for one in window if one.recorded.optimizer is not None]
-    noted = _noted(window, steps)
-    if not steps and not noted:
+def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
+    """Compare the norm, the missing gradients and the sampled elements, and the shares of the passes.
+
+    The plan: if the replay's window has other passes than the job's step, nothing can be judged. Otherwise ask whether
+    a different gradient would prove anything (`doubt`): it would not if the job may have differentiated another loss,
+    though gradient samples that agree show that it did not. Passes that were weighed otherwise than in the job are
+    reported as such, and explain every other number. But no doubt of the weights of passes explains a parameter that
+    has a gradient here and had none in the job, so those are found before.
+    """
+    steps = _list_steps(window)
+    job_norms = _list_job_norms(window, steps)
+    has_samples = any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps)
+    if not job_norms and not has_samples:
         return []
-    if not any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps) and not noted:
-        return []
-    here = window[-1].record.result.grad_norm
-    why_not = _why_not_comparable(window, steps, setting)
-    if why_not is not None or here is None:
-        reason = why_not or "the replay ran no backward, or its window was cut short"
-        findings = [not_judged(GRAD_NORM, there, reason, here) for _, there in noted[:1]]
-        samples = _sampled(steps)
-        if samples:
-            findings.append(not_judged(GRADIENT, _rms(list(samples.values())), reason))
+    replay_norm = window[-1].record.result.grad_norm
+    other_window = _explain_other_window(window, steps, settings)
+    if other_window is not None or replay_norm is None:
+        reason = other_window or "the replay ran no backward, or its window was cut short"
+        findings = [make_unjudged_finding(GRAD_NORM, norm, reason, replay_norm) for _, norm in job_norms[:1]]
+        largest = _list_largest_elements(steps)
+        if largest:
+            findings.append(make_unjudged_finding(GRADIENT, root_mean_square(largest), reason))
         return findings
     index = window[-1].record.index
-    dtypes = [dtype for member in window for dtype in dtypes_of(member.recorded, setting)]
-    gradient = _gradient(window)
-    doubt = _doubt(window, steps)
+    dtypes = [dtype for compared_pass in window for dtype in list_dtypes(compared_pass.recorded, settings)]
+    gradient = _merge_gradients(window)
+    doubt = _explain_doubt(window, steps)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
-        doubt = None if _some_agree(steps, gradient, setting.bound(GRADIENT, dtypes, 1, index)) else doubt
-    missing = [] if gradient is None else _missing(gradient, steps, doubt)
-    weighting = _weighting(window, noted, here) if doubt is None else None
+        doubt = None if _some_agree(steps, gradient, settings.bound(GRADIENT, dtypes, 1, index)) else doubt
+    missing = [] if gradient is None else _find_missing_gradients(gradient, steps, doubt)
+    weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
-    findings = [_norm(value, rank, here, gradient, steps, window, setting, dtypes, doubt) for rank, value in noted]
-    findings = [*_worst(findings, noted), *missing]
+    norms = [
+        _compare_norm(job_norm, rank, replay_norm, gradient, steps, window, settings, dtypes, doubt)
+        for rank, job_norm in job_norms
+    ]
+    findings = [*_select_worst_norm(norms, job_norms), *missing]
     if gradient is not None:
-        findings += _elements(gradient, window, steps, setting, dtypes, doubt)
+        findings += _compare_elements(gradient, window, settings, dtypes, doubt)
     return findings if weighting is None else [*findings, weighting]
 
 
-def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
-    """List the job's global norms by rank. Parts of one norm are added up."""
-    parts = [one.grad_norm for one in steps if one.is_part_of_norm and one.grad_norm is not None]
+def _list_job_norms(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> list[tuple[int, float]]:
+    """List the job's global norms by rank. Where each rank recorded its part of the norm, they are added up."""
+    parts = [step.grad_norm for step in steps if step.is_part_of_norm and step.grad_norm is not None]
     if parts:
         return [(0, math.sqrt(sum(part * part for part in parts)))]
     norms: dict[int, float] = {}
-    for one in window:
-        rank = one.recorded.rank or 0
-        claims = [claim.values[0] for claim in one.recorded.claims if claim.name == GRAD_NORM]
-        step = one.recorded.optimizer
+    for compared_pass in window:
+        rank = compared_pass.recorded.rank or 0
+        claims = [claim.values[0] for claim in compared_pass.recorded.claims if claim.name == GRAD_NORM]
+        step = compared_pass.recorded.optimizer
         if claims:
             norms[rank] = claims[0]
         elif step is not None and step.grad_norm is not None:
@@ -159,266 +197,291 @@ def _noted(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> list[tup
     return sorted(norms.items())
 
 
-def _why_not_comparable(window: Sequence[Member], steps: Sequence[OptimizerStep], setting: Setting) -> str | None:
-    """Say why the replay's window is not the job's, which took the same passes of all its ranks; None if it is."""
+def _explain_other_window(
+    window: Sequence[ComparedPass], steps: Sequence[OptimizerStep], settings: VerdictSettings
+) -> str | None:
+    """Say how the passes of the replay's window differ from those of the job's step; None if they are the same.
+
+    The job's step took the same number of passes on each of its ranks.
+    """
     first = window[0].recorded
     world_size = first.world_size or 1
-    if not steps:  # the job noted a norm for each pass, and nothing saw its steps
-        is_whole = len(window) == world_size == len({one.recorded.rank for one in window})
-        return None if is_whole and setting.grad_accumulation == 1 else "how many passes it was of was not recorded"
-    by_rank: dict[int, list[int | None]] = {}
-    for one in window:
-        by_rank.setdefault(one.recorded.rank or 0, []).append(one.recorded.step)
-    wanted = {one.recorded.rank or 0: list(one.recorded.optimizer.passes) for one in window if one.recorded.optimizer}
-    if len(wanted) == world_size and by_rank == wanted:
+    if not steps:
+        # The job noted a gradient norm beside each pass, and nothing recorded its steps. If each rank's norm is of one
+        # pass, so is the replay's without accumulation.
+        is_whole = len(window) == world_size == len({compared_pass.recorded.rank for compared_pass in window})
+        return None if is_whole and settings.grad_accumulation == 1 else "how many passes it was of was not recorded"
+    replay_forwards: dict[int, list[int | None]] = {}
+    job_forwards: dict[int, list[int]] = {}
+    for compared_pass in window:
+        recorded = compared_pass.recorded
+        replay_forwards.setdefault(recorded.rank or 0, []).append(recorded.step)
+        if recorded.optimizer:
+            job_forwards[recorded.rank or 0] = list(recorded.optimizer.passes)
+    if len(job_forwards) == world_size and replay_forwards == job_forwards:
         return None
-    size = world_size * len(steps[-1].passes)
-    num_here = len(window)
+    job_size, replay_size = world_size * len(steps[-1].passes), len(window)
     ranks = f" of {world_size} ranks" if world_size > 1 else ""
-    grad_accumulation = max(size // setting.num_data_ranks, 1)
-    if grad_accumulation != setting.grad_accumulation:
-        return (
-            f"the job's step took {pluralise(size, 'pass')}{ranks}, and this gradient is of {num_here}. "
-            f"Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
-        )
-    steps_here = ", ".join(str(member.recorded.step) for member in window[:MAX_FORWARDS])
+    sizes = f"the job's step took {pluralise(job_size, 'pass')}{ranks}, and this gradient is of {replay_size}"
+    grad_accumulation = max(job_size // settings.num_data_ranks, 1)
+    if grad_accumulation != settings.grad_accumulation:
+        return f"{sizes}. Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
+    forwards = ", ".join(str(compared_pass.recorded.step) for compared_pass in window[:MAX_FORWARDS])
     return (
-        f"the job's step took {pluralise(size, 'pass')}{ranks}, and this gradient is of {num_here}, not all the same: "
-        f"here forward {steps_here}, in the job {_forwards(wanted)}. Try: all of the job's inputs in its order, "
-        "without --max-inputs and --shuffle-inputs"
+        f"{sizes}, not all the same: here forward {forwards}, in the job {_format_forwards(job_forwards)}. "
+        "Try: all of the job's inputs in its order, without --max-inputs and --shuffle-inputs"
     )
 
 
-def _forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
+def _format_forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
     """Name the forwards of a step, as `0, 1` or `0, 1 of rank 0; 0, 1 of rank 1`."""
-    named = {rank: ", ".join(map(str, forwards[:MAX_FORWARDS])) for rank, forwards in sorted(by_rank.items())}
-    if len(named) == 1:
-        return next(iter(named.values()))
-    return "; ".join(f"{forwards} of rank {rank}" for rank, forwards in named.items())
+    texts = {rank: ", ".join(map(str, forwards[:MAX_FORWARDS])) for rank, forwards in sorted(by_rank.items())}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{forwards} of rank {rank}" for rank, forwards in texts.items())
 
 
-def _doubt(window: Sequence[Member], steps: Sequence[OptimizerStep]) -> str | None:
-    """Say why a different gradient would prove nothing; None if it would."""
-    if any(member.loss is None or not member.loss.counts for member in window):
+def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> str | None:
+    """Say why a different gradient would prove nothing; None if it would prove a difference."""
+    if any(compared_pass.loss is None or not compared_pass.loss.counts for compared_pass in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):
-        shares = _as_shares([member.record.result.weight for member in window])
+        shares = _as_shares([compared_pass.record.result.weight for compared_pass in window])
         if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:
             return ANOTHER_LOSS
         return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
-    if not steps and not all(one.follows_a_norm for one in window):
+    if not steps and not all(compared_pass.follows_a_norm for compared_pass in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
-    if len(window) > 1 and job_weights(window) is None:
-        by_tokens = [one.recorded.num_tokens for one in window]
+    if len(window) > 1 and _compute_job_weights(window) is None:
+        by_tokens = [compared_pass.recorded.num_tokens for compared_pass in window]
         if not sum(by_tokens) or _largest_difference(_as_shares(by_tokens), _equal_weights(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
     return None
 
 
-def _weighting(window: Sequence[Member], noted: Sequence[tuple[int, float]], here: float) -> Finding | None:
+def _compare_weighting(
+    window: Sequence[ComparedPass], job_norms: Sequence[tuple[int, float]], replay_norm: float
+) -> Finding | None:
     """Report that the job weighed its passes otherwise than the replay. Only shares count, not their sum."""
-    weights = job_weights(window) if len(window) > 1 else None
+    weights = _compute_job_weights(window) if len(window) > 1 else None
     if weights is None:
         return None
-    there, ours = _as_shares(weights), _as_shares([one.record.result.weight for one in window])
-    if _largest_difference(there, ours) <= SAME_SHARES:
+    job_shares = _as_shares(weights)
+    replay_shares = _as_shares([compared_pass.record.result.weight for compared_pass in window])
+    if _largest_difference(job_shares, replay_shares) <= SAME_SHARES:
         return None
-    norm = f" (gradient norm {noted[0][1]:.6g})" if noted else ""
-    if _largest_difference(there, _equal_weights(window)) <= SAME_SHARES:
-        why = f"the job averaged means{norm}; by tokens the norm is {here:.6g}. Try: --window mean-of-means"
+    norm = f" (gradient norm {job_norms[0][1]:.6g})" if job_norms else ""
+    if _largest_difference(job_shares, _equal_weights(window)) <= SAME_SHARES:
+        why = f"the job averaged means{norm}; by tokens the norm is {replay_norm:.6g}. Try: --window mean-of-means"
     else:
-        why = f"the job weighed its passes otherwise{norm}; here the norm is {here:.6g}"
-    return other_weighting(there, ours, why)
+        why = f"the job weighed its passes otherwise{norm}; here the norm is {replay_norm:.6g}"
+    return report_other_weighting(job_shares, replay_shares, why)
 
 
 def _as_shares(weights: Sequence[float]) -> list[float]:
     total = math.fsum(weights)
-    return [one / total for one in weights] if total else list(weights)
+    return [weight / total for weight in weights] if total else list(weights)
 
 
-def _equal_weights(window: Sequence[Member]) -> list[float]:
+def _equal_weights(window: Sequence[ComparedPass]) -> list[float]:
     return [1 / len(window)] * len(window)
 
 
-def job_weights(window: Sequence[Member]) -> list[float] | None:
+def _compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
     """Compute what each pass's mean loss weighed in the job's gradient, ranks averaged; None where it is not known."""
-    shares: dict[tuple[int, int], float | None] = {}
-    for one in window:
-        if (step := one.recorded.optimizer) is not None:
-            for forward, share in zip(step.passes, step.shares, strict=True):
-                shares[one.recorded.rank or 0, forward] = share
+    shares: dict[tuple[int, int | None], float | None] = {}
+    for compared_pass in window:
+        recorded = compared_pass.recorded
+        if recorded.optimizer is not None:
+            for forward, share in zip(recorded.optimizer.passes, recorded.optimizer.shares, strict=True):
+                shares[recorded.rank or 0, forward] = share
     weights: list[float] = []
-    for one in window:
-        share = shares.get((one.recorded.rank or 0, one.recorded.step if one.recorded.step is not None else -1))
+    for compared_pass in window:
+        recorded = compared_pass.recorded
+        share = shares.get((recorded.rank or 0, recorded.step))
         if share is None:
             return None
-        tokens = one.recorded.num_tokens
-        divisor = one.recorded.divisor
-        weights.append(share * (1.0 if divisor is None else tokens / divisor) / (one.recorded.world_size or 1))
+        # What the job differentiated was the share times a sum over the divisor: as a multiple of the mean.
+        per_mean = 1.0 if recorded.divisor is None else recorded.num_tokens / recorded.divisor
+        weights.append(share * per_mean / (recorded.world_size or 1))
     return weights
 
 
-def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+def _largest_difference(shares: Sequence[float], other_shares: Sequence[float]) -> float:
+    return max(abs(share - other) for share, other in zip(shares, other_shares, strict=True))
 
 
-def _gradient(window: Sequence[Member]) -> GradientSamples | None:
-    """Return the replay's gradient, with all places that some rank of the job sampled."""
-    gradients = [one.replayed.gradient for one in window if one.replayed.gradient is not None]
-    if not gradients:
+def _merge_gradients(window: Sequence[ComparedPass]) -> GradientSamples | None:
+    """Return the replay's gradient, with all elements that some rank of the job sampled."""
+    gradients = [compared_pass.replayed.gradient for compared_pass in window]
+    known = [gradient for gradient in gradients if gradient is not None]
+    if not known:
         return None
-    values = {(name, place): value for one in gradients for (name, place), value in one.values.items()}
-    return GradientSamples(norms=gradients[0].norms, sizes=gradients[0].sizes, values=values)
+    values = {position: value for gradient in known for position, value in gradient.values.items()}
+    return GradientSamples(norms=known[0].norms, sizes=known[0].sizes, values=values)
 
 
-def _norm(
-    there: float,
+def _compare_norm(
+    job_norm: float,
     rank: int,
-    here: float,
+    replay_norm: float,
     gradient: GradientSamples | None,
     steps: Sequence[OptimizerStep],
-    window: Sequence[Member],
-    setting: Setting,
+    window: Sequence[ComparedPass],
+    settings: VerdictSettings,
     dtypes: Sequence[str],
     doubt: str | None,
 ) -> Finding:
-    num_frozen = max(one.recorded.num_frozen for one in window)
+    """Compare a rank's norm of the job with the replay's, which is taken of the parameters that the job trained."""
+    num_frozen = max(compared_pass.recorded.num_frozen for compared_pass in window)
     if num_frozen and gradient is not None and doubt is None:
-        trained = _trained(steps, num_frozen, gradient)
+        trained = _find_trained_parameters(steps, num_frozen, gradient)
         if trained is None:
             doubt = f"the job did not train {pluralise(num_frozen, 'parameter')}, and not all that it trained is known"
         else:
-            here = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if _is_among(name, trained)))
+            replay_norm = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if _is_among(name, trained)))
     elif num_frozen:
         doubt = doubt or f"the job did not train {pluralise(num_frozen, 'parameter')}"
-    bound = setting.bound(GRAD_NORM, dtypes, 1, window[-1].record.index)
-    where = f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None
-    apart = relative_difference(here, there)
-    return finding(
+    index = window[-1].record.index
+    difference = relative_difference(replay_norm, job_norm)
+    return make_finding(
         GRAD_NORM,
-        there,
-        here,
-        difference=apart,
-        bound=bound,
-        doubt=doubt or setting.doubt_of_routes(GRAD_NORM, apart, dtypes, window[-1].record.index),
+        job_norm,
+        replay_norm,
+        difference=difference,
+        bound=settings.bound(GRAD_NORM, dtypes, 1, index),
+        doubt=doubt or settings.doubt_expert_routes(GRAD_NORM, difference, dtypes, index),
         counts=doubt is None,
-        where=where,
+        where=f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None,
     )
 
 
-def _trained(steps: Sequence[OptimizerStep], num_frozen: int, gradient: GradientSamples) -> set[str] | None:
+def _find_trained_parameters(
+    steps: Sequence[OptimizerStep], num_frozen: int, gradient: GradientSamples
+) -> set[str] | None:
     """Name all parameters that the job trained; None where not all were sampled, and the replay trains others."""
-    fingerprints = [one.gradients for one in steps if one.gradients is not None]
-    names = {sample.name for one in fingerprints for sample in one.samples}
-    names |= {name for one in steps for name in one.without_gradient}
-    num_parameters = max((one.num_parameters for one in fingerprints), default=0)
+    fingerprints = [step.gradients for step in steps if step.gradients is not None]
+    names = {sample.name for fingerprint in fingerprints for sample in fingerprint.samples}
+    names |= {name for step in steps for name in step.without_gradient}
+    num_parameters = max((fingerprint.num_parameters for fingerprint in fingerprints), default=0)
     if len(names) + num_frozen >= num_parameters > 0:
         return names
-    has_all = names and all(own_name(name, gradient.norms) is not None for name in names)
+    has_all = names and all(match_parameter_name(name, gradient.norms) is not None for name in names)
     return set(gradient.norms) if has_all and len(gradient.norms) + num_frozen == num_parameters else None
 
 
 def _is_among(name: str, job_names: set[str]) -> bool:
-    return name in job_names or any(job.endswith(f".{name}") for job in job_names)
+    """Tell whether one of the job's names is this one, or ends with it: the job may have wrapped the model."""
+    return name in job_names or any(job_name.endswith(f".{name}") for job_name in job_names)
 
 
-def _sampled(steps: Sequence[OptimizerStep]) -> dict[str, float]:
-    return {
+def _list_largest_elements(steps: Sequence[OptimizerStep]) -> list[float]:
+    """List the largest sampled element of each parameter's gradient in the job."""
+    largest = {
         sample.name: max(sample.values, key=abs)
         for step in steps
         if step.gradients is not None
         for sample in step.gradients.samples
         if sample.values
     }
+    return list(largest.values())
 
 
-def _missing(gradient: GradientSamples, steps: Sequence[OptimizerStep], doubt: str | None) -> list[Finding]:
+def _find_missing_gradients(
+    gradient: GradientSamples, steps: Sequence[OptimizerStep], doubt: str | None
+) -> list[Finding]:
     """Report the parameters that had no gradient in the job's step and have one in the replay. No bound covers that."""
-    names = dict.fromkeys(name for step in steps for name in step.without_gradient)
-    own_names = [own for name in names if (own := own_name(name, gradient.norms)) is not None]
-    sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in own_names}
-    there = [name for name, size in sizes.items() if size >= scale_of(gradient, name) > 0]
-    if not there:
+    job_names = dict.fromkeys(name for step in steps for name in step.without_gradient)
+    matches = [match_parameter_name(job_name, gradient.norms) for job_name in job_names]
+    sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in matches if name is not None}
+    missing = [name for name, size in sizes.items() if size >= scale_of(gradient, name) > 0]
+    if not missing:
         return []
-    others = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
-    where = (
-        f"{', '.join(there[:MAX_NAMED])}{others}, which {'has' if len(there) == 1 else 'have'} no gradient in the job"
+    others = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    have = "has" if len(missing) == 1 else "have"
+    where = f"{', '.join(missing[:MAX_NAMED])}{others}, which {have} no gradient in the job"
+    size = sizes[missing[0]]
+    finding = make_finding(
+        MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, counts=True, where=where
     )
-    found = finding(
-        MISSING_GRADIENT, 0.0, sizes[there[0]], difference=1.0, bound=0.0, doubt=doubt, counts=True, where=where
-    )
-    return [replace(found, num_values=len(there), said=f"none in the job, root mean square {sizes[there[0]]:.3g} here")]
+    return [replace(finding, num_values=len(missing), said=f"none in the job, root mean square {size:.3g} here")]
 
 
-def _elements(
+def _compare_elements(
     gradient: GradientSamples,
-    window: Sequence[Member],
-    steps: Sequence[OptimizerStep],
-    setting: Setting,
+    window: Sequence[ComparedPass],
+    settings: VerdictSettings,
     dtypes: Sequence[str],
     doubt: str | None,
 ) -> list[Finding]:
-    """Judge sampled elements, relative to the root mean square of their parameter's gradient; keep the worst.
+    """Compare the sampled elements, relative to the root mean square of their parameter's gradient; keep the worst.
 
-    Within a bound of more than HIDING_BOUND nothing is judged: a gradient that vanished would agree. So it is where all
-    sampled elements are smaller than the bound.
+    An agreement is evidence only if a gradient that vanished would not agree as well. It would if the bound is more
+    than HIDING_BOUND, or if all sampled elements are smaller than the bound: then nothing is judged.
     """
     index = window[-1].record.index
-    bound = setting.bound(GRADIENT, dtypes, 1, index)
-    if any(not step.is_unclipped for step in steps):
+    bound = settings.bound(GRADIENT, dtypes, 1, index)
+    if any(not step.is_unclipped for step in _list_steps(window)):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    if setting.unknown_rounding is not None and is_coarse(dtypes):
-        doubt = doubt or f"how far rounding moves it could not be measured: {setting.unknown_rounding}"
+    if settings.unknown_rounding is not None and is_coarse(dtypes):
+        doubt = doubt or f"how far rounding moves it could not be measured: {settings.unknown_rounding}"
     has_ranks = (window[0].recorded.world_size or 1) > 1
     findings: list[Finding] = []
-    tells = False
-    for member in window:
-        step = member.recorded.optimizer
-        for pair in _pairs(step, gradient) if step is not None else ():
-            rank = f", rank {member.recorded.rank}" if has_ranks else ""
-            tells |= pair.tells(bound)
+    can_tell = False
+    for compared_pass in window:
+        step = compared_pass.recorded.optimizer
+        for pair in _pair_samples(step, gradient) if step is not None else ():
+            rank = f", rank {compared_pass.recorded.rank}" if has_ranks else ""
+            can_tell |= pair.shows_vanishing(bound)
+            # A tie that the floor's runs did not meet may move a routed parameter's gradient by its whole size.
+            least_floor = HIDING_BOUND if pair.is_routed else 0.0
             findings.append(
-                finding(
+                make_finding(
                     GRADIENT,
                     pair.job_value,
                     pair.replay_value,
                     difference=pair.difference,
                     bound=bound,
                     doubt=doubt
-                    or setting.doubt_of_routes(
-                        GRADIENT, pair.difference, dtypes, index, least_floor=HIDING_BOUND if pair.is_routed else 0.0
-                    ),
+                    or settings.doubt_expert_routes(GRADIENT, pair.difference, dtypes, index, least_floor=least_floor),
                     counts=True,
                     where=f"{pair.name}, element {pair.sample.start + pair.worst}{rank}",
                 )
             )
     if not findings:
         return []
-    # one that differs for sure comes before one that is further off and doubted
-    worst = max(findings, key=lambda finding: (finding.status is Status.DIFFERS, finding.share))
+    # An element that differs without doubt is worse than one that is farther off and doubted.
+    worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share))
     worst = replace(worst, num_values=len(findings))
-    if worst.agrees and (bound > HIDING_BOUND or not tells):
-        return [replace(worst, status=Status.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
+    if worst.agrees and (bound > HIDING_BOUND or not can_tell):
+        return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
     return [worst]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pair:
-    """A sample of the job's gradient and the replay's gradient at that place; `worst` is the farthest element."""
+class _SamplePair:
+    """A sample of the job's gradient, and the same elements of the replay's gradient.
+
+    scale  the root mean square of the parameter's gradient
+    worst  the position of the farthest element in the sample
+    """
 
     name: str
     sample: Sample
     replayed: Sequence[float]
-    scale: float  # the root mean square of the parameter's gradient
+    scale: float
     worst: int
 
     @property
     def is_routed(self) -> bool:
-        """Tell whether the parameter is an expert's or a router's: one token's other route moves it by its own size."""
-        return any(word in self.name for word in ROUTED)
+        """Tell whether the parameter is an expert's or a router's.
 
-    def tells(self, bound: float) -> bool:
-        """Tell whether one of the two would be found to have vanished, by a bound on this parameter's elements."""
+        Another route of one token may change such a gradient by its whole size.
+        """
+        return any(word in self.name for word in ROUTED_PARAMETERS)
+
+    def shows_vanishing(self, bound: float) -> bool:
+        """Tell whether this bound would show that the job's or the replay's gradient of the parameter had vanished."""
         return max(map(abs, (*self.sample.values, *self.replayed))) > bound * self.scale
 
     @property
@@ -434,44 +497,42 @@ class _Pair:
         return absolute_difference(self.replay_value, self.job_value) / self.scale if self.scale else 0.0
 
 
-def _pairs(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_Pair]:
+def _pair_samples(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_SamplePair]:
+    """Pair the job's samples with the replay's elements; samples that the replay has no elements of are left out."""
     for sample in step.gradients.samples if step.gradients is not None else ():
-        name = own_name(sample.name, gradient.norms)
+        name = match_parameter_name(sample.name, gradient.norms)
         replayed = gradient.values.get((name, sample.start)) if name is not None else None
         if name is None or replayed is None or len(replayed) != len(sample.values) or not replayed:
             continue
-        worst = max(range(len(replayed)), key=lambda place: absolute_difference(replayed[place], sample.values[place]))
-        yield _Pair(name=name, sample=sample, replayed=replayed, scale=scale_of(gradient, name), worst=worst)
+        differences = [absolute_difference(*values) for values in zip(replayed, sample.values, strict=True)]
+        worst = max(range(len(differences)), key=differences.__getitem__)
+        yield _SamplePair(name=name, sample=sample, replayed=replayed, scale=scale_of(gradient, name), worst=worst)
 
 
 def _some_agree(steps: Sequence[OptimizerStep], gradient: GradientSamples, bound: float) -> bool:
-    """Tell whether a sampled gradient agrees that would not if it were of another loss.
+    """Tell whether a sampled gradient agrees that would not if the job had differentiated another loss.
 
-    It has to be so far from zero that one that vanished, or turned around, would not agree.
+    It has to be so far from zero that a gradient that vanished, or changed its sign, would not agree.
     """
     return any(
         pair.difference <= bound <= HIDING_BOUND and max(map(abs, pair.replayed)) > 2 * bound * pair.scale
         for step in steps
-        for pair in _pairs(step, gradient)
+        for pair in _pair_samples(step, gradient)
     )
 
 
 def scale_of(gradient: GradientSamples, name: str) -> float:
     """Return the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    everything = math.sqrt(sum(n * n for n in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
-    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * everything)
+    whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
+    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)
 
 
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / max(len(values), 1))
-
-
-def _worst(findings: Sequence[Finding], noted: Sequence[tuple[int, float]]) -> list[Finding]:
-    """Keep the farthest finding. All ranks have one norm; where they do not, say which has which."""
+def _select_worst_norm(findings: Sequence[Finding], job_norms: Sequence[tuple[int, float]]) -> list[Finding]:
+    """Keep the farthest finding. All ranks should have one global norm; where they do not, say which rank has which."""
     if not findings:
         return []
     farthest = max(findings, key=lambda finding: finding.share)
-    if all(relative_difference(value, noted[0][1]) <= (farthest.bound or 0.0) for _, value in noted):
+    if all(relative_difference(norm, job_norms[0][1]) <= (farthest.bound or 0.0) for _, norm in job_norms):
         return [farthest]
-    norms = ", ".join(f"rank {rank} has {value:.6g}" for rank, value in noted[:MAX_NAMED])
+    norms = ", ".join(f"rank {rank} has {norm:.6g}" for rank, norm in job_norms[:MAX_NAMED])
     return [replace(farthest, where=f"{farthest.where}; the job's ranks have several norms: {norms}")]

@@ -3,14 +3,15 @@
     {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "windows": {...}, "first": null,
      "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]}, "passes": [...]}
 
-First come the weights: with other ones no number means anything. Then each number that the job recorded of a pass, and
-of the gradient of each of its steps, is held against the replay's, within a bound: it agrees, differs, or is not judged
-for a reason that is said. DIFFERS is said only where nothing else explains a number: the weights are known to be the
-job's, and there is no doubt that both computed the same quantity. Where there is, the outcome is UNSETTLED.
+The weights are checked first: with other weights no number means anything. Then each number that the job recorded of a
+pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees within its bound, or it
+differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else can explain a
+different number: the weights are known to be the job's, and both computed the same quantity without doubt. Where there
+is a doubt, the outcome is UNSETTLED.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -23,38 +24,64 @@ from replay.tolerances.job_bounds import GRAD_NORM, NoiseFloor
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
-    Setting,
-    Status,
-    dtypes_of,
-    findings_of,
-    weights_that_stay,
+    FindingStatus,
+    VerdictSettings,
+    compare_pass,
+    list_dtypes,
+    report_unmoved_weights,
 )
-from replay.verdict.gradient_findings import Member, why_not_judged, why_steps_differ, window_findings, windows_of
-from replay.verdict.job_values import MISSING_GRADIENT, Recorded, Replayed, WeightComparison, why_not_one_job
+from replay.verdict.gradient_findings import (
+    ComparedPass,
+    compare_window,
+    explain_unjudged_gradient,
+    group_into_windows,
+    list_step_differences,
+)
+from replay.verdict.pass_values import (
+    MISSING_GRADIENT,
+    RecordedPass,
+    ReplayedPass,
+    WeightComparison,
+    describe_mixed_recordings,
+)
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
-NOT_OPEN = (OTHER_WEIGHTS, FAILED)
+# With these reasons a pass says nothing of its numbers: its other numbers are not open questions.
+CONCLUSIVE_REASONS = (OTHER_WEIGHTS, FAILED)
 NOT_REPLAYED = "what was recorded was not replayed"
 
 
-class Pass(NamedTuple):
-    """A pass on one rank: its record, what the job recorded of it, and what its replay computed besides the record."""
+class PassEvidence(NamedTuple):
+    """What a verdict needs of one pass on one rank.
+
+    record    the replay's record of the pass
+    recorded  what the job recorded of it; None where the capture could not be read
+    replayed  what the replay computed besides its record
+    """
 
     record: PassRecord
-    recorded: Recorded | None  # None: the file could not be read
-    replayed: Replayed
+    recorded: RecordedPass | None
+    replayed: ReplayedPass
 
 
 class Outcome(StrEnum):
+    """The outcomes of a pass, of a window's gradient, and of a run.
+
+    UNSETTLED  a number differs, and nothing tells whether the replay or something else is the cause
+    """
+
     REPRODUCED = "REPRODUCED"
     DIFFERS = "DIFFERS"
-    UNSETTLED = "UNSETTLED"  # a recorded number is another one here, and whose fault that is cannot be told
+    UNSETTLED = "UNSETTLED"
     CANNOT_TELL = "CANNOT TELL"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassVerdict:
-    """The outcome of one pass, or of the gradient of the window that it ends."""
+    """The outcome of one pass, or of the gradient of the window that ends with it.
+
+    optimizer_step  the number of the job's optimizer step that took this gradient; None where a pass is judged
+    """
 
     index: int
     source: str
@@ -62,22 +89,36 @@ class PassVerdict:
     outcome: Outcome
     reason: str | None
     findings: Sequence[Finding]
-    optimizer_step: int | None = None  # of the job, whose gradient this is; None: this is of a pass
+    optimizer_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
+    """The outcome of a run, and the findings that it rests on.
+
+    reason         why the outcome is UNSETTLED, or why one cannot tell of some passes
+    counts         passes by outcome
+    window_counts  windows by outcome of their gradient
+    first          the first pass or window that DIFFERS, or is UNSETTLED, if that is the outcome
+    worst          of each quantity that was judged, the finding nearest to its bound or farthest beyond it
+    open           of each quantity that was recorded and not judged, one finding with the reason
+    weights        of the first pass with other weights, else of all passes together
+    environment    the settings that differ: in the job, here
+    dtypes         what the job and the replay computed in; each bound is that of the coarser one
+    floors         the measured noise floors, by quantity
+    """
+
     outcome: Outcome
-    reason: str | None  # of those of which one cannot tell, or that are unsettled
-    counts: Mapping[Outcome, int]  # passes
-    window_counts: Mapping[Outcome, int]  # gradients of the job's steps
-    first: PassVerdict | None  # that differs, or is unsettled
-    worst: Sequence[Finding]  # of each quantity that agrees or differs, the one nearest to its bound
-    open: Sequence[Finding]  # of each quantity that was recorded and not judged, one with the reason
-    weights: WeightComparison | None  # of the first pass with other ones, else of all passes together
-    environment: Mapping[str, tuple[str, str]]  # what differs: in the job, here
-    dtypes: tuple[str, str]  # the bounds are the looser of these two
-    floors: Mapping[str, NoiseFloor] = field(default_factory=dict)  # measured
+    reason: str | None
+    counts: Mapping[Outcome, int]
+    window_counts: Mapping[Outcome, int]
+    first: PassVerdict | None
+    worst: Sequence[Finding]
+    open: Sequence[Finding]
+    weights: WeightComparison | None
+    environment: Mapping[str, tuple[str, str]]
+    dtypes: tuple[str, str]
+    floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     passes: Sequence[PassVerdict] = ()
     windows: Sequence[PassVerdict] = ()
 
@@ -87,369 +128,461 @@ class Verdict:
         return values
 
 
-def judge(passes: Sequence[Pass], setting: Setting) -> Verdict:
-    """Judge the passes of all ranks, in the order of pass and rank."""
-    known = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    if (reason := why_not_one_job([(record, recorded) for record, recorded, _ in known])) is not None:
-        return _refused(known, reason, setting)
-    norms = {(one.rank, one.step) for _, one, _ in known if any(c.name == GRAD_NORM for c in one.claims)}
-    members = [_member(one, norms, setting) for one in known]
-    grouped = windows_of(members)
-    weights = _weights([(record, recorded) for record, recorded, _ in known])
-    if setting.steps is not None:
-        weights = _after_steps(weights, members, grouped, setting)
-    judged, same_masks = _of_passes(members, weights, setting)
-    judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
-    windows = [
-        one
-        for number, window in enumerate(grouped)
-        if (one := _of_window(window, number, members, weights, setting, same_masks)) is not None
-    ]
-    windows = _none_judged(windows) or windows
-    # in the job's time: a wrong gradient comes before what later passes make of it
-    everything = sorted([*judged, *windows], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None))
-    outcomes = Counter(one.outcome for one in everything)
-    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
-    outcome = next((one for one in order if outcomes[one]), Outcome.CANNOT_TELL)
-    others = [comparison for comparison in weights.values() if comparison.first is not None]
-    has_reason = outcome is Outcome.UNSETTLED or outcomes[Outcome.CANNOT_TELL] or not judged
+def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
+    """Judge the passes of all ranks, which come in the order of pass and rank.
+
+    The plan:
+
+    1. Compare the numbers of each pass, and stop here if the passes come from several recordings of one folder.
+    2. Check the weights that each pass ran on. Passes between the same two optimizer steps ran on the same weights, so
+       their samples are put together. Where the replay updates the weights too (--step), they stay the job's only as
+       long as each of its steps was the job's.
+    3. Judge each pass, then the gradient of each window. Dropout masks need the passes first: a window's gradient can
+       be judged under dropout only if its passes have shown that their masks are the job's.
+    4. Summarise. One pass or gradient that DIFFERS decides the run, else one that is UNSETTLED, else one that is
+       REPRODUCED; if there is none of these, one cannot tell.
+    """
+    compared = _compare_passes(passes, settings)
+    mixed = describe_mixed_recordings([(compared_pass.record, compared_pass.recorded) for compared_pass in compared])
+    if mixed is not None:
+        return _refuse(compared, mixed, settings)
+
+    compared = _check_weights(compared)
+    if settings.steps is not None:
+        compared = _follow_weights_through_steps(compared, settings)
+
+    compared = _find_job_masks(compared, settings)
+    pass_verdicts = _merge_peers(compared, _judge_passes(compared, settings))
+    window_verdicts = _judge_windows(compared, settings)
+
+    # A window's verdict follows that of the pass which ends it, as in the job: a wrong gradient comes before the wrong
+    # numbers of later passes, which it causes.
+    verdicts = sorted(
+        [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
+    )
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    decisive = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
+    outcome = next((outcome for outcome in decisive if outcomes[outcome]), Outcome.CANNOT_TELL)
+    is_wrong = outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+    has_reason = outcome is Outcome.UNSETTLED or outcomes[Outcome.CANNOT_TELL] or not pass_verdicts
     return Verdict(
         outcome=outcome,
-        reason=_reason(everything, outcome) if has_reason else None,
-        counts=dict(Counter(one.outcome for one in judged)),
-        window_counts=dict(Counter(one.outcome for one in windows)),
-        first=next((one for one in everything if one.outcome is outcome), None)
-        if outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        else None,
-        worst=_worst(everything),
-        open=_open(everything),
-        weights=others[0] if others else _merged(list(weights.values())) if weights else None,
-        environment=_environment([recorded for _, recorded, _ in known], setting),
-        dtypes=(max((d for _, r, _ in known for d in r.dtypes), key=roundoff, default="unknown"), setting.dtype),
-        floors=setting.floors,
-        passes=judged,
-        windows=windows,
+        reason=_choose_reason(verdicts, outcome) if has_reason else None,
+        counts=dict(Counter(verdict.outcome for verdict in pass_verdicts)),
+        window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
+        first=next((verdict for verdict in verdicts if verdict.outcome is outcome), None) if is_wrong else None,
+        worst=_select_worst_findings(verdicts),
+        open=_select_open_findings(verdicts),
+        weights=_summarise_weights(compared),
+        environment=_compare_environments(compared, settings),
+        dtypes=(_find_coarsest_dtype(compared), settings.dtype),
+        floors=settings.floors,
+        passes=pass_verdicts,
+        windows=window_verdicts,
     )
 
 
-def _refused(known: Sequence[tuple[PassRecord, Recorded, Replayed]], reason: str, setting: Setting) -> Verdict:
-    """Judge nothing, as the passes are not one job's."""
-    judged = [_verdict_on(record, (Outcome.CANNOT_TELL, reason), []) for record, _, _ in known]
-    judged = _of_inputs(judged, [record.data_rank for record, _, _ in known])
+def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
+    """Compare the numbers of each pass whose capture could be read."""
+    readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
+    with_norm = {
+        (recorded.rank, recorded.step)
+        for _, recorded, _ in readable
+        if any(claim.name == GRAD_NORM for claim in recorded.claims)
+    }
+    return [
+        ComparedPass(
+            record=record,
+            recorded=recorded,
+            replayed=replayed,
+            findings=compare_pass(record, recorded, replayed, settings),
+            weights=recorded.weights,
+            follows_a_norm=recorded.step is not None and (recorded.rank, recorded.step - 1) in with_norm,
+        )
+        for record, recorded, replayed in readable
+    ]
+
+
+def _refuse(compared: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
+    """Return the verdict on passes that cannot be judged together."""
+    verdicts = [
+        _verdict_on(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason) for compared_pass in compared
+    ]
+    verdicts = _merge_peers(compared, verdicts)
     return Verdict(
         outcome=Outcome.CANNOT_TELL,
         reason=reason,
-        counts={Outcome.CANNOT_TELL: len(judged)},
+        counts={Outcome.CANNOT_TELL: len(verdicts)},
         window_counts={},
         first=None,
         worst=[],
         open=[],
         weights=None,
         environment={},
-        dtypes=("unknown", setting.dtype),
-        passes=judged,
+        dtypes=("unknown", settings.dtype),
+        passes=verdicts,
     )
 
 
-def _of_passes(
-    members: Sequence[Member], weights: Mapping[int, WeightComparison], setting: Setting
-) -> tuple[list[PassVerdict], Set[int]]:
-    """Judge each pass, and name by id the recorded ones whose dropout masks are the job's, as their numbers are."""
-    judged: list[PassVerdict] = []
-    same_masks: set[int] = set()
-    for _ in range(2 if setting.dropout else 1):  # again, once it is known whether masks are the job's anywhere
-        judged = [
-            _verdict_on(
-                one.record,
-                _outcome(one.findings, one, weights[id(one.recorded)], setting, has_masks=bool(same_masks)),
-                one.findings,
-            )
-            for one in members
-        ]
-        same_masks |= {
-            id(one.recorded)
-            for one, verdict in zip(members, judged, strict=True)
-            if verdict.outcome is Outcome.REPRODUCED and one.recorded.trains
-        }
-    return judged, same_masks
+# The weights that a pass ran on
 
 
-def _none_judged(windows: Sequence[PassVerdict]) -> list[PassVerdict] | None:
-    """Turn windows UNSETTLED where the job recorded gradients and none could be judged: losses alone do not suffice."""
-    is_open = [
-        one.outcome is Outcome.CANNOT_TELL
-        and one.reason not in NOT_OPEN
-        and any(finding.status is Status.NOT_JUDGED and finding.doubt != ROUNDING_HIDES for finding in one.findings)
-        for one in windows
-    ]
-    if not any(is_open) or any(one.outcome is not Outcome.CANNOT_TELL for one in windows):
-        return None
-    return [
-        replace(one, outcome=Outcome.UNSETTLED) if is_it else one for one, is_it in zip(windows, is_open, strict=True)
-    ]
+def _check_weights(compared: Sequence[ComparedPass]) -> list[ComparedPass]:
+    """Give each pass the comparison of all samples that were taken of the weights it ran on.
 
-
-def _member(
-    one: tuple[PassRecord, Recorded, Replayed], norms: Set[tuple[int | None, int | None]], setting: Setting
-) -> Member:
-    record, recorded, replayed = one
-    return Member(
-        record=record,
-        recorded=recorded,
-        replayed=replayed,
-        findings=findings_of(record, recorded, replayed, setting),
-        follows_a_norm=recorded.step is not None and (recorded.rank, recorded.step - 1) in norms,
-    )
-
-
-def _staying(
-    window: Sequence[Member], members: Sequence[Member], weights: Mapping[int, WeightComparison]
-) -> list[Finding]:
-    """Report a bf16 model of the job's that is the same after a step that should have moved it."""
-    last = window[-1].recorded
-    step = last.optimizer
-    rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
-    if step is None or step.gradients is None or not rate:
-        return []
-    moves = any(value for sample in step.gradients.samples for value in sample.values)
-    if not moves or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
-        return []
-    after = [one.recorded for one in members if one.recorded.optimizer_step == (last.optimizer_step or 0) + 1]
-    checked = [weights[id(one)] for one in (*after[:1], last)]
-    if not after or not all(one.are_same for one in checked):
-        return []
-    return [weights_that_stay(len(checked[0].compared), rate)]
-
-
-def _of_window(
-    window: Sequence[Member],
-    number: int,
-    members: Sequence[Member],
-    weights: Mapping[int, WeightComparison],
-    setting: Setting,
-    same_masks: Set[int],
-) -> PassVerdict | None:
-    """Judge the gradient of one window; None where the job recorded nothing of it.
-
-    same_masks  the recorded passes of a model with dropout whose numbers are the job's: so are their gradient's masks
+    A capture samples some of a model's parameters, and a sharded job's ranks sample their shards. So a pass may not
+    have sampled a parameter that another pass or rank found to be other than the job's: that counts here too.
     """
-    findings = [*window_findings(window, setting, number), *_staying(window, members, weights)]
-    if not findings:
-        return None
-    last = window[-1]
-    same = _merged([weights[id(one.recorded)] for one in window])
-    if all(id(one.recorded) in same_masks for one in window):
-        setting = replace(setting, dropout=())
-    outcome = _outcome(findings, last, same, setting, has_masks=bool(same_masks))
-    return replace(_verdict_on(last.record, outcome, findings), optimizer_step=last.recorded.optimizer_step or 0)
-
-
-def _verdict_on(record: PassRecord, judged: tuple[Outcome, str | None], findings: Sequence[Finding]) -> PassVerdict:
-    outcome, reason = judged
-    return PassVerdict(
-        index=record.index, source=record.source, rank=record.rank, outcome=outcome, reason=reason, findings=findings
-    )
-
-
-def _weights(known: Sequence[tuple[PassRecord, Recorded]]) -> dict[int, WeightComparison]:
-    """Put the samples together, by recorded pass. What a rank sampled between two steps of the job's optimizer is of
-    the same weights, and so is what a sharded job's ranks sampled. Ranks that have whole models may have others.
-    """
-    by_step: dict[Any, list[WeightComparison]] = {}
-    for _, recorded in known:
-        by_step.setdefault(_same_weights_key(recorded), []).append(recorded.weights)
-    merged = {key: _merged(members) if len(members) > 1 else members[0] for key, members in by_step.items()}
-    checked: dict[int, WeightComparison] = {}
-    for _, recorded in known:
-        checked[id(recorded)] = merged[_same_weights_key(recorded)]
-        if recorded.weights.is_sharded and len(by_step[_same_weights_key(recorded)]) == 1:
-            checked[id(recorded)] = _merged([recorded.weights])
-    steps = {id(recorded): recorded.step or 0 for _, recorded in known}
-    ranks = {id(recorded): _sharing_ranks(recorded) for _, recorded in known}
-    others = [(ranks[key], steps[key], name) for key, weights in checked.items() for name in weights.differing]
-    return {
-        key: _beside(weights, steps[key], [(at, name) for rank, at, name in others if rank == ranks[key]])
-        for key, weights in checked.items()
-    }
-
-
-def _sharing_ranks(recorded: Recorded) -> int | None:
-    """Return the rank whose weights these are; None where the ranks of the job share one model's."""
-    return None if recorded.weights.is_sharded else recorded.rank
-
-
-def _after_steps(
-    weights: Mapping[int, WeightComparison],
-    members: Sequence[Member],
-    windows: Sequence[Sequence[Member]],
-    setting: Setting,
-) -> dict[int, WeightComparison]:
-    """Carry the weights on under --step: after each step that is the job's, they are the job's again.
-
-    A step whose gradient was not held against the job's may have been another one.
-    """
-    checked = dict(weights)
-    first = _merged([weights[id(one.recorded)] for one in windows[0]]) if windows else None
-    ends = [window[-1].record.index for window in windows]
-    reasons = [
-        why_steps_differ(window, setting, number) or why_not_judged(window, setting, number)
-        for number, window in enumerate(windows)
+    groups: dict[Hashable, list[WeightComparison]] = {}
+    keys = [_same_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared)]
+    for key, compared_pass in zip(keys, compared, strict=True):
+        groups.setdefault(key, []).append(compared_pass.recorded.weights)
+    merged = [
+        _merge_comparisons(groups[key]) if len(groups[key]) > 1 or groups[key][0].is_sharded else groups[key][0]
+        for key in keys
     ]
-    for one in members:
-        num_steps = sum(end < one.record.index for end in ends)
-        if not num_steps or first is None:
-            continue
-        reason = next((said[0] for said in reasons[:num_steps] if said), None)
-        reason = reason or _why_other_number_of_steps(one.recorded, windows[0], num_steps)
-        if setting.unknown_rounding is not None and is_coarse(dtypes_of(one.recorded, setting)):
-            reason = reason or f"how far rounding takes two trainings apart is not known: {setting.unknown_rounding}"
-        doubt = first.doubt if reason is None else reason
-        checked[id(one.recorded)] = replace(first, doubt=doubt)
+    differing = [
+        (_model_of(compared_pass.recorded), compared_pass.recorded.step or 0, name)
+        for compared_pass, weights in zip(compared, merged, strict=True)
+        for name in weights.differing
+    ]
+    checked = []
+    for compared_pass, weights in zip(compared, merged, strict=True):
+        model = _model_of(compared_pass.recorded)
+        in_model = [(step, name) for other_model, step, name in differing if other_model == model]
+        weights = _infer_unsampled(weights, compared_pass.recorded.step or 0, in_model)
+        checked.append(replace(compared_pass, weights=weights))
     return checked
 
 
-def _why_other_number_of_steps(recorded: Recorded, first: Sequence[Member], num_steps: int) -> str | None:
-    """Say so where the job had taken other steps before a pass than the replay: some passes were not recorded."""
-    began = first[0].recorded.optimizer_step
-    if recorded.optimizer_step is None or began is None or recorded.optimizer_step - began == num_steps:
-        return None
-    taken = pluralise(recorded.optimizer_step - began, "step")
-    return f"the job had taken {taken} before this pass, the replay {num_steps}"
+def _model_of(recorded: RecordedPass) -> int | None:
+    """Return the rank whose whole model a pass ran on; None where the ranks of the job shard one model."""
+    return None if recorded.weights.is_sharded else recorded.rank
 
 
-def _same_weights_key(recorded: Recorded) -> tuple[Any, ...]:
-    """Return a key that is equal for passes with the same weights."""
+def _same_weights_key(recorded: RecordedPass, number: int) -> Hashable:
+    """Return a key that is equal for passes on the same weights; without a known step no two passes are."""
     if recorded.optimizer_step is not None:
-        return "step", _sharing_ranks(recorded), recorded.optimizer_step
-    return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", id(recorded))
+        return "step", _model_of(recorded), recorded.optimizer_step
+    return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", number)
 
 
-def _beside(weights: WeightComparison, step: int, others: Sequence[tuple[int, str]]) -> WeightComparison:
-    """Judge a pass's weights in view of parameters that were not the job's in the pass of this or another step.
+def _infer_unsampled(weights: WeightComparison, step: int, differing: Sequence[tuple[int, str]]) -> WeightComparison:
+    """Conclude from the parameters that differ in any pass of a model what those are that this pass did not sample.
 
-    Of those that this pass has no sample of: what was another one before is another one here too, unless something else
-    that was is the job's by now, so that the job has moved its weights in between.
+    A parameter that differed before differs here too, unless this pass sampled one that differed and found it to be the
+    job's: then the job has moved its weights in between. That leaves a doubt, as a difference in a later pass does.
+
+    step       of this pass
+    differing  the step of the other pass and the parameter's name
     """
-    unseen = [(at, name) for at, name in others if name not in weights.compared]
-    if not unseen or not weights.are_same:
+    unsampled = [(other_step, name) for other_step, name in differing if name not in weights.compared]
+    if not unsampled or not weights.are_same:
         return weights
-    before = tuple(dict.fromkeys(name for at, name in unseen if at <= step))
-    if before and not any(name in weights.compared for _, name in others):
+    before = tuple(dict.fromkeys(name for other_step, name in unsampled if other_step <= step))
+    if before and not any(name in weights.compared for _, name in differing):
         return replace(weights, differing=before)
-    return replace(weights, doubt=f"in another pass {unseen[0][1]} is not the job's, and this one has no sample of it")
+    doubt = f"in another pass {unsampled[0][1]} is not the job's, and this one has no sample of it"
+    return replace(weights, doubt=doubt)
 
 
-def _merged(members: Sequence[WeightComparison]) -> WeightComparison:
-    doubt = next((one.doubt for one in members if one.doubt is not None), None)
-    compared = tuple(dict.fromkeys(name for one in members for name in one.compared))
+def _merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparison:
+    """Put together the samples of the same weights."""
+    doubt = next((weights.doubt for weights in comparisons if weights.doubt is not None), None)
+    compared = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
     if doubt is None and not compared:
         doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
     return WeightComparison(
         compared=compared,
-        differing=tuple(dict.fromkeys(name for one in members for name in one.differing)),
-        num_parameters=max(one.num_parameters for one in members),
-        first=next((one.first for one in members if one.first is not None), None),
-        is_sharded=members[0].is_sharded,
+        differing=tuple(dict.fromkeys(name for weights in comparisons for name in weights.differing)),
+        num_parameters=max(weights.num_parameters for weights in comparisons),
+        first=next((weights.first for weights in comparisons if weights.first is not None), None),
+        is_sharded=comparisons[0].is_sharded,
         doubt=doubt,
     )
 
 
-def _outcome(
-    findings: Sequence[Finding], of: Member, weights: WeightComparison, setting: Setting, *, has_masks: bool
+def _follow_weights_through_steps(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+    """Replace the weights of passes after a step of the replay (--step) by those of the first window.
+
+    Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
+    where the first weights were the job's, they are the job's again after each step that was the job's. A step whose
+    gradient could not be judged may have been another one, and leaves a doubt.
+    """
+    windows = group_into_windows(compared)
+    if not windows:
+        return list(compared)
+    initial = _merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
+    ends = [window[-1].record.index for window in windows]
+    reasons = [
+        list_step_differences(window, settings, number) or explain_unjudged_gradient(window, settings, number)
+        for number, window in enumerate(windows)
+    ]
+    followed = []
+    for compared_pass in compared:
+        num_steps = sum(end < compared_pass.record.index for end in ends)
+        if not num_steps:
+            followed.append(compared_pass)
+            continue
+        doubt = next((step_reasons[0] for step_reasons in reasons[:num_steps] if step_reasons), None)
+        doubt = doubt or _explain_step_count(compared_pass.recorded, windows[0], num_steps)
+        if settings.unknown_rounding is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
+            doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.unknown_rounding}"
+        weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
+        followed.append(replace(compared_pass, weights=weights))
+    return followed
+
+
+def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedPass], num_steps: int) -> str | None:
+    """Say that the job had taken another number of steps before a pass than the replay; None if it had not.
+
+    It had where some of the job's passes were not recorded.
+    """
+    initial_step = first_window[0].recorded.optimizer_step
+    if recorded.optimizer_step is None or initial_step is None or recorded.optimizer_step - initial_step == num_steps:
+        return None
+    job_steps = pluralise(recorded.optimizer_step - initial_step, "step")
+    return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
+
+
+def _summarise_weights(compared: Sequence[ComparedPass]) -> WeightComparison | None:
+    """Choose the weights to show: those of the first pass with other ones, else all passes' samples together."""
+    comparisons = [compared_pass.weights for compared_pass in compared]
+    if not comparisons:
+        return None
+    other = next((weights for weights in comparisons if weights.first is not None), None)
+    return _merge_comparisons(comparisons) if other is None else other
+
+
+# Judging passes
+
+
+def _find_job_masks(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+    """Mark the training passes whose dropout masks are the job's: with other masks their numbers would not agree."""
+    return [
+        replace(
+            compared_pass,
+            has_job_masks=compared_pass.recorded.trains
+            and _decide_outcome(compared_pass, settings, masks_are_known=False)[0] is Outcome.REPRODUCED,
+        )
+        for compared_pass in compared
+    ]
+
+
+def _judge_passes(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+    masks_are_known = any(compared_pass.has_job_masks for compared_pass in compared)
+    return [
+        _verdict_on(compared_pass, *_decide_outcome(compared_pass, settings, masks_are_known=masks_are_known))
+        for compared_pass in compared
+    ]
+
+
+def _decide_outcome(
+    compared_pass: ComparedPass, settings: VerdictSettings, *, masks_are_known: bool
 ) -> tuple[Outcome, str | None]:
-    """Decide on a pass or window. `has_masks`: other passes have shown that dropout masks are the job's here."""
-    record, recorded = of.record, of.recorded
-    if record.error is not None:
+    """Decide on a pass, or on a window that is described as its last pass with the window's findings and weights.
+
+    The first of these that holds decides: the pass failed; its weights are not the job's; nothing was recorded; numbers
+    differ that other dropout masks can explain; numbers differ; a number agrees and is evidence.
+
+    masks_are_known  some pass has shown that the replay draws the job's dropout masks
+
+    Returns the outcome, and its reason where one is needed.
+    """
+    findings, weights, recorded = compared_pass.findings, compared_pass.weights, compared_pass.recorded
+    if compared_pass.record.error is not None:
         return Outcome.CANNOT_TELL, FAILED
     if weights.differing:
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
         return Outcome.CANNOT_TELL, recorded.broke_off or why if not recorded.claims else NOT_REPLAYED
-    wrong = [one for one in findings if one.status is Status.DIFFERS]
-    unsettled = [one for one in findings if one.status is Status.UNSETTLED]
-    # masks make no gradient vanish, but a layer that is dropped out whole has none
-    is_missing = any(finding.name == MISSING_GRADIENT for finding in wrong) and "layerdrop" not in setting.dropout
-    if (wrong or unsettled) and not is_missing and setting.dropout and recorded.trains:
-        trains_with = f"the model trains with {', '.join(setting.dropout)}"
-        if not has_masks:
-            instead = ". Try: --no-packing, which draws the masks of padded rows" if setting.packs else ""
-            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{instead}"
-        if wrong:
+    differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
+    unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
+    # A dropout mask leaves each parameter some gradient. LayerDrop skips a layer whole, and it then has none.
+    is_missing = any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
+    if (differing or unsettled) and not is_missing and settings.dropout and recorded.trains:
+        trains_with = f"the model trains with {', '.join(settings.dropout)}"
+        if not masks_are_known:
+            advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
+            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{advice}"
+        if differing:
             return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
-    if wrong and not weights.are_same:
+    if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
-        off = f"{wrong[0].name} is off by {wrong[0].difference:.2g}" if wrong[0].said is None else wrong[0].where
-        return Outcome.UNSETTLED, f"{off}, but {doubt}"
-    if wrong:
+        first = differing[0]
+        difference = f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where
+        return Outcome.UNSETTLED, f"{difference}, but {doubt}"
+    if differing:
         return Outcome.DIFFERS, None
     if unsettled:
         return Outcome.UNSETTLED, unsettled[0].doubt
-    if any(one.agrees and one.counts for one in findings):
+    if any(finding.agrees and finding.counts for finding in findings):
         return Outcome.REPRODUCED, None
     return Outcome.CANNOT_TELL, findings[0].doubt
 
 
-def _of_inputs(judged: Sequence[PassVerdict], data_ranks: Sequence[int]) -> list[PassVerdict]:
-    """Keep one outcome of tp and ring peers, who had the same input: the worst."""
-    order = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
-    kept: dict[tuple[int, int], PassVerdict] = {}
-    for one, data_rank in zip(judged, data_ranks, strict=True):
-        other = kept.setdefault((one.index, data_rank), one)
-        if order.index(one.outcome) < order.index(other.outcome):
-            kept[one.index, data_rank] = one
-    return list(kept.values())
+def _verdict_on(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
+    record = compared_pass.record
+    return PassVerdict(
+        index=record.index,
+        source=record.source,
+        rank=record.rank,
+        outcome=outcome,
+        reason=reason,
+        findings=compared_pass.findings,
+    )
 
 
-def _reason(judged: Sequence[PassVerdict], outcome: Outcome) -> str:
-    """Choose the reason: what leaves the outcome unsettled, else that of most passes whose weights were the job's."""
-    if outcome is Outcome.UNSETTLED:
-        return next(str(verdict.reason) for verdict in judged if verdict.outcome is outcome)
-    return next(iter(reasons_of(judged)), "no pass was replayed")
+def _merge_peers(compared: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:
+    """Keep one verdict for each micro-batch: the worst of the tp and ring peers that computed it together."""
+    severity = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
+    worst: dict[tuple[int, int], PassVerdict] = {}
+    for compared_pass, verdict in zip(compared, verdicts, strict=True):
+        micro_batch = verdict.index, compared_pass.record.data_rank
+        other = worst.setdefault(micro_batch, verdict)
+        if severity.index(verdict.outcome) < severity.index(other.outcome):
+            worst[micro_batch] = verdict
+    return list(worst.values())
 
 
-def reasons_of(judged: Sequence[PassVerdict]) -> dict[str, int]:
-    """Count the passes and gradients of which one cannot tell by their reason: those with the job's weights first."""
-    counts = Counter(str(verdict.reason) for verdict in judged if verdict.outcome is Outcome.CANNOT_TELL)
-    return dict(
-        sorted(
-            counts.items(), key=lambda reason: (NOT_OPEN.index(reason[0]) if reason[0] in NOT_OPEN else -1, -reason[1])
+# Judging gradients
+
+
+def _judge_windows(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+    """Judge the gradient of each window of which the job recorded something.
+
+    A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: where
+    no gradient could be judged at all, they all become UNSETTLED.
+    """
+    verdicts = [
+        verdict
+        for number, window in enumerate(group_into_windows(compared))
+        if (verdict := _judge_window(window, number, compared, settings)) is not None
+    ]
+    if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
+        return verdicts
+    return [replace(verdict, outcome=Outcome.UNSETTLED) if _is_open(verdict) else verdict for verdict in verdicts]
+
+
+def _judge_window(
+    window: Sequence[ComparedPass], number: int, compared: Sequence[ComparedPass], settings: VerdictSettings
+) -> PassVerdict | None:
+    """Judge the gradient of one window; None where the job recorded nothing of it.
+
+    number    of the window among the replay's
+    compared  all passes
+    """
+    findings = [*compare_window(window, settings, number), *_find_unmoved_weights(window, compared, settings)]
+    if not findings:
+        return None
+    if all(compared_pass.has_job_masks for compared_pass in window):
+        settings = replace(settings, dropout=())
+    weights = _merge_comparisons([compared_pass.weights for compared_pass in window])
+    whole = replace(window[-1], findings=findings, weights=weights)
+    masks_are_known = any(compared_pass.has_job_masks for compared_pass in compared)
+    outcome, reason = _decide_outcome(whole, settings, masks_are_known=masks_are_known)
+    return replace(_verdict_on(whole, outcome, reason), optimizer_step=whole.recorded.optimizer_step or 0)
+
+
+def _find_unmoved_weights(
+    window: Sequence[ComparedPass], compared: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[Finding]:
+    """Report that the job's bf16 weights are the same after a step that had a gradient and a learning rate."""
+    if settings.steps is not None:
+        # The weights of a later pass are then concluded from the steps, not from its samples.
+        return []
+    last = window[-1]
+    step = last.recorded.optimizer
+    rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
+    if step is None or step.gradients is None or not rate:
+        return []
+    has_gradient = any(value for sample in step.gradients.samples for value in sample.values)
+    if not has_gradient or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
+        return []
+    next_step = (last.recorded.optimizer_step or 0) + 1
+    after = next(
+        (compared_pass for compared_pass in compared if compared_pass.recorded.optimizer_step == next_step), None
+    )
+    # Both samples are compared with the replay's weights, which did not move: if both are the same, the job's did not.
+    if after is None or not after.weights.are_same or not last.weights.are_same:
+        return []
+    return [report_unmoved_weights(len(after.weights.compared), rate)]
+
+
+def _is_open(verdict: PassVerdict) -> bool:
+    """Tell whether a recorded gradient could not be judged, for another reason than that rounding hides it."""
+    return (
+        verdict.outcome is Outcome.CANNOT_TELL
+        and verdict.reason not in CONCLUSIVE_REASONS
+        and any(
+            finding.status is FindingStatus.NOT_JUDGED and finding.doubt != ROUNDING_HIDES
+            for finding in verdict.findings
         )
     )
 
 
-def _worst(judged: Sequence[PassVerdict]) -> list[Finding]:
+# The summary
+
+
+def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str:
+    """Choose the reason: what leaves the outcome unsettled, else that of most passes whose weights were the job's."""
+    if outcome is Outcome.UNSETTLED:
+        return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)
+    return next(iter(count_reasons(verdicts)), "no pass was replayed")
+
+
+def count_reasons(verdicts: Sequence[PassVerdict]) -> dict[str, int]:
+    """Count the verdicts CANNOT TELL by their reason: the most frequent first, CONCLUSIVE_REASONS last."""
+    counts = Counter(str(verdict.reason) for verdict in verdicts if verdict.outcome is Outcome.CANNOT_TELL)
+
+    def sort_key(count: tuple[str, int]) -> tuple[int, int]:
+        reason, number = count
+        return CONCLUSIVE_REASONS.index(reason) if reason in CONCLUSIVE_REASONS else -1, -number
+
+    return dict(sorted(counts.items(), key=sort_key))
+
+
+def _select_worst_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
+    """Select of each quantity that agrees or differs the finding that used most of its bound."""
     worst: dict[str, Finding] = {}
-    for one in judged:
-        for finding in one.findings if one.outcome is not Outcome.CANNOT_TELL else ():
-            if finding.difference is None or not (finding.agrees or finding.status is Status.DIFFERS):
+    for verdict in verdicts:
+        for finding in verdict.findings if verdict.outcome is not Outcome.CANNOT_TELL else ():
+            if finding.difference is None or not (finding.agrees or finding.status is FindingStatus.DIFFERS):
                 continue
             if finding.name not in worst or finding.share > worst[finding.name].share:
                 worst[finding.name] = finding
     return list(worst.values())
 
 
-def _open(judged: Sequence[PassVerdict]) -> list[Finding]:
-    """List the first finding of each quantity that was recorded and not judged, in passes with the job's weights."""
-    not_judged: dict[str, Finding] = {}
-    for one in judged:
-        for finding in one.findings if one.reason != OTHER_WEIGHTS else ():
-            if finding.status in (Status.NOT_JUDGED, Status.UNSETTLED):
-                not_judged.setdefault(finding.name, finding)
-    return list(not_judged.values())
+def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
+    """Select the first finding of each quantity that was recorded and not judged, in passes with the job's weights."""
+    first: dict[str, Finding] = {}
+    for verdict in verdicts:
+        for finding in verdict.findings if verdict.reason != OTHER_WEIGHTS else ():
+            if finding.status in (FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED):
+                first.setdefault(finding.name, finding)
+    return list(first.values())
 
 
-def _environment(known: Sequence[Recorded], setting: Setting) -> dict[str, tuple[str, str]]:
-    """List the settings that both have and that differ; if the job had several values, all are named."""
-    there: dict[str, list[str]] = {}
-    for recorded in known:
+def _compare_environments(compared: Sequence[ComparedPass], settings: VerdictSettings) -> dict[str, tuple[str, str]]:
+    """List the settings that both know and that differ; if the job had several values, all are named."""
+    job_values: dict[str, list[str]] = {}
+    for compared_pass in compared:
+        recorded = compared_pass.recorded
         coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}
         for name, value in {**recorded.settings, **coarsest}.items():
-            if value not in there.setdefault(name, []):
-                there[name].append(value)
-    shared = [name for name in there if name in setting.environment]
+            if value not in job_values.setdefault(name, []):
+                job_values[name].append(value)
+    shared = [name for name in job_values if name in settings.environment]
     return {
-        name: (", ".join(there[name]), setting.environment[name])
+        name: (", ".join(job_values[name]), settings.environment[name])
         for name in shared
-        if there[name] != [setting.environment[name]]
+        if job_values[name] != [settings.environment[name]]
     }
+
+
+def _find_coarsest_dtype(compared: Sequence[ComparedPass]) -> str:
+    """Find the coarsest dtype that the job is known to have computed in."""
+    dtypes = [dtype for compared_pass in compared for dtype in compared_pass.recorded.dtypes]
+    return max(dtypes, key=roundoff, default="unknown")

@@ -10,30 +10,34 @@ from collections import Counter
 
 from replay.output.text import Pairs, pluralise
 from replay.tolerances.job_bounds import GRADIENT
-from replay.verdict.findings import ROUNDING_HIDES, Finding, Status
-from replay.verdict.job_values import MISSING_GRADIENT, WeightComparison
-from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict, reasons_of
+from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
+from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict, count_reasons
+from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
 
-SEVERITY = (Status.AGREES, Status.NOT_JUDGED, Status.UNSETTLED, Status.DIFFERS)
-PLACES = (GRADIENT, MISSING_GRADIENT)  # findings that name a parameter, the more telling one last
-MAX_OTHERS = 2  # findings that are shown beside the headline's
+SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)
+# The findings that name a parameter, the more telling one last.
+PARAMETER_FINDINGS = (GRADIENT, MISSING_GRADIENT)
+MAX_OTHER_FINDINGS = 2
 
 
-def verdict_lines(verdict: Verdict) -> Pairs:
-    lines: Pairs = [("verdict", f"{verdict.outcome}: {_outcome_text(verdict)}")]
-    lines += [("not judged", _open_line(one)) for one in verdict.open]
+def format_verdict(verdict: Verdict) -> Pairs:
+    """Return the lines of a verdict, each with its label."""
+    lines: Pairs = [("verdict", f"{verdict.outcome}: {_describe_outcome(verdict)}")]
+    lines += [("not judged", _describe_open_finding(finding)) for finding in verdict.open]
     if verdict.weights is not None and verdict.weights.num_parameters:
-        others = next(
-            (f" (pass {one.index + 1}, {one.source})" for one in verdict.passes if one.reason == OTHER_WEIGHTS), ""
-        )
-        lines.append(("weights", weights_line(verdict.weights) + others))
-    if verdict.environment and any(one.findings for one in verdict.passes):
-        said = [f"{name} {here} ({there} in the job)" for name, (there, here) in verdict.environment.items()]
-        lines.append(("here", ", ".join(said)))
+        other = next((judged_pass for judged_pass in verdict.passes if judged_pass.reason == OTHER_WEIGHTS), None)
+        place = "" if other is None else f" (pass {other.index + 1}, {other.source})"
+        lines.append(("weights", format_weights(verdict.weights) + place))
+    if verdict.environment and any(judged_pass.findings for judged_pass in verdict.passes):
+        differences = [
+            f"{name} {replay_value} ({job_value} in the job)"
+            for name, (job_value, replay_value) in verdict.environment.items()
+        ]
+        lines.append(("here", ", ".join(differences)))
     return lines
 
 
-def weights_line(weights: WeightComparison) -> str:
+def format_weights(weights: WeightComparison) -> str:
     """Say what the samples of one pass tell about the weights."""
     if (first := weights.first) is not None:
         share = f"{len(weights.differing)} of {pluralise(len(weights.compared), 'sampled parameter')}"
@@ -48,7 +52,8 @@ def weights_line(weights: WeightComparison) -> str:
     return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{doubt}"
 
 
-def _outcome_text(verdict: Verdict) -> str:
+def _describe_outcome(verdict: Verdict) -> str:
+    """Write the headline: the first wrong number or the worst agreeing ones, passes by outcome, and dtypes."""
     num_passes = sum(verdict.counts.values())
     share = f"{verdict.counts.get(verdict.outcome, 0)} of {pluralise(num_passes, 'pass')}"
     if num_windows := sum(verdict.window_counts.values()):
@@ -57,65 +62,71 @@ def _outcome_text(verdict: Verdict) -> str:
     for outcome, number in both.items():
         if outcome not in (verdict.outcome, Outcome.CANNOT_TELL):
             share += f", {number} {outcome}"
-    reasons = reasons_of([*verdict.passes, *verdict.windows])
+    reasons = count_reasons([*verdict.passes, *verdict.windows])
     share += "".join(f", {number} {Outcome.CANNOT_TELL} ({reason})" for reason, number in reasons.items())
     match verdict.outcome:
         case Outcome.CANNOT_TELL:
             more = [f"of {number} others: {reason}" for reason, number in reasons.items() if reason != verdict.reason]
             return "; ".join([str(verdict.reason), *more])
         case Outcome.REPRODUCED:
-            return f"{share}; {_worst_text(verdict)}; computed in {_dtypes(verdict)}"
+            worst = ", ".join(
+                f"{finding.name} to {finding.difference:.2g} (bound {finding.bound:.2g})" for finding in verdict.worst
+            )
+            return f"{share}; {worst}; computed in {_describe_dtypes(verdict)}"
         case _:
             first = verdict.first
             assert first is not None
-            wrong, *others = sorted(first.findings, key=_weight, reverse=True)
+            wrong, *others = sorted(first.findings, key=_headline_rank, reverse=True)
             others = [finding for finding in others if finding.status is wrong.status and finding.doubt == wrong.doubt]
             why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
-            also = "".join(f"; also {_named(finding)}: {_difference_text(finding)}" for finding in others[:MAX_OTHERS])
-            said = f"{_place(first, wrong)}: {_difference_text(wrong)}{why}{also}"
-            return f"{said}; {share}; computed in {_dtypes(verdict)}"
+            also = "".join(
+                f"; also {_label_of(finding)}: {_describe_difference(finding)}"
+                for finding in others[:MAX_OTHER_FINDINGS]
+            )
+            headline = f"{_describe_place(first, wrong)}: {_describe_difference(wrong)}{why}{also}"
+            return f"{headline}; {share}; computed in {_describe_dtypes(verdict)}"
 
 
-def _weight(finding: Finding) -> tuple[int, int]:
-    """Return what a headline is chosen by: how wrong a number is, then whether it names a parameter."""
-    return SEVERITY.index(finding.status), PLACES.index(finding.name) if finding.name in PLACES else -1
+def _headline_rank(finding: Finding) -> tuple[int, int]:
+    """Return what the headline is chosen by: how wrong a number is, then whether it names a parameter."""
+    names_parameter = finding.name in PARAMETER_FINDINGS
+    return SEVERITY.index(finding.status), PARAMETER_FINDINGS.index(finding.name) if names_parameter else -1
 
 
-def _worst_text(verdict: Verdict) -> str:
-    return ", ".join(f"{one.name} to {one.difference:.2g} (bound {one.bound:.2g})" for one in verdict.worst)
-
-
-def _place(first: PassVerdict, wrong: Finding) -> str:
+def _describe_place(first: PassVerdict, wrong: Finding) -> str:
     """Say which number of which pass, or of which of the job's steps."""
     if first.optimizer_step is None:
-        return f"{_named(wrong)} of pass {first.index + 1}, {first.source}"
-    return f"{_named(wrong)} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
+        return f"{_label_of(wrong)} of pass {first.index + 1}, {first.source}"
+    return f"{_label_of(wrong)} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
 
 
-def _named(finding: Finding) -> str:
+def _label_of(finding: Finding) -> str:
     return finding.name if finding.where is None else f"{finding.name} ({finding.where})"
 
 
-def _difference_text(finding: Finding) -> str:
+def _describe_difference(finding: Finding) -> str:
     if finding.said is not None:
         return finding.said
     if finding.difference is None or finding.bound is None:
-        here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
-        return f"{finding.recorded:.6g} in the job, {here} here, not judged"
+        return f"{finding.recorded:.6g} in the job, {_describe_replayed(finding)} here, not judged"
     return (
         f"{finding.recorded:.6g} in the job, {finding.replayed:.6g} here, {finding.difference:.2g} apart, "
         f"bound {finding.bound:.2g}"
     )
 
 
-def _open_line(finding: Finding) -> str:
+def _describe_replayed(finding: Finding) -> str:
+    return "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+
+
+def _describe_open_finding(finding: Finding) -> str:
     if finding.said is not None:
-        return f"{_named(finding)}: {finding.said}: {finding.doubt}"
-    here = "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
-    hidden = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
-    return f"{_named(finding)}: {finding.recorded:.6g} in the job, {here} here: {finding.doubt}{hidden}"
+        return f"{_label_of(finding)}: {finding.said}: {finding.doubt}"
+    replayed = _describe_replayed(finding)
+    bound = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
+    return f"{_label_of(finding)}: {finding.recorded:.6g} in the job, {replayed} here: {finding.doubt}{bound}"
 
 
-def _dtypes(verdict: Verdict) -> str:
-    there, here = verdict.dtypes
-    return here if there == here else f"{there} in the job, {here} here"
+def _describe_dtypes(verdict: Verdict) -> str:
+    job_dtype, replay_dtype = verdict.dtypes
+    return replay_dtype if job_dtype == replay_dtype else f"{job_dtype} in the job, {replay_dtype} here"

@@ -1,7 +1,7 @@
-"""Check whether a replay's weights are those that the job had, by the samples in a capture.
+"""Check by the samples in a capture whether a replay starts from the weights that the job had.
 
-They are taken from the folder's files or computed from their names, never from the actor: so no sharding matters, and
-nothing is gathered.
+The replay's weights are read from the model's files, or computed from their names, and never from the actor. So it does
+not matter how the actor shards them, and nothing has to be gathered.
 """
 
 import math
@@ -14,11 +14,11 @@ from actor_init.model import ModelSource, find_parameter_shapes
 from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import is_equal_but_for_dtype
-from replay.verdict.job_values import OtherValue, WeightComparison, inner_names, own_name
+from replay.verdict.pass_values import DifferingElement, WeightComparison, list_inner_names, match_parameter_name
 
 
-class SameWeights:
-    """Compares fingerprints with one model's weights."""
+class WeightChecker:
+    """Compares the job's samples of its weights with one model's weights."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
@@ -31,28 +31,28 @@ class SameWeights:
         if fingerprint is None:
             return WeightComparison(doubt="the capture holds no samples of the weights")
         compared: list[str] = []
-        first: OtherValue | None = None
+        first: DifferingElement | None = None
         differing: list[str] = []
         foreign: list[str] = []
         for sample in fingerprint.samples:
-            name = self._own_name(sample)
+            name = self._match_name(sample)
             if name is None:
                 foreign.append(sample.name)
                 continue
-            here = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
-            if here is None:
+            elements = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
+            if elements is None:
                 continue
             compared.append(name)
-            other = first_other(sample, here)
-            differing += [] if other is None else [name]
-            first = first or other
+            difference = find_first_difference(sample, elements)
+            differing += [] if difference is None else [name]
+            first = first or difference
         return WeightComparison(
             compared=tuple(compared),
             differing=tuple(differing),
             num_parameters=fingerprint.num_parameters,
             first=first,
             is_sharded=fingerprint.is_sharded,
-            doubt=self._doubt(fingerprint, foreign, bool(compared)),
+            doubt=self._explain_doubt(fingerprint, foreign, bool(compared)),
         )
 
     @property
@@ -60,21 +60,25 @@ class SameWeights:
         """The names of this model's parameters."""
         return self._shapes.keys()
 
-    def own_names(self, job_names: Iterable[str]) -> frozenset[str]:
-        """Return this model's names of the job's parameters; those that it has none of are left out."""
-        named = (own_name(job, self._shapes) for job in job_names)
-        return frozenset(name for name in named if name is not None)
+    def translate_names(self, job_names: Iterable[str]) -> frozenset[str]:
+        """Return this model's names of the job's parameters; parameters that it does not have are left out."""
+        names = (match_parameter_name(job_name, self._shapes) for job_name in job_names)
+        return frozenset(name for name in names if name is not None)
 
-    def by_own_name(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
-        """Return the samples by the names of this model; those of other parameters are left out."""
-        named = {self._own_name(sample): sample for sample in fingerprint.samples}
-        return {name: sample for name, sample in named.items() if name is not None}
+    def match_samples(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
+        """Return the samples by this model's names; those of parameters that it does not have are left out."""
+        by_name = {self._match_name(sample): sample for sample in fingerprint.samples}
+        return {name: sample for name, sample in by_name.items() if name is not None}
 
-    def _own_name(self, sample: Sample) -> str | None:
-        """Find this model's name of a parameter."""
-        return next((name for name in inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
+    def _match_name(self, sample: Sample) -> str | None:
+        """Find this model's name of a sampled parameter, which has to have the same shape."""
+        return next((name for name in list_inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
 
-    def _doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
+    def _explain_doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
+        """Say why equal samples do not prove equal weights; None if they do.
+
+        foreign  the job's parameters that this model does not have
+        """
         if fingerprint.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
             return f"{kinds} of {pluralise(fingerprint.num_parameters, 'parameter')} could not be sampled"
@@ -91,15 +95,17 @@ class SameWeights:
         return None
 
 
-def first_other(sample: Sample, replayed: Tensor) -> OtherValue | None:
-    """Find the first value that differs: in one dtype exactly, in two beyond the precision of bf16."""
-    is_one_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
+def find_first_difference(sample: Sample, replayed: Tensor) -> DifferingElement | None:
+    """Find the first value that differs at all, or, in two dtypes, by more than rounding to bf16 or fp16."""
+    has_same_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
     pairs = zip(sample.values, replayed.double().tolist(), strict=True)
-    for number, (recorded, here) in enumerate(pairs):
-        if not (_equal(recorded, here) if is_one_dtype else is_equal_but_for_dtype(recorded, here)):
-            return OtherValue(name=sample.name, index=sample.start + number, recorded=recorded, replayed=here)
+    for position, (job_value, replay_value) in enumerate(pairs):
+        is_same = _is_equal if has_same_dtype else is_equal_but_for_dtype
+        if not is_same(job_value, replay_value):
+            index = sample.start + position
+            return DifferingElement(name=sample.name, index=index, recorded=job_value, replayed=replay_value)
     return None
 
 
-def _equal(a: float, b: float) -> bool:
+def _is_equal(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))

@@ -1,4 +1,4 @@
-"""Decide which rank a run died of or waits for, and say so. Plain data in, text out.
+"""Decide which rank ended a run, or which rank the others wait for, and say so. Plain data in, text out.
 
 replay: no progress for 120 s: rank 1 did not arrive: the other ranks stand in a collective, and it does not
   rank 0: pass 2 on a.pkl (2 rows, 24 tokens, 24 of them real), phase forward, in a collective, at [...] in wait
@@ -10,32 +10,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from replay.watch.progress import Phase, Position
+from replay.watch.progress import Phase, RankPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """What is known of one rank at one moment."""
+    """What is known of one rank at one moment. The fields stand in run.json, as the `ranks` of a failure.
+
+    position           None: it does not answer, and its position file is on another node's own disk
+    answers            False: it is connected, but its Python does not run
+    idle_seconds       since it last began a phase, reported progress or entered a collective
+    collectives        that it has entered so far, by process group
+    num_unforeseen     of them, those of this pass that no pass before had entered by the end of the same phase
+    collective_failed  the collective that it is in, or died in, has failed
+    standing_at        the innermost line of its main thread
+    """
 
     rank: int
-    position: Position | None  # None: it does not answer, and its file is on another node's own disk
-    answers: bool = True  # False: connected, but its Python does not run
-    idle_seconds: float = 0.0  # since it last crossed a border or entered a collective
-    collectives: Mapping[str, int] = field(default_factory=dict)  # entered so far, by process group
-    num_unforeseen: int = 0  # of them, those that no pass before had entered by the end of the same phase
+    position: RankPosition | None
+    answers: bool = True
+    idle_seconds: float = 0.0
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    num_unforeseen: int = 0
     in_collective: bool = False
-    collective_failed: bool = False  # the one in which it stands, or died
+    collective_failed: bool = False
     waits_for_device: bool = False
-    standing_at: str = ""  # the innermost line of its main thread
+    standing_at: str = ""
 
     @property
-    def at(self) -> Position:
+    def known_position(self) -> RankPosition:
         """The position of a rank that answers."""
         assert self.position is not None
         return self.position
 
-    def described(self) -> str:
-        parts = [f"rank {self.rank}: {_where(self.rank, self.position)}"]
+    def describe(self) -> str:
+        parts = [f"rank {self.rank}: {_describe_position(self.rank, self.position)}"]
         parts += ["in a collective"] if self.in_collective else []
         parts += ["waiting for its device"] if self.waits_for_device and not self.in_collective else []
         parts += [f"at {self.standing_at}"] if self.standing_at else []
@@ -51,7 +60,7 @@ class Blame:
     reason: str
 
 
-class SeenRank(Protocol):
+class ObservedRank(Protocol):
     """What rules read of a rank, be it of a run that is watched or of a job that left incidents."""
 
     @property
@@ -60,160 +69,185 @@ class SeenRank(Protocol):
     def collectives(self) -> Mapping[str, int]: ...
 
 
-def who_did_not_arrive(sightings: Sequence[Sighting]) -> Blame:
+def find_missing_ranks(sightings: Sequence[Sighting]) -> Blame:
     """Find the ranks that the others wait for, by the first of these rules that sets some ranks apart from the others.
 
-    1. Ranks that do not answer: their process is stopped, or its Python is held by native code.
-    2. Ranks that have run out of inputs, while others are in a pass for which these have none.
-    3. Ranks that wait after collectives which no pass before had, while the others entered none such. They need not
-       wait any more where another rank's collective failed: gloo lets the longer of two that met return.
-    4. Ranks at an earlier pass or phase: every border between phases is crossed together. Of these, those outside a
-       collective, if there are any: the rest wait for them. If all of them stand in one and are more than those
-       further on, then it is the ranks further on that went past it.
-    5. Ranks that entered fewer collectives of a group than its other members, where all groups agree on who it is: a
-       collective waits for the last rank to enter it.
-    6. Ranks outside a collective while others stand in one.
+    1. Ranks that do not answer: their process is stopped, or native code holds Python's lock.
+    2. Ranks that have run out of inputs, while others are in a later pass.
+    3. Ranks that entered collectives which no pass before had, while the others entered no such collective. Where
+       another rank's collective failed, they may have left theirs: gloo matches two collectives of different sizes, and
+       lets the larger one return.
+    4. Ranks in an earlier pass or phase, since all ranks begin each phase together. If some of these ranks are outside
+       a collective, the others wait for those. If all of them are in a collective, and they are more than the ranks in
+       a later phase, then the later ranks went past that collective.
+    5. Ranks that entered fewer collectives of a process group than its other members, where all groups agree on which
+       ranks these are: a collective waits for the last rank to enter it.
+    6. Ranks outside a collective while others are in one.
 
-    docs/ranks.md names the fault that needs each. A rank's own complaint is no evidence: the first to complain is one
-    that arrived and waited.
+    docs/ranks.md names the fault that needs each. A rank's own error is no evidence: the first rank that reports an
+    error is one that arrived and waited.
     """
     if len(sightings) == 1:
         return Blame(ranks=(sightings[0].rank,), reason="it is the only rank")
-    rules: list[Callable[[Sequence[Sighting]], Blame | None]] = [_silent, _ran_out, _more, _behind, _fewest, _outside]
+    rules: list[Callable[[Sequence[Sighting]], Blame | None]] = [
+        _find_silent,
+        _find_out_of_inputs,
+        _find_new_collectives,
+        _find_earliest,
+        _find_fewest_collectives,
+        _find_outside_collectives,
+    ]
     for rule in rules:
-        if verdict := rule(sightings):
-            return verdict
+        if blame := rule(sightings):
+            return blame
     return Blame(
         ranks=(), reason="all ranks are in the same phase, after equal or contradicting numbers of collectives"
     )
 
 
-def blame_some(seen: Sequence[SeenRank], named: Sequence[SeenRank], reason: str) -> Blame | None:
-    """Return a blame if `named` are some of the ranks and not all."""
-    if not named or len(named) == len(seen):
+def blame_some(ranks: Sequence[ObservedRank], suspects: Sequence[ObservedRank], reason: str) -> Blame | None:
+    """Blame the suspects if they are some of the ranks and not all."""
+    if not suspects or len(suspects) == len(ranks):
         return None
-    return Blame(ranks=tuple(one.rank for one in named), reason=reason)
+    return Blame(ranks=tuple(suspect.rank for suspect in suspects), reason=reason)
 
 
-def _silent(sightings: Sequence[Sighting]) -> Blame | None:
-    silent = [s for s in sightings if not s.answers]
+def _find_silent(sightings: Sequence[Sighting]) -> Blame | None:
+    silent = [sighting for sighting in sightings if not sighting.answers]
     return blame_some(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
 
 
-def _ran_out(sightings: Sequence[Sighting]) -> Blame | None:
-    furthest = max((s.at.index for s in sightings if s.at.source is not None), default=-1)
-    out = [s for s in sightings if s.at.phase is Phase.OUT_OF_INPUTS and s.at.index <= furthest]
-    has = "it has" if len(out) == 1 else "they have"
-    numbers = ", ".join(str(s.at.index) for s in out)
-    return blame_some(sightings, out, f"{has} run out of inputs after {numbers} passes, and others are in a later one")
+def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
+    positions = [sighting.known_position for sighting in sightings]
+    latest = max((position.index for position in positions if position.source is not None), default=-1)
+    without = [
+        sighting
+        for sighting, position in zip(sightings, positions, strict=True)
+        if position.phase is Phase.OUT_OF_INPUTS and position.index <= latest
+    ]
+    has = "it has" if len(without) == 1 else "they have"
+    numbers = ", ".join(str(sighting.known_position.index) for sighting in without)
+    reason = f"{has} run out of inputs after {numbers} passes, and others are in a later one"
+    return blame_some(sightings, without, reason)
 
 
-def _behind(sightings: Sequence[Sighting]) -> Blame | None:
-    earliest = min(s.at.place for s in sightings)
-    behind = [s for s in sightings if s.at.place == earliest]
-    ahead = [s for s in sightings if s.at.place != earliest]
+def _find_earliest(sightings: Sequence[Sighting]) -> Blame | None:
+    earliest = min(sighting.known_position.sort_key for sighting in sightings)
+    early = [sighting for sighting in sightings if sighting.known_position.sort_key == earliest]
+    ahead = [sighting for sighting in sightings if sighting.known_position.sort_key != earliest]
     if not ahead:
         return None
-    where = ahead[0].at.phase
-    if outside := [s for s in behind if not s.in_collective]:
+    where = ahead[0].known_position.phase
+    if outside := [sighting for sighting in early if not sighting.in_collective]:
         return blame_some(sightings, outside, f"it has not reached the phase of the others ({where})")
-    if len(behind) > len(ahead):
+    if len(early) > len(ahead):
         return blame_some(
             sightings, ahead, "it is in a later phase and went past the collective in which the others wait"
         )
     reason = f"it waits in a collective of its own, before the phase of the others ({where})"
-    return blame_some(sightings, behind, f"{reason}: the ranks reach different collectives")
+    return blame_some(sightings, early, f"{reason}: the ranks reach different collectives")
 
 
-def _more(sightings: Sequence[Sighting]) -> Blame | None:
-    failed = any(s.collective_failed for s in sightings)
-    more = [s for s in sightings if s.num_unforeseen and (s.in_collective or s.waits_for_device or failed)]
-    return blame_some(sightings, more, "it entered a collective of its own: more of them than any pass before this one")
+def _find_new_collectives(sightings: Sequence[Sighting]) -> Blame | None:
+    any_failed = any(sighting.collective_failed for sighting in sightings)
+    with_new = [
+        sighting
+        for sighting in sightings
+        if sighting.num_unforeseen and (sighting.in_collective or sighting.waits_for_device or any_failed)
+    ]
+    return blame_some(
+        sightings, with_new, "it entered a collective of its own: more of them than any pass before this one"
+    )
 
 
-def _fewest(sightings: Sequence[Sighting]) -> Blame | None:
+def _find_fewest_collectives(sightings: Sequence[Sighting]) -> Blame | None:
     return blame_fewest(sightings, "it entered fewer collectives than the others, who wait in one")
 
 
-def blame_fewest(seen: Sequence[SeenRank], reason: str) -> Blame | None:
+def blame_fewest(ranks: Sequence[ObservedRank], reason: str) -> Blame | None:
     """Blame the ranks that entered fewer collectives of a group than its others, if all groups agree on who it is."""
     laggards: set[tuple[int, ...]] = set()
-    for group in {group for one in seen for group in one.collectives}:
-        members = [one for one in seen if group in one.collectives]
-        fewest = min(one.collectives[group] for one in members)
-        fewer = tuple(one.rank for one in members if one.collectives[group] == fewest)
-        if len(fewer) < len(members):
-            laggards.add(fewer)
+    for group in {group for rank in ranks for group in rank.collectives}:
+        members = [rank for rank in ranks if group in rank.collectives]
+        fewest = min(member.collectives[group] for member in members)
+        last = tuple(member.rank for member in members if member.collectives[group] == fewest)
+        if len(last) < len(members):
+            laggards.add(last)
     if len(laggards) != 1:
         return None
-    named = laggards.pop()
-    return blame_some(seen, [one for one in seen if one.rank in named], reason)
+    numbers = laggards.pop()
+    return blame_some(ranks, [rank for rank in ranks if rank.rank in numbers], reason)
 
 
-def _outside(sightings: Sequence[Sighting]) -> Blame | None:
-    outside = [s for s in sightings if not s.in_collective]
+def _find_outside_collectives(sightings: Sequence[Sighting]) -> Blame | None:
+    outside = [sighting for sighting in sightings if not sighting.in_collective]
     return blame_some(sightings, outside, "the other ranks stand in a collective, and it does not")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """What ended the run: `headline` says it of `rank`, which is None if no rank can be named."""
+class RankFailure:
+    """What ended the run.
 
-    kind: str  # failed, died, terminated, interrupted, hung
+    kind      failed, died, terminated, interrupted or hung
+    rank      None if no rank can be named
+    headline  says what happened to the rank
+    """
+
+    kind: str
     rank: int | None
     headline: str
-    position: Position | None = None
+    position: RankPosition | None = None
     error: str | None = None
     sightings: Sequence[Sighting] = ()
 
     def text(self, folder: Any) -> str:
         """Return all that is printed: the headline and a line for each rank."""
-        lines = [f"replay: {self.headline}", *(f"  {s.described()}" for s in self.sightings)]
+        lines = [f"replay: {self.headline}", *(f"  {sighting.describe()}" for sighting in self.sightings)]
         return "\n".join([*lines, f"replay: the run ends; finished passes and rank<k>.stack.txt are in {folder}"])
 
 
-def failed(rank: int, position: Position, error: str) -> Failure:
-    text = f"rank {rank} failed in {position.described()}: {error}"
-    return Failure(kind="failed", rank=rank, headline=text, position=position, error=error)
+def report_failed_rank(rank: int, position: RankPosition, error: str) -> RankFailure:
+    text = f"rank {rank} failed in {position.describe()}: {error}"
+    return RankFailure(kind="failed", rank=rank, headline=text, position=position, error=error)
 
 
-def _where(rank: int, position: Position | None) -> str:
-    return position.described() if position else f"a pass that rank{rank}.position.json on its own node says"
+def _describe_position(rank: int, position: RankPosition | None) -> str:
+    return position.describe() if position else f"a pass that rank{rank}.position.json on its own node says"
 
 
-def died(rank: int, position: Position | None) -> Failure:
+def report_dead_rank(rank: int, position: RankPosition | None) -> RankFailure:
     error = "its process ended without a word: killed (by hand, or by the system for memory), or crashed in native code"
-    text = f"rank {rank} died in {_where(rank, position)}: {error}"
-    return Failure(kind="died", rank=rank, headline=text, position=position, error=error)
+    text = f"rank {rank} died in {_describe_position(rank, position)}: {error}"
+    return RankFailure(kind="died", rank=rank, headline=text, position=position, error=error)
 
 
-def terminated(ranks: Sequence[int], positions: Mapping[int, Position | None]) -> Failure:
+def report_termination(ranks: Sequence[int], positions: Mapping[int, RankPosition | None]) -> RankFailure:
     """Describe an end by SIGTERM that `ranks` received while no rank had failed; `positions` are those of all ranks."""
     if len(ranks) == len(positions) > 1:
         text = "every rank was ended from outside (SIGTERM), by the launcher or by who started it; none had failed"
-        return Failure(kind="terminated", rank=None, headline=text, error="SIGTERM to every rank")
+        return RankFailure(kind="terminated", rank=None, headline=text, error="SIGTERM to every rank")
     rank, position = ranks[0], positions[ranks[0]]
-    text = f"rank {rank} was ended from outside (SIGTERM) in {_where(rank, position)}"
-    return Failure(kind="terminated", rank=rank, headline=text, position=position, error="SIGTERM")
+    text = f"rank {rank} was ended from outside (SIGTERM) in {_describe_position(rank, position)}"
+    return RankFailure(kind="terminated", rank=rank, headline=text, position=position, error="SIGTERM")
 
 
-def left_alone(rank: int, *, interrupted: bool) -> Failure:
+def report_departed_rank(rank: int, *, interrupted: bool) -> RankFailure:
     """Describe the end of a rank that said goodbye, and without which the others cannot go on."""
     text = "was interrupted (Ctrl-C)" if interrupted else "refused the run"
     kind = "interrupted" if interrupted else "failed"
-    return Failure(kind=kind, rank=rank, headline=f"rank {rank} {text}", error=text)
+    return RankFailure(kind=kind, rank=rank, headline=f"rank {rank} {text}", error=text)
 
 
-def hung(sightings: Sequence[Sighting], trouble: str, advice: str = "") -> Failure:
+def report_hang(sightings: Sequence[Sighting], trouble: str, advice: str = "") -> RankFailure:
     """Describe a hang. `trouble` is what was noticed: `no progress for 120 s`, or the error of a collective."""
-    verdict = who_did_not_arrive(sightings)
+    blame = find_missing_ranks(sightings)
     if len(sightings) == 1:
-        text = f"{trouble} in {sightings[0].at.described()}, at {sightings[0].standing_at}{advice}"
-    elif verdict.ranks:
-        names = f"rank{'s' * (len(verdict.ranks) > 1)} {', '.join(map(str, verdict.ranks))}"
-        text = f"{trouble}: {names} did not arrive: {verdict.reason}{advice}"
+        text = f"{trouble} in {sightings[0].known_position.describe()}, at {sightings[0].standing_at}{advice}"
+    elif blame.ranks:
+        names = f"rank{'s' * (len(blame.ranks) > 1)} {', '.join(map(str, blame.ranks))}"
+        text = f"{trouble}: {names} did not arrive: {blame.reason}{advice}"
     else:
-        text = f"{trouble}; which rank did not arrive cannot be told: {verdict.reason}{advice}"
-    rank = verdict.ranks[0] if verdict.ranks else None
-    position = next((s.position for s in sightings if s.rank == rank), None)
-    return Failure(kind="hung", rank=rank, headline=text, position=position, error=trouble, sightings=sightings)
+        text = f"{trouble}; which rank did not arrive cannot be told: {blame.reason}{advice}"
+    rank = blame.ranks[0] if blame.ranks else None
+    position = next((sighting.position for sighting in sightings if sighting.rank == rank), None)
+    return RankFailure(kind="hung", rank=rank, headline=text, position=position, error=trouble, sightings=sightings)

@@ -1,6 +1,7 @@
 """Track where a rank is: pass, input, phase. The main thread sets it, other threads and ranks read it.
 
-The position is also kept in `rank<k>.position.json`, mapped into memory, so it survives whatever kills the rank.
+The position is also written to `rank<k>.position.json`, which is mapped into memory: what was stored there survives
+whatever kills the rank.
 """
 
 import json
@@ -13,11 +14,15 @@ from pathlib import Path
 
 from actor_init.as_json import parse_json
 
-WIDTH = 4096  # bytes of the position file; a source is a file name, of at most 255 characters
+# The position file has this many bytes. The longest part of a position is a file name of at most 255 characters.
+FILE_BYTES = 4096
 
 
 class Phase(StrEnum):
-    """The phases, in the order in which a rank goes through them."""
+    """The phases, in the order in which a rank goes through them.
+
+    In SETTLING a rank on CUDA waits for all that the phases before have queued on the device.
+    """
 
     OPENING = "opening the actor"
     READING = "reading"
@@ -26,7 +31,7 @@ class Phase(StrEnum):
     WAITING = "waiting after forward"
     BACKWARD = "backward"
     STEP = "step"
-    SETTLING = "waiting for the device"  # on CUDA, for all that the phases before have queued
+    SETTLING = "waiting for the device"
     ENDING = "ending the pass"
     GATHERING = "gathering the records"
     LOOKING = "looking for what is not finite"
@@ -36,13 +41,19 @@ class Phase(StrEnum):
     CLOSING = "closing"
 
 
-Way = tuple[int, tuple[Phase, ...]]  # the place in an accumulation window, and the phases so far
+# The phases that a pass has gone through, after its position in the accumulation window. Passes with the same path are
+# expected to enter the same collectives.
+PhasePath = tuple[int, tuple[Phase, ...]]
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """`index` counts the passes before this one; -1 before the first, all of them after the last."""
+class RankPosition:
+    """Where a rank is.
+
+    index   the number of passes before this one; -1 before the first pass, and the number of all after the last
+    source  the name of the input file; None outside of passes
+    """
 
     index: int = -1
     phase: Phase = Phase.OPENING
@@ -52,11 +63,11 @@ class Position:
     real_tokens: int = 0
 
     @property
-    def place(self) -> tuple[int, int]:
-        """A key that is smaller than that of a rank that is further on."""
+    def sort_key(self) -> tuple[int, int]:
+        """A key that is smaller than that of a position which is reached later."""
         return self.index, ORDER[self.phase]
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Write the position as `pass 2 on a.pkl (2 rows, 40 tokens, 38 of them real), phase forward`."""
         if self.source is None:
             after = f" after {self.index} passes" if self.index >= 0 else ""
@@ -67,84 +78,93 @@ class Position:
         return f"pass {self.index + 1} on {self.source}{shape}, phase {self.phase}"
 
 
-FIELDS = [field.name for field in fields(Position)]
+FIELDS = [field.name for field in fields(RankPosition)]
 
 
 class Tracker:
     """One rank's position, kept up to date by its main thread.
 
-    `entered` counts the collectives that this rank has entered, by process group. Passes through the same phases, and
-    at the same place of an accumulation window, are alike: one that has entered more of them than any before it had
-    by the end of the same phase reached one that was not there before.
+    The tracker also knows how many collectives earlier passes had entered when they were in the same phase. A pass with
+    the same path of phases that has entered more is in a collective that no pass before had: other ranks may not know
+    it, and so this rank may wait in it for ever.
+
+    num_phase_changes  how often a phase began: an unchanged number means that the rank stands still
+    num_parts_done     parts of work that were reported within phases
+
+    count_collectives  counts the collectives that this rank has entered, by process group
     """
 
-    def __init__(self, folder: Path, rank: int, entered: Callable[[], Mapping[str, int]] = dict) -> None:
-        self.position = Position()
-        self._entered = entered
-        self._at_begin: Counter[str] = Counter()
-        self._way: Way = (0, ())
-        self._so_far: dict[Way, Counter[str]] = {}  # collectives of this pass, by the end of each of its phases
-        self._most: dict[Way, Counter[str]] = {}  # and of the passes before
-        self.num_borders = 0
-        self.num_parts_done = 0  # within phases
-        self._path = position_file(folder, rank)
-        self._path.write_bytes(b" " * WIDTH)
-        with self._path.open("r+b") as file:
-            self._shared = mmap.mmap(file.fileno(), WIDTH)  # a store, no call of the system: this is inside the clock
+    def __init__(self, folder: Path, rank: int, count_collectives: Callable[[], Mapping[str, int]] = dict) -> None:
+        self.position = RankPosition()
+        self.num_phase_changes = 0
+        self.num_parts_done = 0
+        self._count_collectives = count_collectives
+        self._counts_at_begin: Counter[str] = Counter()
+        self._phase_path: PhasePath = (0, ())
+        # The collectives that this pass had entered by the end of each of its phases, and the most of earlier passes.
+        self._counts: dict[PhasePath, Counter[str]] = {}
+        self._highest_counts: dict[PhasePath, Counter[str]] = {}
+        self._file_path = position_path(folder, rank)
+        self._file_path.write_bytes(b" " * FILE_BYTES)
+        with self._file_path.open("r+b") as file:
+            # Phases change while the clock of a pass runs: storing to mapped memory needs no system call.
+            self._mapped = mmap.mmap(file.fileno(), FILE_BYTES)
         self._move(self.position)
 
-    def at(self, phase: Phase) -> None:
-        self._count()
+    def enter_phase(self, phase: Phase) -> None:
+        self._note_counts()
         self._move(replace(self.position, phase=phase))
 
-    def goes_on(self) -> None:
+    def report_progress(self) -> None:
         """Report that a part of this phase is done. Long work without collectives has to call this."""
         self.num_parts_done += 1
 
-    def num_unforeseen(self) -> int:
-        """Count the collectives of this pass beyond those of any pass like it. 0 in the first one."""
-        if (most := self._most.get(self._way)) is None:
+    def count_new_collectives(self) -> int:
+        """Count the collectives of this pass beyond those of any earlier pass with the same path; 0 without one."""
+        if (highest := self._highest_counts.get(self._phase_path)) is None:
             return 0
-        return (Counter(self._entered()) - self._at_begin - most).total()
+        return (Counter(self._count_collectives()) - self._counts_at_begin - highest).total()
 
-    def begins(self, index: int, source: str, *, place_in_window: int = 0) -> None:
-        self._count()
-        for way, so_far in self._so_far.items():
-            self._most[way] = self._most.get(way, Counter()) | so_far
-        self._so_far = {}
-        self._way = place_in_window, ()
-        self._at_begin = Counter(self._entered())
-        self._move(Position(index=index, phase=Phase.READING, source=source))
+    def begin_pass(self, index: int, source: str, *, place_in_window: int = 0) -> None:
+        self._note_counts()
+        for path, counts in self._counts.items():
+            self._highest_counts[path] = self._highest_counts.get(path, Counter()) | counts
+        self._counts = {}
+        self._phase_path = place_in_window, ()
+        self._counts_at_begin = Counter(self._count_collectives())
+        self._move(RankPosition(index=index, phase=Phase.READING, source=source))
 
-    def has_read(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
+    def set_shapes(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
         """Set the shapes of the input that was read; the rank now waits for the others to read theirs."""
         self.position = replace(self.position, rows=rows, padded_tokens=padded_tokens, real_tokens=real_tokens)
-        self.at(Phase.STARTING)
+        self.enter_phase(Phase.STARTING)
 
-    def has_passed(self, num_passes: int, phase: Phase) -> None:
-        """Set a phase that comes after all passes."""
-        self._move(Position(index=num_passes, phase=phase))
+    def enter_phase_after_passes(self, num_passes: int, phase: Phase) -> None:
+        """Enter a phase that comes after all passes."""
+        self._move(RankPosition(index=num_passes, phase=phase))
 
     def close(self) -> None:
         """Remove the file, which is of use only where a run broke off."""
-        self._shared.close()
-        self._path.unlink(missing_ok=True)
+        self._mapped.close()
+        self._file_path.unlink(missing_ok=True)
 
-    def _count(self) -> None:
-        self._so_far[self._way] = Counter(self._entered()) - self._at_begin
+    def _note_counts(self) -> None:
+        self._counts[self._phase_path] = Counter(self._count_collectives()) - self._counts_at_begin
 
-    def _move(self, position: Position) -> None:
+    def _move(self, position: RankPosition) -> None:
         self.position = position
-        self._way = self._way[0], (*self._way[1], position.phase)
-        self.num_borders += 1
-        self._shared[:] = json.dumps({name: getattr(position, name) for name in FIELDS}).encode().ljust(WIDTH)[:WIDTH]
+        place_in_window, phases = self._phase_path
+        self._phase_path = place_in_window, (*phases, position.phase)
+        self.num_phase_changes += 1
+        text = json.dumps({name: getattr(position, name) for name in FIELDS})
+        self._mapped[:] = text.encode().ljust(FILE_BYTES)[:FILE_BYTES]
 
 
-def position_file(folder: Path, rank: int) -> Path:
+def position_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.position.json"
 
 
-def last_position(folder: Path, rank: int) -> Position | None:
+def read_last_position(folder: Path, rank: int) -> RankPosition | None:
     """Read a rank's last position from its file; None if that is on another node's own disk."""
-    path = position_file(folder, rank)
-    return parse_json(Position, path.read_bytes(), source=str(path)) if path.exists() else None
+    path = position_path(folder, rank)
+    return parse_json(RankPosition, path.read_bytes(), source=str(path)) if path.exists() else None

@@ -1,6 +1,6 @@
-"""Connect every two ranks by a socket of our own, which works while torch.distributed hangs.
+"""Connect every two ranks by a socket that does not belong to torch, so that it works while torch.distributed hangs.
 
-The kernel closes the sockets of a process that ends, however it ends, so the others hear of it at once.
+The kernel closes the sockets of a process that ends, however it ends, so the other ranks learn of it at once.
 """
 
 import json
@@ -16,7 +16,8 @@ from typing import Any, Self
 
 from actor_init.world import World
 
-CONNECT_SECONDS = 20.0  # for all ranks; each has opened its port before any other calls it
+# How long to wait for another rank. Every rank has opened its port before any other rank connects to it.
+CONNECT_SECONDS = 20.0
 SEND_SECONDS = 1.0
 
 Message = dict[str, Any]
@@ -40,17 +41,21 @@ class Peer:
 
 @dataclass(slots=True)
 class Peers:
-    """Connections to all other ranks, and a bell, whose bytes come out of `receive` as messages of no rank."""
+    """Connections to all other ranks, and a bell: `receive` returns the bytes that are written to it as well.
+
+    The bell wakes up a thread that waits in `receive`.
+    """
 
     by_rank: dict[int, Peer] = field(default_factory=dict)
     bell: socket.socket = field(init=False)
-    _ears: socket.socket = field(init=False)
+    _bell_reader: socket.socket = field(init=False)
     _selector: selectors.DefaultSelector = field(init=False, default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
-        self.bell, self._ears = socket.socketpair()
-        self.bell.setblocking(False)  # as signal.set_wakeup_fd wants it
-        self._selector.register(self._ears, selectors.EVENT_READ, None)
+        self.bell, self._bell_reader = socket.socketpair()
+        # signal.set_wakeup_fd refuses a file descriptor that blocks.
+        self.bell.setblocking(False)
+        self._selector.register(self._bell_reader, selectors.EVENT_READ, None)
         for peer in self.by_rank.values():
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
@@ -59,8 +64,8 @@ class Peers:
         """Connect all ranks, which call this together. Raises OSError on all of them if two could not be connected."""
         if world.world_size == 1:
             return cls()
-        address = _own_address()
-        trouble, connections = None, {}
+        address = _find_own_address()
+        failure, connections = None, {}
         token = world.from_first(secrets.token_hex(16) if world.rank == 0 else None)
         with socket.socket(address[0], socket.SOCK_STREAM) as listener:
             listener.bind((address[1], 0))
@@ -68,12 +73,12 @@ class Peers:
             addresses = world.gather((*address, listener.getsockname()[1]))
             try:
                 for rank, (family, host, port) in enumerate(addresses[: world.rank]):
-                    connections[rank] = _call(family, host, port, f"{token} {world.rank}\n")
+                    connections[rank] = _call_rank(family, host, port, f"{token} {world.rank}\n")
                 while len(connections) + 1 < world.world_size:
-                    connections.update(_answer(listener, token))
+                    connections.update(_accept_caller(listener, token))
             except OSError as error:
-                trouble = f"rank {world.rank} at {address[1]}: {error}"
-        if errors := [text for text in world.gather(trouble) if text]:
+                failure = f"rank {world.rank} at {address[1]}: {error}"
+        if errors := [text for text in world.gather(failure) if text]:
             for connection in connections.values():
                 connection.close()
             raise OSError("; ".join(errors))
@@ -90,19 +95,19 @@ class Peers:
 
     def receive(self, seconds: float) -> list[tuple[int | None, Message | int | None]]:
         """Wait up to `seconds` for messages of ranks (None: it is gone) and bytes of the bell."""
-        heard: list[tuple[int | None, Message | int | None]] = []
+        received: list[tuple[int | None, Message | int | None]] = []
         for key, _ in self._selector.select(seconds):
             peer: Peer | None = key.data
             if peer is None:
-                heard += [(None, byte) for byte in self._ears.recv(4096)]
+                received += [(None, byte) for byte in self._bell_reader.recv(4096)]
                 continue
             messages = peer.receive()
-            heard += [(peer.rank, message) for message in messages]
+            received += [(peer.rank, message) for message in messages]
             if messages and messages[-1] is None:
                 self._selector.unregister(peer.connection)
                 peer.connection.close()
                 del self.by_rank[peer.rank]
-        return heard
+        return received
 
     def ring(self) -> None:
         """Wake up `receive`."""
@@ -110,28 +115,29 @@ class Peers:
 
     def close(self) -> None:
         self._selector.close()
-        for each in (self.bell, self._ears, *(peer.connection for peer in self.by_rank.values())):
-            each.close()
+        for connection in (self.bell, self._bell_reader, *(peer.connection for peer in self.by_rank.values())):
+            connection.close()
 
 
-class Meeting:
-    """A barrier outside torch. The main thread waits; the thread that receives messages says who arrived."""
+class Barrier:
+    """A barrier outside torch. The main thread waits; the thread that receives messages marks who arrived."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._missing = set(ranks)
-        self._all_here = threading.Event()
+        self._all_arrived = threading.Event()
 
-    def arrived(self, rank: int) -> None:
+    def mark_arrived(self, rank: int) -> None:
         self._missing.discard(rank)
         if not self._missing:
-            self._all_here.set()
+            self._all_arrived.set()
 
     def wait(self, tick: float) -> None:
-        while not self._all_here.wait(tick):  # Ctrl-C can come in between
+        # Python handles Ctrl-C only between two waits.
+        while not self._all_arrived.wait(tick):
             pass
 
 
-def connected(world: World) -> Peers:
+def connect_ranks(world: World) -> Peers:
     """Connect all ranks. Where two machines cannot reach each other, say so once and go on with no peers."""
     try:
         return Peers.connect(world)
@@ -141,16 +147,17 @@ def connected(world: World) -> Peers:
         return Peers()
 
 
-def _own_address() -> tuple[int, str]:
+def _find_own_address() -> tuple[int, str]:
     """Find the address under which other ranks reach this machine: that of the route to rank 0's machine."""
-    first = os.environ.get("MASTER_ADDR", "localhost")
-    family, kind, protocol, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
+    first_host = os.environ.get("MASTER_ADDR", "localhost")
+    family, kind, protocol, _, address = socket.getaddrinfo(first_host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+        # Connecting a datagram socket chooses the route, and sends nothing.
+        probe.connect(address)
         return int(family), str(probe.getsockname()[0])
 
 
-def _call(family: int, host: str, port: int, greeting: str) -> socket.socket:
+def _call_rank(family: int, host: str, port: int, greeting: str) -> socket.socket:
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(CONNECT_SECONDS)
     connection.connect((host, port))
@@ -159,7 +166,7 @@ def _call(family: int, host: str, port: int, greeting: str) -> socket.socket:
     return connection
 
 
-def _answer(listener: socket.socket, token: str) -> dict[int, socket.socket]:
+def _accept_caller(listener: socket.socket, token: str) -> dict[int, socket.socket]:
     """Accept the next caller and return it by its rank; nothing if it does not know the token."""
     listener.settimeout(CONNECT_SECONDS)
     connection, _ = listener.accept()

@@ -1,15 +1,15 @@
 """Watch a run: a thread in every rank notices a rank that died or hangs, names it, and ends all ranks.
 
-What can happen to a rank, and how the others hear of it:
+What can happen to a rank, and how the other ranks learn of it:
 
-    it fails (an exception, memory, sys.exit)   it says so itself, after GRACE_SECONDS without news of a death
-    it is killed or crashes                     its connections close without a goodbye
+    it fails (an exception, memory, sys.exit)   it reports it, after GRACE_SECONDS without news of a dead rank
+    it is killed or crashes                     its connections close, and it did not say that it leaves
     a collective fails on it or aborts it       all are asked: another rank may have reached a different collective
-    it is sent SIGTERM                          it says so itself, unless a death is why the launcher sent it
-    it stands still, or waits for a rank        no rank goes on for --timeout seconds; all are asked, one is named
-    its Python is held by native code           it does not answer; its watchdog in C leaves the stacks and ends it
+    it receives SIGTERM                         it reports it, unless the launcher sent it because a rank died
+    it stands still, or waits for a rank        no rank makes progress for --timeout seconds; all are asked, one named
+    native code holds its Python                it does not answer; its watchdog in C writes the stacks and ends it
 
-Errors that follow from another's end, as a connection closed by the peer, are thus never taken for the cause.
+So an error that another rank's end caused, such as a connection closed by the peer, is never taken for the cause.
 """
 
 import os
@@ -29,48 +29,61 @@ from actor_init.world import World
 from replay.options.option_parsing import in_flags
 from replay.output.text import join_lines
 from replay.runlog.writer import INTERRUPTED
-from replay.watch.blame import Failure, Sighting, died, failed, hung, left_alone, terminated
-from replay.watch.progress import Position, Tracker, last_position
-from replay.watch.shutdown import Ending
-from replay.watch.side_channel import Meeting, Message, connected
+from replay.watch.blame import (
+    RankFailure,
+    Sighting,
+    report_dead_rank,
+    report_departed_rank,
+    report_failed_rank,
+    report_hang,
+    report_termination,
+)
+from replay.watch.progress import RankPosition, Tracker, read_last_position
+from replay.watch.shutdown import Shutdown
+from replay.watch.side_channel import Barrier, Message, connect_ranks
 from replay.watch.stacks import (
     StackFile,
-    aborted_in_collective,
-    collectives_entered,
-    raised_in_collective,
-    standing,
-    was_held,
+    count_collectives,
+    has_aborted_in_collective,
+    has_watchdog_fired,
+    is_raised_in_collective,
+    observe_threads,
 )
 
 TICK_SECONDS = 0.25
-GRACE_SECONDS = 1.0  # in which the news of a death overtakes the errors that come of it
-ANSWER_SECONDS = 0.75  # for a thread that only has to wake up
-HELD_SECONDS = 1.5  # beyond the timeout, after which Python counts as held
-LEAVE_SECONDS = 2.5  # for a main thread to end as another rank's did
+# A rank that has an error waits so long before it reports it. News that another rank died, which may have caused the
+# error, arrive within this time.
+GRACE_SECONDS = 1.0
+# A rank that is asked has only to wake up a thread.
+ANSWER_SECONDS = 0.75
+# Python counts as held if no Python thread ran for this time beyond the timeout.
+HELD_SECONDS = 1.5
+# When another rank has left with an error, this rank's main thread gets so long to end with the same error.
+LEAVE_SECONDS = 2.5
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Terminations:
+class TerminationSignals:
     """While open, SIGTERM does not end the process but writes its number to `bell`. For the main thread only.
 
-    A thread reads the bell: in a collective the main thread runs no Python signal handler.
+    Another thread reads the bell, since the main thread runs no Python signal handler while it is in a collective.
     """
 
     def __init__(self, bell: socket.socket) -> None:
-        self._before: tuple[Any, int] | None = None
+        self._previous: tuple[Any, int] | None = None
         if threading.current_thread() is threading.main_thread():
             handler = signal.signal(signal.SIGTERM, lambda *_: None)
-            self._before = handler, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+            self._previous = handler, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
-        if self._before is not None:
-            handler, wakeup = self._before
-            signal.set_wakeup_fd(wakeup)
+        if self._previous is not None:
+            handler, wakeup_fd = self._previous
+            signal.set_wakeup_fd(wakeup_fd)
             signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
-def watching(world: World, folder: Path, timeout: float, *, show_traceback: bool = False) -> Iterator["Watch"]:
+def watch_run(world: World, folder: Path, timeout: float, *, show_traceback: bool = False) -> Iterator["Watch"]:
     """Watch the code inside. An error that leaves it on one of several ranks ends them all."""
     watch = Watch(world, folder, timeout)
     try:
@@ -100,48 +113,54 @@ class Watch:
         self.world = world
         self.folder = folder
         self.timeout = timeout
-        self.tracker = Tracker(folder, world.rank, collectives_entered)
+        self.tracker = Tracker(folder, world.rank, count_collectives)
         self._stacks = StackFile(folder, world.rank)
-        self._peers = connected(world)
-        self._ending = Ending(world, folder, self._stacks, self._peers)
-        self._left: dict[int, int] = {}  # ranks that have said goodbye, and their exit codes
+        self._peers = connect_ranks(world)
+        self._shutdown = Shutdown(world, folder, self._stacks, self._peers)
+        # What is known: the exit codes of ranks that left, the ranks that received SIGTERM, this rank's own error, and
+        # ranks that died without being the cause. `_trouble` says what was noticed, if not a lack of progress.
+        self._exit_codes: dict[int, int] = {}
         self._terminated: set[int] = set()
-        self._error: str | None = None  # of this rank's main thread
+        self._error: str | None = None
         self._collective_failed = False
-        self._grace_ends: float | None = None  # for news that would explain what is known
-        self._trouble = ""  # what was noticed, if it is not that nothing goes on
-        self._dead: dict[int, Sighting] = {}  # ranks whose end is not the cause
-        self._asked: float | None = None
+        self._dead: dict[int, Sighting] = {}
+        self._trouble = ""
+        # Until this time, news may arrive that explain what is known.
+        self._grace_ends: float | None = None
+        # When the other ranks were asked for a sighting, and what they answered.
+        self._asked_at: float | None = None
         self._answers: dict[int, Sighting] = {}
         self._progress = (0, 0, 0)
-        self._since = time.monotonic()
-        self._meeting = Meeting({world.rank, *self._peers.by_rank})
+        self._progress_at = time.monotonic()
+        self._barrier = Barrier({world.rank, *self._peers.by_rank})
         self._closing = False
-        self._terminations = Terminations(self._peers.bell)
-        for kind in (Position, Sighting, Failure):
-            find_type_adapter(kind)  # now: the thread may need it when this process can import nothing any more
+        self._terminations = TerminationSignals(self._peers.bell)
+        for kind in (RankPosition, Sighting, RankFailure):
+            # Built now, because the thread may need it at a time when this process can import nothing any more.
+            find_type_adapter(kind)
         self._thread = threading.Thread(target=self._run, name="replay-watch", daemon=True)
         self._thread.start()
 
     def meet(self) -> None:
-        """Wait for all ranks, outside torch: a barrier could meet a collective of a rank that has more passes."""
-        self._meeting.arrived(self.world.rank)
+        """Wait for all ranks, without torch: its barrier could be matched with a collective of a rank's next pass."""
+        self._barrier.mark_arrived(self.world.rank)
         self._peers.send({"kind": "arrived"})
-        self._meeting.wait(TICK_SECONDS)
+        self._barrier.wait(TICK_SECONDS)
 
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of the failure that caused it."""
-        self._collective_failed = raised_in_collective(error)
+        self._collective_failed = is_raised_in_collective(error)
         self._error = f"{type(error).__name__}: {join_lines(in_flags(error))}"
         self._peers.ring()
-        while self._thread.is_alive():  # it ends this process; Ctrl-C can come in between
+        # The thread ends this process. Python handles Ctrl-C only between two joins.
+        while self._thread.is_alive():
             self._thread.join(TICK_SECONDS)
         os._exit(1)
 
     @contextmanager
-    def unbroken(self) -> Iterator[None]:
+    def postpone_shutdown(self) -> Iterator[None]:
         """Let this rank finish what is inside before it ends because of another rank's failure."""
-        with self._ending.unbroken():
+        with self._shutdown.postpone_shutdown():
             yield
 
     def leave(self, exit_code: int) -> None:
@@ -155,128 +174,133 @@ class Watch:
         self._stacks.close()
         self.tracker.close()
 
-    # the thread
+    # The methods below run in the watch's thread.
 
     def _run(self) -> None:
+        """Handle what arrives, and act on it every TICK_SECONDS; the watchdog waits for the next turn of this loop."""
         try:
             while not self._closing:
-                self._stacks.still_here(self.timeout + HELD_SECONDS)
+                self._stacks.reset_watchdog(self.timeout + HELD_SECONDS)
                 for rank, message in self._peers.receive(TICK_SECONDS):
                     if rank is None:
-                        self._hear_bell(message)
+                        self._handle_bell(message)
                     elif isinstance(message, dict):
-                        self._hear(rank, message)
-                    elif rank not in self._left and not self._closing:
-                        self._lost(rank)
+                        self._handle_message(rank, message)
+                    elif rank not in self._exit_codes and not self._closing:
+                        self._handle_lost_rank(rank)
                 if not self._closing:
-                    self._look(time.monotonic())
+                    self._act_on_news(time.monotonic())
         except Exception:
             traceback.print_exc()
             os._exit(1)
 
-    def _hear_bell(self, byte: Any) -> None:
+    def _handle_bell(self, byte: Any) -> None:
         if byte == signal.SIGTERM:
             self._terminated.add(self.world.rank)
             self._peers.send({"kind": "terminated"})
             self._begin_grace()
 
-    def _hear(self, rank: int, message: Message) -> None:
+    def _handle_message(self, rank: int, message: Message) -> None:
         match message["kind"]:
             case "ask":
-                self._peers.send({"kind": "seen", "seen": to_json(self._own_sighting())}, to=rank)
+                self._peers.send({"kind": "seen", "seen": to_json(self._observe_self())}, to=rank)
             case "seen":
                 self._answers[rank] = from_json(Sighting, message["seen"], source=f"the answer of rank {rank}")
             case "terminated":
                 self._terminated.add(rank)
             case "arrived":
-                self._meeting.arrived(rank)
+                self._barrier.mark_arrived(rank)
             case "writing" | "written":
-                self._ending.heard(rank, message["kind"])
+                self._shutdown.note_writing(rank, message["kind"])
             case "left":
-                self._left[rank] = message["exit_code"]
-                if message["exit_code"]:  # the same error, or Ctrl-C, is on its way to this rank's main thread
+                self._exit_codes[rank] = message["exit_code"]
+                if message["exit_code"]:
+                    # The same error, or Ctrl-C, is about to end this rank's main thread too.
                     self._grace_ends = time.monotonic() + LEAVE_SECONDS
             case "ended":
-                failure = from_json(Failure, message["failure"], source=f"the last word of rank {rank}")
-                self._ending.follow(message["first"], message["exit_code"], failure)
+                failure = from_json(RankFailure, message["failure"], source=f"the last word of rank {rank}")
+                self._shutdown.end_after_report(message["first"], message["exit_code"], failure)
 
     def _begin_grace(self) -> None:
         if self._grace_ends is None:
             self._grace_ends = time.monotonic() + (GRACE_SECONDS if self._peers.by_rank else 0.0)
 
-    def _look(self, now: float) -> None:
+    def _act_on_news(self, now: float) -> None:
         """Act on what is known, if it is time: ask the others, judge their answers, or end the run."""
         tracker = self.tracker
-        progress = (tracker.num_borders, tracker.num_parts_done, sum(collectives_entered().values()))
+        progress = (tracker.num_phase_changes, tracker.num_parts_done, sum(count_collectives().values()))
         if progress != self._progress:
-            self._progress, self._since = progress, now
+            self._progress, self._progress_at = progress, now
         if self._error is not None:
             self._begin_grace()
-        if self._asked is not None:
-            if set(self._peers.by_rank) <= set(self._answers) or now >= self._asked + ANSWER_SECONDS:
+        if self._asked_at is not None:
+            if set(self._peers.by_rank) <= set(self._answers) or now >= self._asked_at + ANSWER_SECONDS:
                 self._judge(now)
         elif self._grace_ends is not None and now >= self._grace_ends:
             self._end_with_what_is_known(now)
-        elif now - self._since >= self.timeout:
+        elif now - self._progress_at >= self.timeout:
             self._ask(now)
 
     def _end_with_what_is_known(self, now: float) -> None:
-        for rank, code in self._left.items():
+        """Report what ended the run, as no news will explain it any more; after a failed collective, ask the others."""
+        for rank, code in self._exit_codes.items():
             if code:
-                self._ending.speak(left_alone(rank, interrupted=code == INTERRUPTED), exit_code=code)
+                failure = report_departed_rank(rank, interrupted=code == INTERRUPTED)
+                self._shutdown.report_and_end(failure, exit_code=code)
         if self._terminated:
-            positions = {r: last_position(self.folder, r) for r in (self.world.rank, *self._peers.by_rank)}
-            self._ending.speak(terminated(sorted(self._terminated), positions), exit_code=TERMINATED)
+            ranks = (self.world.rank, *self._peers.by_rank)
+            positions = {rank: read_last_position(self.folder, rank) for rank in ranks}
+            self._shutdown.report_and_end(report_termination(sorted(self._terminated), positions), exit_code=TERMINATED)
         assert self._error is not None
         if self._collective_failed and self._peers.by_rank:
             self._trouble = f"a collective failed on rank {self.world.rank} ({self._error})"
             self._ask(now)
         else:
-            self._ending.speak(failed(self.world.rank, self.tracker.position, self._error))
+            self._shutdown.report_and_end(report_failed_rank(self.world.rank, self.tracker.position, self._error))
 
     def _ask(self, now: float) -> None:
-        self._asked = now
+        self._asked_at = now
         self._answers = {}
         self._peers.send({"kind": "ask"})
 
     def _judge(self, now: float) -> None:
-        """Judge the answers. If any rank went on meanwhile, all get another --timeout."""
-        seen = self._answers | self._dead | {self.world.rank: self._own_sighting()}
+        """Judge the answers. If any rank made progress meanwhile, all get another --timeout."""
+        sightings = self._answers | self._dead | {self.world.rank: self._observe_self()}
         for rank in set(self._peers.by_rank) - set(self._answers):
-            seen[rank] = Sighting(rank=rank, position=last_position(self.folder, rank), answers=False)
-        idle = min(sighting.idle_seconds for sighting in seen.values() if sighting.answers)
+            sightings[rank] = Sighting(rank=rank, position=read_last_position(self.folder, rank), answers=False)
+        idle = min(sighting.idle_seconds for sighting in sightings.values() if sighting.answers)
         if idle < self.timeout and not self._trouble:
-            self._asked, self._since = None, now - idle
+            self._asked_at, self._progress_at = None, now - idle
             return
         trouble, advice = self._trouble, ""
         if not trouble:
             trouble = f"no progress for {self.timeout:g} s"
             advice = f". If that is slow and not stuck, try: --timeout {10 * self.timeout:g}"
-        self._ending.speak(hung([seen[rank] for rank in sorted(seen)], trouble, advice))
+        self._shutdown.report_and_end(report_hang([sightings[rank] for rank in sorted(sightings)], trouble, advice))
 
-    def _lost(self, rank: int) -> None:
-        """Handle a rank that is gone without a goodbye: it died, unless its files say that a hang ended it."""
-        position = last_position(self.folder, rank)
-        if was_held(self.folder, rank):
+    def _handle_lost_rank(self, rank: int) -> None:
+        """Handle a rank that ended without saying so: it died, unless its stack file says that a hang ended it."""
+        position = read_last_position(self.folder, rank)
+        if has_watchdog_fired(self.folder, rank):
             self._dead[rank] = Sighting(rank=rank, position=position, answers=False)
             self._trouble = f"no progress for {self.timeout:g} s"
-        elif aborted_in_collective(self.folder, rank):
+        elif has_aborted_in_collective(self.folder, rank):
             self._dead[rank] = Sighting(rank=rank, position=position, in_collective=True, collective_failed=True)
             self._trouble = f"a collective aborted rank {rank}"
         else:
-            self._ending.speak(died(rank, position))
+            self._shutdown.report_and_end(report_dead_rank(rank, position))
         self._ask(time.monotonic())
 
-    def _own_sighting(self) -> Sighting:
-        at = standing(threading.get_ident())
+    def _observe_self(self) -> Sighting:
+        threads = observe_threads(threading.get_ident())
         return Sighting(
             rank=self.world.rank,
             position=self.tracker.position,
-            idle_seconds=time.monotonic() - self._since,
-            collectives=collectives_entered(),
-            num_unforeseen=self.tracker.num_unforeseen(),
-            in_collective=at.in_collective or self._collective_failed,
+            idle_seconds=time.monotonic() - self._progress_at,
+            collectives=count_collectives(),
+            num_unforeseen=self.tracker.count_new_collectives(),
+            in_collective=threads.in_collective or self._collective_failed,
             collective_failed=self._collective_failed,
-            waits_for_device=at.waits_for_device,
-            standing_at=at.line,
+            waits_for_device=threads.waits_for_device,
+            standing_at=threads.line,
         )

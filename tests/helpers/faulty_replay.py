@@ -26,7 +26,7 @@ import replay.watch.watcher
 from replay.command_line.cli import run_and_leave
 from replay.objective.objective import negated_mean
 from replay.runner.replayer import Replayer
-from replay.watch.watcher import HELD_SECONDS, Watch, watching
+from replay.watch.watcher import HELD_SECONDS, Watch, watch_run
 
 FAULTY_PASS = 2
 HANG_SECONDS = 6.0
@@ -104,7 +104,7 @@ def slow_and_going_on() -> None:
     """Work of twice --timeout without any collective, of which each part is done long before it: this is no race."""
     for _ in range(24):
         time.sleep(HANG_SECONDS / 12)
-        WATCHES[0].tracker.goes_on()
+        WATCHES[0].tracker.report_progress()
 
 
 def network_cut() -> None:
@@ -191,7 +191,7 @@ WATCHES: list[Watch] = []
 def main() -> NoReturn:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # deepspeed's own
     kind, phase, rank, *sys.argv[1:] = arguments
-    vars(replay.runner.run)["watching"] = _watched
+    vars(replay.runner.run)["watch_run"] = _watched
     vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
     vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
@@ -203,7 +203,7 @@ def main() -> NoReturn:
 
 @contextmanager
 def _watched(*arguments: Any, **given: Any) -> Iterator[Watch]:
-    with watching(*arguments, **given) as watch:
+    with watch_run(*arguments, **given) as watch:
         WATCHES.append(watch)
         yield watch
 
@@ -222,7 +222,7 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
         num_calls += 1
         if num_calls == FAULTY_PASS:
             WATCHES[0].timeout = HANG_SECONDS
-            WATCHES[0]._stacks.still_here(HANG_SECONDS + HELD_SECONDS)
+            WATCHES[0]._stacks.reset_watchdog(HANG_SECONDS + HELD_SECONDS)
         if num_calls == FAULTY_PASS and phase == "forward":
             strike()
         if num_calls == FAULTY_PASS and phase == "backward":

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from replay.runlog.records import PassRecord, PhaseCost, record_of
+from replay.runlog.records import PassRecord, PhaseCost, make_record
 
 GIB = 2**30
 
@@ -30,4 +30,4 @@ def record(index: int, forward: float = 0.1, backward: float = 0.2, **changes: A
         "seconds": forward + backward,
         "loss": 1.5,
     }
-    return record_of(**(values | changes))
+    return make_record(**(values | changes))

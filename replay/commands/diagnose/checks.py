@@ -232,7 +232,9 @@ def examined(case: Case, *, show_traceback: bool = False) -> Iterator[CheckResul
     plain: PlainAnswer | None = None
     whole: Gradients | None = None
     with guarded("plain model") as broken:
-        plain = plain_answer(case.batches[0], case.spec, case.source, case.world, lambda _: case.tracker.goes_on())
+        plain = plain_answer(
+            case.batches[0], case.spec, case.source, case.world, lambda _: case.tracker.report_progress()
+        )
     yield from broken
     with guarded("a pass") as broken:
         whole = yield from _passes(case, plain)

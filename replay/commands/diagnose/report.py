@@ -36,10 +36,10 @@ from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus, describe_engine, format_check, pluralise
 from replay.resolution.job_defaults import apply_choices, choose_from_job, find_source
 from replay.resolution.selection import Selection, read_first_call, select
-from replay.runlog.writer import create_folder, versions
+from replay.runlog.writer import create_folder, list_versions
 from replay.runner.run_pass import check_vocabulary
-from replay.watch.stacks import outlast
-from replay.watch.watcher import watching
+from replay.watch.stacks import extend_collective_timeouts
+from replay.watch.watcher import watch_run
 
 NUM_INPUTS = 4  # per data rank, without --max-inputs
 # learning rate x hidden size: AdamW's best rate is proportional to 1 / width, https://arxiv.org/abs/2203.03466
@@ -99,8 +99,8 @@ def diagnose_in(
     folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
     report = Report(world, run, [folder / "diagnose.json", *([json_file] if json_file else [])])
     report.header(source, spec, selection)
-    with watching(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
-        outlast(run.measure.timeout)
+    with watch_run(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
+        extend_collective_timeouts(run.measure.timeout)
         case = Case(
             spec=spec,
             source=source,
@@ -124,7 +124,7 @@ class Report:
         self._checks: list[CheckResult] = []
         self._facts: dict[str, Any] = {
             "spec": spec_to_dict(run),
-            "versions": versions(),
+            "versions": list_versions(),
             "world_size": world.world_size,
         }
 

@@ -130,8 +130,8 @@ class Trial:
         losses = []
         for number, (batch, share) in enumerate(zip(batches, shares or [1.0] * len(batches), strict=True), 1):
             ends_window = number == len(batches)
-            self.tracker.begins(self.tracker.position.index + 1, batch.origin.source)
-            self.tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+            self.tracker.begin_pass(self.tracker.position.index + 1, batch.origin.source)
+            self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             actor_inputs = prepare_actor_inputs(batch, self.spec, self.source, self.world)
             inputs = PassInputs(
                 actor_inputs=actor_inputs,
@@ -153,7 +153,7 @@ class Trial:
 def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[Trial]:
     """Open a new actor with the weights of `source`."""
     free_closed_backends()
-    backend = open_backend(spec, source, world, lambda _: tracker.goes_on())
+    backend = open_backend(spec, source, world, lambda _: tracker.report_progress())
     try:
         yield Trial(backend=backend, spec=spec, source=source, world=world, tracker=tracker)
     finally:

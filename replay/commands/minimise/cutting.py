@@ -25,7 +25,7 @@ from capture.file_format.micro_batch import CaptureError
 from replay.options.option_parsing import Toggle, command_line, toggles, with_values
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
-from replay.verdict.job_values import TOKEN_PLACES, token_places
+from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
 
 # Describe what one trial of `replay minimise` replays: parts of captures, options, processes.
 
@@ -232,7 +232,7 @@ def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
 def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     """Return the values of what is left of the sampled tokens, and where those are now; empty if none is left."""
     values = call.outputs.get("token_log_probs")
-    places = token_places(call, cutter.num_rows, cutter.num_columns)
+    places = read_token_positions(call, cutter.num_rows, cutter.num_columns)
     if not isinstance(values, list) or len(values) != len(places):
         return {}
     row_now = {row: number for number, row in enumerate(cut.rows)}
@@ -245,7 +245,7 @@ def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
         return {}
     return {
         "token_log_probs": [value for value, _, _ in left],
-        TOKEN_PLACES: [number for _, row, column in left for number in (row, column)],
+        TOKEN_POSITIONS_KEY: [number for _, row, column in left for number in (row, column)],
     }
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from replay.output.text import join_lines
 from replay.processes.pool import Child
-from replay.runlog.reader import log_below
+from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
 from replay.tolerances.job_bounds import LOG_PROBS
-from replay.verdict.findings import Status
+from replay.verdict.findings import FindingStatus
 from replay.verdict.judge import Outcome, Verdict
 
 _PLACE = re.compile(r"row (\d+), token (\d+)")
@@ -96,7 +96,7 @@ class Log:
     @classmethod
     def of(cls, folder: Path) -> "Log":
         """Read the only log below `folder`."""
-        _, run, records = log_below(folder)
+        _, run, records = read_run_below(folder)
         return cls(run=run, records=records)
 
     @property
@@ -216,7 +216,7 @@ def _verdict(child: Child, log: Log) -> Failure | None:
     first = verdict.first
     assert first is not None, "a verdict that differs or is unsettled names a pass"
     kind = kinds[verdict.outcome]
-    status = Status.DIFFERS if kind is Kind.DIFFERS else Status.UNSETTLED
+    status = FindingStatus.DIFFERS if kind is Kind.DIFFERS else FindingStatus.UNSETTLED
     findings = [finding for finding in first.findings if finding.status is status]
     rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
     row = next((int(found[1]) for found in rows if found), None)

@@ -31,7 +31,7 @@ from replay.options.spec import USER_LOSS, ReplaySpec
 from replay.output.text import join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 
 SMALLEST = "smallest"
 INPUTS = "inputs"
@@ -81,7 +81,7 @@ def write_folder(log: MinimiseLog, best: Candidate, check: Check, *, is_whole: b
         )
     (home / "run.sh").write_text(_run_script(chosen, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
-    (home / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
+    (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
     shapes = [Shape.of(read_call(path)) for path in capture_files(home / INPUTS)]
     folder = log.folder / SMALLEST
     written = Written(

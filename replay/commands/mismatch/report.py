@@ -33,12 +33,12 @@ from replay.output.printing import open_console, print_line, print_pairs, print_
 from replay.output.text import Columns, Pairs, describe_engine, pluralise, shorten_names
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import Selection, select
-from replay.runlog.writer import create_folder, versions
+from replay.runlog.writer import create_folder, list_versions
 from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
-from replay.watch.stacks import outlast
-from replay.watch.watcher import watching
+from replay.watch.stacks import extend_collective_timeouts
+from replay.watch.watcher import watch_run
 
 FILE = "mismatch.json"
 
@@ -68,7 +68,7 @@ class MismatchReport:
     """How far replays are from a rollout, and from each other; `worst` holds the tokens that are farthest apart."""
 
     spec: ReplaySpec
-    versions: Mapping[str, str | None]
+    list_versions: Mapping[str, str | None]
     replays: Sequence[Cell]
     distances: Sequence[Distance]
     worst: Sequence[WorstToken]
@@ -77,7 +77,7 @@ class MismatchReport:
     def of(cls, run: ReplaySpec, cells: Sequence[tuple[Cell, list[Tokens]]], num_worst: int) -> Self:
         return cls(
             spec=run,
-            versions=versions(),
+            list_versions=list_versions(),
             replays=[cell for cell, _ in cells],
             distances=[_distance(cell, other) for number, cell in enumerate(cells) for other in cells[number + 1 :]],
             worst=worst_tokens([tokens for _, tokens in cells], num_worst),
@@ -115,8 +115,8 @@ def mismatch_in(
     batches = [_read(path, source) for path in selection.inputs]
     folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
     cells: list[tuple[Cell, list[Tokens]]] = []
-    with watching(world, folder, run.measure.timeout) as watch:
-        outlast(run.measure.timeout)
+    with watch_run(world, folder, run.measure.timeout) as watch:
+        extend_collective_timeouts(run.measure.timeout)
         for dtype in dtypes:
             for kernel in kernels:
                 spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
@@ -157,7 +157,7 @@ def _replayed(
     batches: Sequence[tuple[MicroBatch, Recorded]],
 ) -> tuple[Cell, list[Tokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
-    backend = open_backend(spec.actor, source, world, lambda _: tracker.goes_on())
+    backend = open_backend(spec.actor, source, world, lambda _: tracker.report_progress())
     try:
         own = [_forward(backend, spec, source, world, tracker, *one) for one in batches]
         attention = str(backend.facts()["attention_kernel"])
@@ -191,8 +191,8 @@ def _forward(
     recorded: Recorded,
 ) -> Tokens:
     """Run one forward, and put its log-probs beside the rollout's."""
-    tracker.begins(tracker.position.index + 1, batch.origin.source)
-    tracker.has_read(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
+    tracker.begin_pass(tracker.position.index + 1, batch.origin.source)
+    tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
     inputs = prepare_actor_inputs(batch, spec.actor, source, world)
     forward = PassInputs(
         actor_inputs=inputs,

@@ -21,7 +21,7 @@ from replay.commands.parity import text as parity_wording
 from replay.output.html import render
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, describe_engine, pluralise
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 
 MAX_RUNS = 60  # a plot with more lines is unreadable
 Shares = Mapping[str, Mapping[str, Sequence[float]]]  # shares of a line's runs, by its name and quantity
@@ -97,7 +97,7 @@ def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str 
         noises=parity_wording.noise_table(result),
         runs=parity_wording.cell_table(log, result),
         commands={"run": [row.cell.name for row in log.rows], "command": parity_wording.commands(log)},
-        versions=[(name, number or "-") for name, number in versions().items()],
+        versions=[(name, number or "-") for name, number in list_versions().items()],
     )
 
 

@@ -36,7 +36,7 @@ from replay.output.printing import open_console, print_line, print_pairs, print_
 from replay.output.text import describe_damaged_files, format_milliseconds, pluralise
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.profiling.prediction import InputShape, RowLayout, infer_row_layout
-from replay.runlog.reader import log_below
+from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
 
@@ -197,7 +197,7 @@ class _Work:
         self.console.runs(policy)
         with _empty_cache(self.campaign.folder / "cache"):
             child = self.campaign.run(job)
-        folder, _, records = log_below(child.logs)
+        folder, _, records = read_run_below(child.logs)
         if self.rows is None and policy is Policy.OFF:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]
             fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)

@@ -17,12 +17,12 @@ from replay.output.text import Columns, Pairs, format_gibibytes, format_millisec
 from replay.processes.child_job import ChildJob
 from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
 from replay.profiling.text import remarks as profile_remarks
-from replay.runlog.reader import matched
+from replay.runlog.reader import match_by_key
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import peak_bytes, phase_seconds
+from replay.runlog.summary import find_peak_bytes, sum_phase_seconds
 from replay.runner import text as run_text
 from replay.runner.result import Run
-from replay.verdict.text import verdict_lines
+from replay.verdict.text import format_verdict
 
 # Say what changed from one run to another: settings, statistics, and each pass on the same input.
 
@@ -73,12 +73,12 @@ def _statistics(first: Run, other: Run, name: str) -> Columns:
 
 def _passes(first: Run, other: Run, name: str) -> Columns:
     """Make a row for each input and rank that both have, left-out passes too."""
-    pairs = matched(first.records, other.records, key=lambda record: (record.source, record.rank))
+    pairs = match_by_key(first.records, other.records, key=lambda record: (record.source, record.rank))
     rows = []
     for a, b in pairs:
         if a.cost.phases and b.cost.phases:
-            seconds = phase_seconds(a), phase_seconds(b)
-            peaks = peak_bytes(a), peak_bytes(b)
+            seconds = sum_phase_seconds(a), sum_phase_seconds(b)
+            peaks = find_peak_bytes(a), find_peak_bytes(b)
             losses = tuple("-" if one.result.loss is None else f"{one.result.loss:.6g}" for one in (a, b))
             rows.append(
                 (
@@ -196,7 +196,7 @@ def _verdict(run: Run) -> Pairs:
         return []
     first = verdict.first
     place = [] if first is None else [("first", f"pass {first.index + 1}, {first.source}")]
-    return [*verdict_lines(verdict), *place]
+    return [*format_verdict(verdict), *place]
 
 
 def _figures(run: Run) -> list[Figure]:
@@ -228,10 +228,10 @@ def _scatters(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
             if r.cost.phases:
                 who = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
                 place = Point(
-                    name=_name(r), series=who, x=r.input.fed_tokens, y=phase_seconds(r), mark=marks.get(r.index, "")
+                    name=_name(r), series=who, x=r.input.fed_tokens, y=sum_phase_seconds(r), mark=marks.get(r.index, "")
                 )
                 seconds.append(place)
-                peaks.append(replace(place, y=peak_bytes(r)))
+                peaks.append(replace(place, y=find_peak_bytes(r)))
     return [
         points("Seconds against tokens", seconds, MILLISECONDS),
         points("Peak memory against tokens", peaks, GIBIBYTES),

@@ -19,7 +19,7 @@ from replay.output.printing import open_console, print_line, print_pairs
 from replay.output.text import describe_damaged_files, pluralise
 from replay.processes.pool import Child, RunLimits
 from replay.resolution.selection import select
-from replay.runlog.reader import log_below
+from replay.runlog.reader import read_run_below
 from replay.runlog.run_file import read_section
 from replay.runlog.writer import INTERRUPTED
 from replay.verdict.judge import Outcome, Verdict
@@ -94,7 +94,7 @@ class Group:
 
     def after(self, child: Child, folder: Path) -> "Group":
         """Return what became of it. A damaged file is no fault of the groups that come upon it."""
-        log, run, records = log_below(child.logs)
+        log, run, records = read_run_below(child.logs)
         ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
         if failed := [record for record in records if record.error is not None]:
             first = failed[0]

@@ -17,7 +17,7 @@ from replay.comparison.differences import Point, Quantity
 from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import peak_bytes
+from replay.runlog.summary import find_peak_bytes
 from replay.tolerances.run_bounds import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
 
 
@@ -116,7 +116,7 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
         loss=fmean(record.result.loss for record in window if record.result.loss is not None),
         norm=_norms(window)[0],
         seconds=sum(max(ranks) for ranks in by_pass.values()),
-        memory_bytes=max(map(peak_bytes, window)),
+        memory_bytes=max(map(find_peak_bytes, window)),
         inputs=sorted(by_data_rank.values()),
     )
 

@@ -12,9 +12,9 @@ from typing import Any
 from replay.campaign.campaign import Campaign, Job
 from replay.options.spec import Order, ReplaySpec
 from replay.profiling.prediction import MOST_OF_PEAK, Cost, InputShape, PredictionErrors
-from replay.runlog.reader import log_below
+from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
-from replay.runlog.summary import reason_to_leave_out
+from replay.runlog.summary import find_reason_to_leave_out
 
 NUM_COUNTING = 3  # repetitions of an input
 MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does
@@ -54,7 +54,7 @@ def measure(
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring
     child = campaign.run(Job(home="runs", spec=run, num_processes=num_processes))
-    folder, run_file, records = log_below(child.logs)
+    folder, run_file, records = read_run_below(child.logs)
     counting: dict[int, list[list[PassRecord]]] = {}
     for index, ranks in _whole_passes(records, num_processes):
         if (index + 1) % window == 0:
@@ -85,7 +85,7 @@ def _whole_passes(records: Sequence[PassRecord], num_ranks: int) -> Iterator[tup
 
 
 def _cost(repeated: Sequence[Sequence[PassRecord]]) -> Cost:
-    clean = [ranks for ranks in repeated if reason_to_leave_out(ranks) is None] or repeated[-1:]
+    clean = [ranks for ranks in repeated if find_reason_to_leave_out(ranks) is None] or repeated[-1:]
     phases = clean[-1][0].cost.phases
     return Cost(
         seconds={name: min(max(one.cost.phases[name].seconds for one in ranks) for ranks in clean) for name in phases},

@@ -36,7 +36,7 @@ from replay.profiling.prediction import (
     read_shapes,
 )
 from replay.resolution.selection import Selection, select
-from replay.runlog.records import tells_of_memory
+from replay.runlog.records import describes_out_of_memory
 from replay.runlog.writer import INTERRUPTED
 
 NUM_CHECKED = 3  # of the slowest, of those with the highest peaks, and at random
@@ -112,7 +112,7 @@ class _Work:
             (Ranked(shape=shape, cost=cost) for shape in self.shapes if (cost := model.predict(shape)) is not None),
             key=lambda one: (-one.cost.total_seconds, -one.shape.real_tokens),
         )
-        ran_out = [chosen[place] for place, error in measuring.failed.items() if tells_of_memory(error)]
+        ran_out = [chosen[place] for place, error in measuring.failed.items() if describes_out_of_memory(error)]
         peaks = [cost.peak_bytes for shape in ran_out if (cost := model.predict(shape)) is not None]
         elsewhere = Room(memory=memory_here(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))

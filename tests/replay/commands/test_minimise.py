@@ -28,7 +28,7 @@ from replay.commands.minimise.standalone import Standalone
 from replay.commands.minimise.trials import ParityCell, Trial
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import Finding, Status
+from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.judge import Outcome, PassVerdict
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
@@ -89,8 +89,8 @@ def test_a_failure_is_read_from_the_log_of_a_replay(tmp_path: Path) -> None:
 def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
     numbers: dict[str, Any] = {"recorded": -3.0, "replayed": -2.0, "difference": 0.3, "bound": 1e-4}
     findings = [
-        Finding(name="loss", status=Status.AGREES, **numbers),
-        Finding(name="log-probs", status=Status.DIFFERS, where="row 1", **numbers),
+        Finding(name="loss", status=FindingStatus.AGREES, **numbers),
+        Finding(name="log-probs", status=FindingStatus.DIFFERS, where="row 1", **numbers),
     ]
     first = PassVerdict(index=4, source="e.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
     verdict = replace(VERDICT, outcome=Outcome.DIFFERS, first=first)

@@ -11,7 +11,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
 from replay.commands.minimise.cutting import Cut, Shape, cut_call
-from replay.verdict.job_values import token_places
+from replay.verdict.pass_values import read_token_positions
 
 ROWS, COLUMNS, ACTIONS = 3, 10, 6
 WHOLE = Cut(source=0, rows=(0, 1, 2), first=0, end=COLUMNS)
@@ -111,7 +111,7 @@ def test_sampled_log_probs_stay_with_their_tokens_or_go() -> None:
     cut = cut_call(call, Cut(source=0, rows=(1,), first=0, end=5))
     assert cut.outputs["token_log_probs"] == [11.0, 12.0, 13.0, 14.0]
     later = cut_call(cut, Cut(source=0, rows=(0,), first=2, end=5))
-    assert (later.outputs["token_log_probs"], token_places(later, 1, 3)) == ([13.0, 14.0], [(0, 1), (0, 2)])
+    assert (later.outputs["token_log_probs"], read_token_positions(later, 1, 3)) == ([13.0, 14.0], [(0, 1), (0, 2)])
     large = torch.ones(8, 100, dtype=torch.int64)
     sampled = choose_sampled_tokens(8, 100)
     many = call_of(
@@ -119,7 +119,7 @@ def test_sampled_log_probs_stay_with_their_tokens_or_go() -> None:
     )
     row = cut_call(many, Cut(source=0, rows=(6,), first=0, end=100))
     assert row.outputs["token_log_probs"] == [6.0] * 8
-    assert token_places(row, 1, 100) == [(0, column) for row, column in sampled if row == 6]
+    assert read_token_positions(row, 1, 100) == [(0, column) for row, column in sampled if row == 6]
     assert cut_call(many, Cut(source=0, rows=(6,), first=0, end=4)).outputs == {}
 
 

@@ -84,8 +84,8 @@ class Runs:
             config = {"config": {"num_hidden_layers": 4, "hidden_size": 64}}
             folder = write_log(task.logs / "run", records, spec=spec, work=config)
             for record in records:
-                gradient_sketches.keep(folder, record.index, [("norm", torch.ones(8))], ALONE)
-                token_log_probs.keep(folder, record.index, record.rank, [-1.0, -2.0])
+                gradient_sketches.write(folder, record.index, [("norm", torch.ones(8))], ALONE)
+                token_log_probs.write(folder, record.index, record.rank, [-1.0, -2.0])
         code = 0 if isinstance(told, float) else {"refused": 2, "late": None}.get(told.partition(":")[0], -9)
         return Child(exit_code=code, seconds=1.5, output=task.output, logs=task.logs)
 
@@ -219,7 +219,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert list(states(folder).values()) == ["done"] * 5 + ["failed", "done"]
     assert cli.main(["parity", "--continue", str(folder)]) == 1
     assert runs.names[1:] == RUNS[3:]  # nothing is left
-    monkeypatch.setattr("replay.runlog.writer.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("replay.runlog.writer.list_versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
     assert MatrixJudge().result_of(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
 

@@ -17,10 +17,10 @@ from replay.comparison.comparison import Comparison
 from replay.runlog.run_file import RunFile
 from replay.runner.result import Run
 from replay.runner.run import run_in
-from replay.verdict.findings import Finding, Status
+from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.judge import Outcome, PassVerdict, Verdict
-from replay.watch.blame import failed
-from replay.watch.progress import Phase, Position
+from replay.watch.blame import report_failed_rank
+from replay.watch.progress import Phase, RankPosition
 from replay.watch.shutdown import claim_failure
 from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
@@ -51,8 +51,8 @@ def test_run_json_is_read_as_it_was_written(tmp_path: Path, exit_code: int | Non
     run = RunFile.read(folder)
     assert run.to_dict() == strict_json(folder)
     assert (run.exit_code, run.end is None) == (exit_code, exit_code is None)
-    position = Position(index=1, phase=Phase.FORWARD, source="b.pkl")
-    assert claim_failure(folder, failed(0, position, "broken"), "rank 0 failed")
+    position = RankPosition(index=1, phase=Phase.FORWARD, source="b.pkl")
+    assert claim_failure(folder, report_failed_rank(0, position, "broken"), "rank 0 failed")
     assert RunFile.read(folder).to_dict() == strict_json(folder)
     kept = {name: value for name, value in run.to_dict().items() if name not in ("status", "exit_code")}
     assert {name: strict_json(folder)[name] for name in kept} == kept, "the failure comes to what was there"
@@ -60,7 +60,7 @@ def test_run_json_is_read_as_it_was_written(tmp_path: Path, exit_code: int | Non
 
 def test_a_rank_that_fails_before_the_run_has_begun_is_in_run_json(tmp_path: Path) -> None:
     (tmp_path / "rank0.position.json").write_text("{}")
-    assert claim_failure(tmp_path, failed(1, Position(), "no memory"), "rank 1 failed")
+    assert claim_failure(tmp_path, report_failed_rank(1, RankPosition(), "no memory"), "rank 1 failed")
     run = RunFile.read(tmp_path)
     assert (run.start, run.end, run.status, run.exit_code) == (None, None, "failed", 1)
     assert run.failure is not None
@@ -69,7 +69,9 @@ def test_a_rank_that_fails_before_the_run_has_begun_is_in_run_json(tmp_path: Pat
 
 
 def test_a_verdict_on_numbers_that_are_not_finite_is_read_as_it_was_written() -> None:
-    wrong = Finding(name="loss", status=Status.DIFFERS, recorded=2.0, replayed=math.nan, difference=math.inf, bound=0.1)
+    wrong = Finding(
+        name="loss", status=FindingStatus.DIFFERS, recorded=2.0, replayed=math.nan, difference=math.inf, bound=0.1
+    )
     first = PassVerdict(index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=[wrong])
     values = replace(VERDICT, outcome=Outcome.DIFFERS, first=first).to_dict()
     assert values["first"]["findings"][0]["replayed"] == "nan"

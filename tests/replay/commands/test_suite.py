@@ -21,7 +21,7 @@ from replay.options.spec import LossName
 from replay.processes.pool import Child, Machine, Task
 from replay.resolution.selection import select
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import versions
+from replay.runlog.writer import list_versions
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
@@ -395,7 +395,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     first = (folder / "ddp.jsonl").read_bytes()
 
     with monkeypatch.context() as patch:
-        patch.setattr("replay.runlog.writer.versions", lambda: versions() | {"torch": "1.0"})
+        patch.setattr("replay.runlog.writer.list_versions", lambda: list_versions() | {"torch": "1.0"})
         assert main(["suite", "--continue", str(folder)]) == 2
     assert f"has runs of torch {version('torch')} there, 1.0 here. Go on with those" in capsys.readouterr().err
     moved = folder.rename(tmp_path / "moved")

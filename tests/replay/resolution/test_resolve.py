@@ -219,7 +219,7 @@ from replay.runner.replayer import Replayer
 from replay.options.spec import ReplaySpec
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import judge
-from replay.verdict.weight_check import SameWeights
+from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
 book: Logbook
@@ -229,7 +229,7 @@ actor: ReopenableActor
 backend: Backend
 meter: Meter
 tracker: Tracker
-same_weights: SameWeights
+same_weights: WeightChecker
 path: Path
 resolved: ResolvedReplay
 """

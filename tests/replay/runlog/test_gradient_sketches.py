@@ -12,8 +12,8 @@ from actor_init.spec import UsageError
 from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.options.option_parsing import replay_spec
 from replay.options.spec import MeasureSpec
-from replay.runlog.gradient_sketches import SMALL, ParameterDistance, distances_between, keep, read, row_of
-from replay.runlog.token_log_probs import keep as keep_log_probs
+from replay.runlog.gradient_sketches import LEAST_SHARE, ParameterDistance, compare, make_row, read, write
+from replay.runlog.token_log_probs import write as keep_log_probs
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import Made
 
@@ -23,11 +23,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def rows(**gradients: Tensor) -> dict[str, Tensor]:
-    return {name.replace("_at_", "@"): row_of(gradient) for name, gradient in gradients.items()}
+    return {name.replace("_at_", "@"): make_row(gradient) for name, gradient in gradients.items()}
 
 
 def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, ParameterDistance]:
-    return {found.name: found for found in distances_between(one, other)}
+    return {found.name: found for found in compare(one, other)}
 
 
 class World:
@@ -44,9 +44,9 @@ class World:
 
 def test_a_row_holds_the_norm_and_changes_with_the_gradient_by_as_much_as_it() -> None:
     gradient = random(48, 40)
-    row = row_of(gradient)
+    row = make_row(gradient)
     assert row[0].item() == pytest.approx(gradient.norm().item(), rel=1e-6)
-    moved = [(row_of(gradient + 1e-3 * random(48, 40, seed=seed)) - row)[1:].norm() for seed in range(1, 30)]
+    moved = [(make_row(gradient + 1e-3 * random(48, 40, seed=seed)) - row)[1:].norm() for seed in range(1, 30)]
     size = 1e-3 * (48 * 40) ** 0.5
     assert torch.stack(moved).square().mean().item() == pytest.approx(size**2, rel=0.2)  # 29 of relative spread 0.2
 
@@ -63,7 +63,7 @@ def test_a_small_parameter_is_measured_by_itself_down_to_a_share_of_the_whole() 
     found = between(rows(w=large, b=small, k=tiny), rows(w=large, b=2 * small, k=-tiny))
     assert found["w"].apart == 0
     assert found["b"].apart >= small.norm().item() * 0.99  # its length alone says so
-    assert found["k"].size == pytest.approx(SMALL * large.norm().item(), rel=1e-2)
+    assert found["k"].size == pytest.approx(LEAST_SHARE * large.norm().item(), rel=1e-2)
     assert found["k"].apart / found["k"].size < 1e-7
 
 
@@ -81,9 +81,9 @@ def test_what_is_not_finite_is_equal_to_its_like_alone() -> None:
 
 def test_a_rank_that_holds_other_gradients_is_kept_and_counts(tmp_path: Path) -> None:
     gradient = random(16, 16)
-    agrees, differs = ({"w": row_of(one).numpy().tobytes()} for one in (gradient, 2 * gradient))
+    agrees, differs = ({"w": make_row(one).numpy().tobytes()} for one in (gradient, 2 * gradient))
     made: Any = World([agrees, differs])
-    keep(tmp_path, 3, [("w", gradient)], made)
+    write(tmp_path, 3, [("w", gradient)], made)
     kept = read(tmp_path, 3)
     assert sorted(kept) == ["w", "w@2"]
     assert between(rows(w=gradient), dict(kept))["w"].apart > 0.9 * gradient.norm().item()
@@ -105,7 +105,7 @@ def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_do
         for index in range(2):
             q_proj = random(32, 32, seed=index)
             own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
-            keep(folder, index, own.items(), alone)
+            write(folder, index, own.items(), alone)
             keep_log_probs(folder, index, 0, [-1.0, None, -2.0])
     judged = MatrixJudge().result_of(made.rows).cells
     assert judged["clean"].result is CellResult.EQUAL
@@ -132,7 +132,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
             values[1, 17] = right[1, 17] + 5 * floor
         for index in range(2):
             keep_log_probs(folder, index, 0, [None, *values[index].tolist()])
-            keep(folder, index, [("w", random(4, 4))], alone)
+            write(folder, index, [("w", random(4, 4))], alone)
     judged = MatrixJudge().result_of(made.rows).cells
     assert judged["clean"].result is CellResult.WITHIN_NOISE
     assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["token log-probs"])

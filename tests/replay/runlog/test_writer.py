@@ -14,9 +14,9 @@ from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.resolution.selection import Selection
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
-from replay.runlog.writer import Logbook, create_folder, versions
-from replay.watch.blame import failed
-from replay.watch.progress import Phase, Position
+from replay.runlog.writer import Logbook, create_folder, list_versions
+from replay.watch.blame import report_failed_rank
+from replay.watch.progress import Phase, RankPosition
 from replay.watch.shutdown import claim_failure
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
@@ -74,7 +74,7 @@ def test_a_run_is_described_before_its_first_pass(logbook: Logbook) -> None:
     assert run["world_size"] == 2
     assert run["devices"] == ["H200", "H200"]
     assert run["inputs"]["damaged"] == [{"path": "b.pkl", "error": "truncated"}]
-    assert run["versions"] == versions()
+    assert run["versions"] == list_versions()
     assert run["versions"]["torch"]
     assert "exit_code" not in run
 
@@ -107,9 +107,11 @@ def test_a_run_with_a_failed_pass_has_failed(logbook: Logbook) -> None:
 
 
 def test_any_rank_can_say_that_it_ended_the_run(logbook: Logbook) -> None:
-    position = Position(index=3, phase=Phase.BACKWARD, source="input_3.pkl")
-    assert claim_failure(logbook.folder, failed(1, position, "broken"), "rank 1 failed")
-    assert not claim_failure(logbook.folder, failed(0, position, "connection closed by peer"), "rank 0 failed")
+    position = RankPosition(index=3, phase=Phase.BACKWARD, source="input_3.pkl")
+    first = report_failed_rank(1, position, "broken")
+    second = report_failed_rank(0, position, "connection closed by peer")
+    assert claim_failure(logbook.folder, first, "rank 1 failed")
+    assert not claim_failure(logbook.folder, second, "rank 0 failed")
     assert (logbook.folder / "failure.txt").read_text() == "rank 1 failed\n"
     run = run_json(logbook.folder)
     assert (run["status"], run["exit_code"]) == ("failed", 1)
@@ -178,7 +180,7 @@ def test_logs_that_are_no_folder_are_refused(tmp_path: Path, logs: str) -> None:
 
 def test_a_package_that_is_not_installed_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.runlog.writer.PACKAGES", ("torch", "no-such-package-anywhere"))
-    assert versions()["no-such-package-anywhere"] is None
+    assert list_versions()["no-such-package-anywhere"] is None
 
 
 def test_the_page_of_the_log_finds_what_a_run_without_options_leaves(

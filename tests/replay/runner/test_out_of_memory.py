@@ -20,7 +20,7 @@ from replay.options.spec import InputsSpec, ReplaySpec
 from replay.resolution.job_defaults import find_source
 from replay.runlog.records import PassRecord, PhaseCost, is_out_of_memory
 from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
-from replay.watch.shutdown import Ending
+from replay.watch.shutdown import Shutdown
 from tests.helpers.commands import run
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
@@ -328,7 +328,7 @@ class Peers:
         return [(1, self._heard.pop(0))]
 
 
-def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Ending:
+def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Shutdown:
     class Alone:
         rank, device = 0, torch.device("cpu")
 
@@ -344,7 +344,7 @@ def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> End
     monkeypatch.setattr(shutdown, "repeat_for_torchrun", lambda *_, **__: None)
     monkeypatch.setattr(shutdown, "write_flight_recorder", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ends)
-    return Ending(cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers))
+    return Shutdown(cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers))
 
 
 def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
@@ -375,7 +375,7 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
     lock = Lock()
     monkeypatch.setattr(last, "_lasts", lock)
     thread = threading.Thread(target=ends)
-    with last.unbroken():
+    with last.postpone_shutdown():
         thread.start()
         assert lock.asked.wait(60)
     thread.join()
@@ -389,7 +389,7 @@ def test_a_rank_that_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     peers = Peers({"kind": "written"}, {"kind": "done"})
     last = ending(tmp_path, peers, monkeypatch)
     monkeypatch.setattr(last, "_kill", killed.append)
-    last.heard(1, "writing")
+    last.note_writing(1, "writing")
 
     with pytest.raises(SystemExit):
         last._end(0, 1, "")

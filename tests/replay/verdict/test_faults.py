@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from capture import recording
 from replay.command_line.cli import main as replay_main
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, TOKENS_RMS
-from replay.verdict.job_values import WEIGHTING
+from replay.verdict.pass_values import WEIGHTING
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches
 

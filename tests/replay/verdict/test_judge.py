@@ -26,10 +26,10 @@ from replay.tolerances.job_bounds import (
     TOKENS_RMS,
     compute_bound,
 )
-from replay.verdict.findings import Setting, finding
-from replay.verdict.job_values import Claim, OtherValue, Recorded, Replayed, WeightComparison
-from replay.verdict.judge import Outcome, Pass, Verdict, judge
-from replay.verdict.text import verdict_lines
+from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.judge import Outcome, PassEvidence, Verdict, judge
+from replay.verdict.pass_values import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
+from replay.verdict.text import format_verdict
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
@@ -290,9 +290,9 @@ def test_action_log_probs_are_compared_row_by_row(
 # the rules, on plain data
 
 SAME = WeightComparison(compared=("a", "b", "c"), num_parameters=3)
-OTHER = replace(SAME, differing=("a",), first=OtherValue(name="a", index=0, recorded=1.0, replayed=2.0))
+OTHER = replace(SAME, differing=("a",), first=DifferingElement(name="a", index=0, recorded=1.0, replayed=2.0))
 UNKNOWN = WeightComparison(doubt="the capture holds no samples of the weights")
-SETTING = Setting(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
+SETTING = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
 RIGHT, WRONG, VAGUE = (
     Claim(name=LOSS, values=[1.5], num_tokens=[80]),
     Claim(name=LOSS, values=[1.6], num_tokens=[80]),
@@ -300,15 +300,17 @@ RIGHT, WRONG, VAGUE = (
 )
 
 
-def recorded(*claims: Claim, step: int = 0, **changes: Any) -> Recorded:
+def recorded(*claims: Claim, step: int = 0, **changes: Any) -> RecordedPass:
     values: dict[str, Any] = {"rank": 0, "world_size": 1, "trains": True, "weights": SAME, "num_frozen": 0}
-    return Recorded(**{**values, "step": step, "claims": claims, "dtypes": ["float32"], **changes})
+    return RecordedPass(**{**values, "step": step, "claims": claims, "dtypes": ["float32"], **changes})
 
 
-def judged(*passes: Recorded, setting: Setting = SETTING, **changes: Any) -> Verdict:
+def judged(*passes: RecordedPass, setting: VerdictSettings = SETTING, **changes: Any) -> Verdict:
     """Each pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     values = {"row_action_tokens": [30, 50], "grad_norm": 4.0, "row_log_probs": [-30.0, -100.0], **changes}
-    return judge([Pass(record(index, **values), one, Replayed()) for index, one in enumerate(passes)], setting)
+    return judge(
+        [PassEvidence(record(index, **values), one, ReplayedPass()) for index, one in enumerate(passes)], setting
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,11 +334,11 @@ def judged(*passes: Recorded, setting: Setting = SETTING, **changes: Any) -> Ver
         ([], Outcome.CANNOT_TELL, "no pass was replayed"),
     ],
 )
-def test_the_rules(passes: Sequence[Recorded], outcome: Outcome, reason: str | None) -> None:
+def test_the_rules(passes: Sequence[RecordedPass], outcome: Outcome, reason: str | None) -> None:
     verdict = judged(*passes)
     assert verdict.outcome is outcome
     assert (verdict.reason or "") == (reason or "") or str(reason) in str(verdict.reason)
-    assert verdict_lines(verdict)[0][1].startswith(f"{outcome}: ")
+    assert format_verdict(verdict)[0][1].startswith(f"{outcome}: ")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +412,7 @@ NORM = Claim(name=GRAD_NORM, values=[5.0])
     ],
 )
 def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
-    first: Recorded, changes: dict[str, Any], outcome: Outcome
+    first: RecordedPass, changes: dict[str, Any], outcome: Outcome
 ) -> None:
     second = replace(recorded(RIGHT, NORM, step=1), **changes)
     assert judged(first, second).outcome is outcome
@@ -430,7 +432,7 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
     one = recorded(RIGHT)
     pair = [
-        Pass(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, Replayed())
+        PassEvidence(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, ReplayedPass())
         for rank, loss in ((0, 1.5), (1, 1.6))
     ]
     verdict = judge(pair, SETTING)
@@ -442,9 +444,9 @@ def test_what_differs_in_the_environment_is_listed_beside() -> None:
     here = {"torch": "2.13.0", "device": "NVIDIA H200", "dtype": "float32"}
     verdict = judged(recorded(RIGHT, settings=settings), setting=replace(SETTING, environment=here))
     assert verdict.environment == {"torch": ("2.11.0", "2.13.0")}
-    assert ("here", "torch 2.13.0 (2.11.0 in the job)") in verdict_lines(verdict)
+    assert ("here", "torch 2.13.0 (2.11.0 in the job)") in format_verdict(verdict)
 
 
 def test_a_finding_at_its_bound_agrees() -> None:
-    assert finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.1).agrees
-    assert not finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.09).agrees
+    assert make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.1).agrees
+    assert not make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.09).agrees

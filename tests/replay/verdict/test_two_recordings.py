@@ -8,7 +8,7 @@ import pytest
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.tolerances.job_bounds import LOSS
-from replay.verdict.job_values import Claim, Recorded, WeightComparison, why_not_one_job
+from replay.verdict.pass_values import Claim, RecordedPass, WeightComparison, describe_mixed_recordings
 from tests.helpers.made_records import record
 from tests.replay.verdict.test_judge import FP32, replayed, train
 
@@ -35,15 +35,18 @@ def test_the_ranks_of_a_job_have_each_a_recording_of_its_own() -> None:
         claims = [Claim(name=LOSS, values=[1.5])]
         same: dict[str, Any] = {"world_size": 2, "trains": True, "weights": WeightComparison(), "num_frozen": 0}
         return [
-            (record(index, rank=rank), Recorded(rank=rank, step=0, claims=claims, dtypes=[], recording=time, **same))
+            (
+                record(index, rank=rank),
+                RecordedPass(rank=rank, step=0, claims=claims, dtypes=[], recording=time, **same),
+            )
             for rank, time in began.items()
         ]
 
     job, restarted = {0: "10:00:01", 1: "10:00:02"}, {0: "11:00:01", 1: "11:00:02"}
-    assert why_not_one_job([*seen(job, 0), *seen(job, 1)]) is None
-    said = why_not_one_job([*seen(job, 0), *seen(job, 1), *seen(restarted, 2)])
+    assert describe_mixed_recordings([*seen(job, 0), *seen(job, 1)]) is None
+    said = describe_mixed_recordings([*seen(job, 0), *seen(job, 1), *seen(restarted, 2)])
     assert said is not None
     assert "of 2 recordings in one folder, which began 10:00:01 and 11:00:01. Try: --max-inputs 2," in said
-    said = why_not_one_job([*seen({0: job[0]}, 0), *seen({0: restarted[0]}, 0)])  # dealt to two data ranks
+    said = describe_mixed_recordings([*seen({0: job[0]}, 0), *seen({0: restarted[0]}, 0)])  # dealt to two data ranks
     assert said is not None
     assert "Try: a folder for each" in said

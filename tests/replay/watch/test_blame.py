@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from replay.watch.blame import Sighting, hung, terminated, who_did_not_arrive
-from replay.watch.progress import Phase, Position
+from replay.watch.blame import Sighting, find_missing_ranks, report_hang, report_termination
+from replay.watch.progress import Phase, RankPosition
 
 
 def seen(
@@ -20,7 +20,7 @@ def seen(
     answers: bool = True,
 ) -> Sighting:
     source = f"input_{rank}.pkl" if phase not in (Phase.OPENING, Phase.OUT_OF_INPUTS) else None
-    position = Position(index=index, phase=phase, source=source, rows=2, padded_tokens=40, real_tokens=38)
+    position = RankPosition(index=index, phase=phase, source=source, rows=2, padded_tokens=40, real_tokens=38)
     return Sighting(
         rank=rank,
         position=position,
@@ -144,24 +144,24 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_that_did_not_arrive_is_named(name: str) -> None:
     sightings, expected = CASES[name]
-    assert who_did_not_arrive(sightings).ranks == expected
+    assert find_missing_ranks(sightings).ranks == expected
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_in_which_ranks_are_heard_decides_nothing(name: str) -> None:
     sightings, expected = CASES[name]
-    assert tuple(sorted(who_did_not_arrive(sightings[::-1]).ranks)) == expected
+    assert tuple(sorted(find_missing_ranks(sightings[::-1]).ranks)) == expected
 
 
 def test_where_it_cannot_be_told_nobody_is_named() -> None:
-    failure = hung([seen(0), seen(1)], "no progress for 120 s")
+    failure = report_hang([seen(0), seen(1)], "no progress for 120 s")
     assert failure.rank is None
     assert "which rank did not arrive cannot be told" in failure.headline
     assert "did not arrive: " not in failure.headline
 
 
 def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
-    failure = hung(
+    failure = report_hang(
         [seen(0, Phase.WAITING), seen(1, inside=False)], "no progress for 120 s", advice=". Try: --timeout 600"
     )
     assert failure.text("logs/x").splitlines() == [
@@ -176,6 +176,6 @@ def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
 
 def test_a_signal_to_all_ranks_names_none_of_them() -> None:
     positions = {rank: seen(rank).position for rank in range(3)}
-    assert terminated([0, 1, 2], positions).rank is None
-    assert terminated([1], positions).rank == 1
-    assert terminated([0], {0: seen(0).position}).rank == 0
+    assert report_termination([0, 1, 2], positions).rank is None
+    assert report_termination([1], positions).rank == 1
+    assert report_termination([0], {0: seen(0).position}).rank == 0

@@ -18,12 +18,12 @@ from torch.distributed import distributed_c10d
 from actor_init.world import World
 from replay.command_line.cli import main
 from replay.watch import side_channel, stacks
-from replay.watch.blame import failed
-from replay.watch.progress import Phase, Position, Tracker, last_position
+from replay.watch.blame import report_failed_rank
+from replay.watch.progress import Phase, RankPosition, Tracker, read_last_position
 from replay.watch.shutdown import claim_failure
 from replay.watch.side_channel import Peers
-from replay.watch.stacks import raised_in_collective
-from replay.watch.watcher import watching
+from replay.watch.stacks import is_raised_in_collective
+from replay.watch.watcher import watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.ports import free_port
@@ -173,9 +173,9 @@ def test_a_good_run_leaves_nothing_of_the_watch(tmp_path: Path, monkeypatch: pyt
 
     def noted(world: Any, folder: Any, timeout: float, **given: Any) -> Any:
         timeouts.append(timeout)
-        return watching(world, folder, timeout, **given)
+        return watch_run(world, folder, timeout, **given)
 
-    monkeypatch.setattr("replay.runner.run.watching", noted)
+    monkeypatch.setattr("replay.runner.run.watch_run", noted)
     handlers = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
     threads = threading.enumerate()
     arguments = ["--inputs", str(folder_of(tmp_path, [20, 22])), "--log-folder", str(tmp_path / "logs")]
@@ -219,12 +219,14 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
     clock, said = Clock(), []
     monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
     monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
-    monkeypatch.setattr("replay.watch.shutdown.Ending.speak", lambda _, failure, **given: said.append(failure.headline))
-    with watching(world, tmp_path, 120.0) as watch:
+    monkeypatch.setattr(
+        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
+    )
+    with watch_run(world, tmp_path, 120.0) as watch:
         for _ in range(4):
             clock.pass_by(50.0)
             if reports:
-                watch.tracker.goes_on()
+                watch.tracker.report_progress()
     assert bool(said) != reports
     assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
 
@@ -232,55 +234,55 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
     """As where all run out of memory in the same pass."""
     Tracker(tmp_path, rank=0)
-    position = Position(index=1, phase=Phase.FORWARD, source="a.pkl")
-    assert claim_failure(tmp_path, failed(1, position, "OutOfMemoryError"), "rank 1 failed")
-    assert not claim_failure(tmp_path, failed(0, position, "OutOfMemoryError"), "rank 0 failed")
+    position = RankPosition(index=1, phase=Phase.FORWARD, source="a.pkl")
+    assert claim_failure(tmp_path, report_failed_rank(1, position, "OutOfMemoryError"), "rank 1 failed")
+    assert not claim_failure(tmp_path, report_failed_rank(0, position, "OutOfMemoryError"), "rank 0 failed")
     assert (tmp_path / "failure.txt").read_text() == "rank 1 failed\n"
     assert json.loads((tmp_path / "run.json").read_text())["failure"]["rank"] == 1
 
 
 def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, rank=3)
-    assert last_position(tmp_path, 3) == Position(index=-1, phase=Phase.OPENING)
-    tracker.begins(11, "a" * 240 + "ü.pkl")
-    tracker.has_read(2, 40, 38)
-    tracker.at(Phase.BACKWARD)
-    expected = Position(
+    assert read_last_position(tmp_path, 3) == RankPosition(index=-1, phase=Phase.OPENING)
+    tracker.begin_pass(11, "a" * 240 + "ü.pkl")
+    tracker.set_shapes(2, 40, 38)
+    tracker.enter_phase(Phase.BACKWARD)
+    expected = RankPosition(
         index=11, phase=Phase.BACKWARD, source="a" * 240 + "ü.pkl", rows=2, padded_tokens=40, real_tokens=38
     )
-    assert last_position(tmp_path, 3) == expected
-    tracker.has_passed(12, Phase.OUT_OF_INPUTS)
-    assert last_position(tmp_path, 3) == Position(index=12, phase=Phase.OUT_OF_INPUTS)
-    assert Position(index=12, phase=Phase.OUT_OF_INPUTS).described() == "phase out of inputs after 12 passes"
+    assert read_last_position(tmp_path, 3) == expected
+    tracker.enter_phase_after_passes(12, Phase.OUT_OF_INPUTS)
+    assert read_last_position(tmp_path, 3) == RankPosition(index=12, phase=Phase.OUT_OF_INPUTS)
+    assert RankPosition(index=12, phase=Phase.OUT_OF_INPUTS).describe() == "phase out of inputs after 12 passes"
 
 
 def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None:
     entered = {"data": 5}
-    tracker = Tracker(tmp_path, rank=0, entered=lambda: dict(entered))
+    tracker = Tracker(tmp_path, rank=0, count_collectives=lambda: dict(entered))
 
     def replay(index: int, forward: int, backward: int, place_in_window: int = 0) -> list[int]:
         seen = []
-        tracker.begins(index, "a.pkl", place_in_window=place_in_window)
+        tracker.begin_pass(index, "a.pkl", place_in_window=place_in_window)
         for phase, number in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
-            tracker.at(phase)
+            tracker.enter_phase(phase)
             entered["data"] += number
-            seen.append(tracker.num_unforeseen())
-        tracker.at(Phase.ENDING)
-        return [*seen, tracker.num_unforeseen()]
+            seen.append(tracker.count_new_collectives())
+        tracker.enter_phase(Phase.ENDING)
+        return [*seen, tracker.count_new_collectives()]
 
     assert replay(0, forward=9, backward=2) == [0, 0, 0]
     assert replay(1, forward=8, backward=2) == [0, 0, 0]
     assert replay(2, forward=9, backward=2) == [0, 0, 0]
     assert replay(3, forward=10, backward=3) == [1, 2, 2]
     entered["ring"] = 1
-    assert tracker.num_unforeseen() == 3
+    assert tracker.count_new_collectives() == 3
     assert replay(4, forward=20, backward=2, place_in_window=1) == [0, 0, 0]
-    tracker.begins(5, "a.pkl")
-    tracker.at(Phase.FORWARD)
+    tracker.begin_pass(5, "a.pkl")
+    tracker.enter_phase(Phase.FORWARD)
     entered["data"] += 99
-    assert tracker.num_unforeseen() == 89
-    tracker.at(Phase.ENDING)  # without a backward: no pass before went this way
-    assert tracker.num_unforeseen() == 0
+    assert tracker.count_new_collectives() == 89
+    tracker.enter_phase(Phase.ENDING)  # without a backward: no pass before went this way
+    assert tracker.count_new_collectives() == 0
 
 
 class Threads:
@@ -348,7 +350,7 @@ def test_every_rank_hears_every_other_and_that_one_is_gone() -> None:
 
 def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a rank of another run, or a port scanner."""
-    call = side_channel._call
+    call = side_channel._call_rank
 
     def after_a_stranger(family: int, host: str, port: int, greeting: str) -> Any:
         call(family, host, port, f"{'0' * 32} 1\n")
@@ -373,7 +375,7 @@ def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
     threads = Threads(2)
     found: dict[int, Peers] = {}
     workers = [
-        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connected(threads.on_rank(r))}))
+        threading.Thread(target=lambda r=rank: found.update({r: side_channel.connect_ranks(threads.on_rank(r))}))
         for rank in range(2)
     ]
     for worker in workers:
@@ -396,9 +398,9 @@ def test_no_collective_gives_up_before_the_timeout_has_been_diagnosed(monkeypatc
     limits: list[timedelta] = []
     monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names={Group(): "data"}))
     monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
-    stacks.outlast(2 * 3600)
-    stacks.outlast(60)
-    assert limits == [timedelta(seconds=2 * 3600) + stacks.SLACK, distributed_c10d.default_pg_timeout]
+    stacks.extend_collective_timeouts(2 * 3600)
+    stacks.extend_collective_timeouts(60)
+    assert limits == [timedelta(seconds=2 * 3600) + stacks.TIMEOUT_MARGIN, distributed_c10d.default_pg_timeout]
 
 
 def calling(name: str) -> Callable[[Callable[[], None]], None]:
@@ -434,4 +436,4 @@ def test_an_exception_is_a_collective_s_only_if_the_collective_raised_it(files: 
         inside, last = last, last.tb_next
     assert inside is not None
     inside.tb_next = None
-    assert raised_in_collective(caught.value) is is_collective
+    assert is_raised_in_collective(caught.value) is is_collective

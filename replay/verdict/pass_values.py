@@ -1,0 +1,478 @@
+"""Hold the values of a pass that a verdict compares: those that the job recorded, and those that the replay computed.
+
+A claim is one quantity that the job recorded of a pass: the loss, the log-probs of each row, the gradient norm. A claim
+has a `doubt` where the capture does not tell whether the replay computes the same quantity, as with a loss whose
+objective only the job's loop knew: then equal numbers are evidence, and different ones prove nothing.
+
+Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from actor_init.as_json import AnyFloat
+from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
+from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
+from replay.objective.objective import tokens_for
+from replay.options.spec import LossName, is_objective
+from replay.output.text import pluralise
+from replay.runlog.records import PassRecord
+from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+
+MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
+WEIGHTING = "weighting of passes"
+MISSING_GRADIENT = "gradient"
+# The output of a capture that holds the row and the column of each of its `token_log_probs`, in one list.
+TOKEN_POSITIONS_KEY = "token_log_probs_places"
+NEXT_TOKENS = "the labels are the next tokens already"
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
+ROUTER_LOSS_DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"
+
+
+def list_inner_names(job_name: str) -> Iterator[str]:
+    """List the names that a parameter of the job may have here: the job may have wrapped the model in other modules."""
+    parts = job_name.split(".")
+    return (".".join(parts[begin:]) for begin in range(len(parts)))
+
+
+def match_parameter_name(job_name: str, names: Container[str]) -> str | None:
+    """Find the one of this model's `names` that a parameter of the job has here."""
+    return next((name for name in list_inner_names(job_name) if name in names), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DifferingElement:
+    """The first element of a parameter that differs; `index` counts in the flattened parameter."""
+
+    name: str
+    index: int
+    recorded: AnyFloat
+    replayed: AnyFloat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightComparison:
+    """What the samples of the job's weights tell about this model's weights.
+
+    compared        the parameters of which samples were compared
+    differing       those of them that differ
+    num_parameters  of the job's whole model
+    is_sharded      the job's other ranks sampled the other parameters
+    doubt           why equal samples do not prove equal weights; None: they do, as far as samples can
+    """
+
+    compared: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+    num_parameters: int = 0
+    first: DifferingElement | None = None
+    is_sharded: bool = False
+    doubt: str | None = None
+
+    @property
+    def are_same(self) -> bool:
+        return bool(self.compared) and not self.differing and self.doubt is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A quantity that the job recorded: one value for the pass, one for each row, or one for each of some tokens.
+
+    num_tokens  how many tokens each value is of; None where the job does not say
+    doubt       why a replay's other numbers would prove nothing, and its equal ones little
+    stored_as   the dtype in which the job stored a value, which may be coarser than the one that it computed in
+    """
+
+    name: str
+    values: Sequence[float]
+    num_tokens: Sequence[int] | None = None
+    doubt: str | None = None
+    stored_as: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedPass:
+    """What one rank of the job recorded of one pass.
+
+    step            the number of the forward
+    num_frozen      how many parameters the job did not train
+    dtypes          all that the job is known to have computed in; none where it is not known
+    settings        versions of libraries, and the environment
+    optimizer_step  how many steps the job's optimizer had taken
+    optimizer       the optimizer's step after this pass, if there was one before the next pass
+    num_tokens      the tokens that the replay's loss is the mean over
+    samples         of the weights, as the job had them
+    divisor         what the model divided the sum of its losses by; None: the number of its own tokens
+    recording       when the recording began, ISO 8601
+    broke_off       the incident that ended the pass before it computed anything
+    """
+
+    rank: int | None
+    step: int | None
+    world_size: int | None
+    trains: bool
+    claims: Sequence[Claim]
+    weights: WeightComparison
+    num_frozen: int
+    dtypes: Sequence[str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    optimizer_step: int | None = None
+    optimizer: OptimizerStep | None = None
+    num_tokens: int = 0
+    samples: Sequence[Sample] = ()
+    divisor: float | None = None
+    recording: str | None = None
+    broke_off: str | None = None
+
+
+def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
+    """Read what the job recorded of one pass.
+
+    batch  as captured, with its action mask
+    loss   what the replay computes
+    """
+    return RecordedPass(
+        rank=call.origin.rank,
+        step=call.origin.step,
+        world_size=call.origin.world_size,
+        trains=call.trains,
+        claims=[
+            *_claim_losses(call, batch, loss),
+            *_claim_log_probs(call, batch, loss),
+            *_claim_token_log_probs(call),
+            *_claim_grad_norm(call),
+        ],
+        weights=weights,
+        num_frozen=call.weights.num_frozen if call.weights is not None else 0,
+        samples=call.weights.samples if call.weights is not None else (),
+        dtypes=list_job_dtypes(call),
+        settings={**call.origin.versions, **call.environment},
+        optimizer_step=call.optimizer_step,
+        optimizer=call.step,
+        num_tokens=count_action_tokens(tokens_for(loss, batch)),
+        divisor=None if is_objective(loss) else _read_divisor(call),
+        recording=call.recording,
+    )
+
+
+def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+    """Claim the model's own loss: in Hugging Face's causal LMs the mean over the labels after the first token.
+
+    With `num_items_in_batch`, which transformers' Trainer passes, it is the sum divided by that. Where the replay
+    computes the job's objective, the loss that the loop noted is claimed instead.
+    """
+    if is_objective(loss):
+        return _claim_losses_of_objective(call, batch, loss)
+    claims: list[Claim] = []
+    if isinstance(value := call.outputs.get("loss"), float):
+        doubt, tokens = _doubt_objective_of_model(call, batch, loss), None
+        if doubt is None:
+            tokens = _count_labels(batch)
+            if not tokens:
+                # A mean over no labels is nan in the model, and the replay's is 0.
+                return []
+            divisor = _read_divisor(call)
+            value *= (tokens if divisor is None else divisor) / tokens
+            doubt = _doubt_label_shift(batch)
+            if left_out := _doubt_labels_after_padding(batch, tokens):
+                doubt, tokens = left_out, None
+        num_tokens = None if tokens is None else [tokens]
+        loss_dtype = call.outputs.get("loss_dtype")
+        stored_as = loss_dtype if isinstance(loss_dtype, str) and loss_dtype in FLOATS else None
+        claims.append(Claim(name=LOSS, values=[value], num_tokens=num_tokens, doubt=doubt, stored_as=stored_as))
+    if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in claims):
+        why = "the loss was noted by the loop, which may have another objective than the replay's"
+        claims.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
+    return claims
+
+
+def _claim_losses_of_objective(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+    if isinstance(value := call.outputs.get("noted_loss"), float):
+        return [Claim(name=LOSS, values=[value], doubt=_doubt_action_mask(batch))]
+    if isinstance(value := call.outputs.get("loss"), float):
+        why = f"it is the model's own, not of --loss {loss}. Try: recorder.note(loss=...) in the job"
+        return [Claim(name=LOSS, values=[value], doubt=why)]
+    return []
+
+
+def _doubt_action_mask(batch: MicroBatch) -> str | None:
+    """Say so where the job's loss counts action tokens that have no log-prob in the replay."""
+    if batch.action_mask_BA is None:
+        return None
+    count, predicted = int(batch.action_mask_BA.sum()), count_action_tokens(batch)
+    if count == predicted:
+        return None
+    return f"{count - predicted} of the job's {count} action tokens are padding or follow no token: no log-prob here"
+
+
+def _count_labels(batch: MicroBatch) -> int:
+    labels_BS = batch.shift_labels
+    if labels_BS is None:
+        assert batch.labels_BS is not None
+        labels_BS = batch.labels_BS[:, 1:]
+    return int((labels_BS != IGNORED_LABEL).sum())
+
+
+def _doubt_labels_after_padding(batch: MicroBatch, tokens: int) -> str | None:
+    """Say so where padding predicts some of the job's labels, and nothing predicts them in this replay."""
+    number = 0 if batch.padding_predicts else count_predicted_by_padding(batch)
+    if not number:
+        return None
+    are = "is" if number == 1 else "are"
+    return (
+        f"{number} of the job's {pluralise(tokens, 'label')} {are} predicted by padding on the left, which only rows "
+        "padded as captured have. Try: --no-packing, without --ring"
+    )
+
+
+def _doubt_label_shift(batch: MicroBatch) -> str | None:
+    """Say so where the labels are the next tokens, which nobody should give to a model that shifts labels itself.
+
+    Labels that equal both a token and its next token, as in a row of one repeated token, tell nothing.
+    """
+    labels_BS, ids_BS = batch.labels_BS, batch.sequences_BS
+    if labels_BS is None or batch.shift_labels is not None:
+        return None
+    is_label_BS = labels_BS[:, :-1] != IGNORED_LABEL
+    are_next = torch.equal(labels_BS[:, :-1][is_label_BS], ids_BS[:, 1:][is_label_BS])
+    are_same = torch.equal(labels_BS[:, :-1][is_label_BS], ids_BS[:, :-1][is_label_BS])
+    if not are_next or are_same:
+        return None
+    return (
+        f"{NEXT_TOKENS}, so a model that shifts them itself makes each token predict the one after the next. If this "
+        "one does not shift, record them as shift_labels (--arguments NAME=shift_labels, by their NAME in its forward)"
+    )
+
+
+def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str | None:
+    """Say why the model's own loss may be of another objective than the replay's; None if it is of the same."""
+    if batch.labels_BS is None and batch.shift_labels is None:
+        return "the model was given no labels, so its loss is of an objective that the replay does not compute"
+    if loss == LossName.STAND_IN and batch.action_mask_BA is not None:
+        return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
+    # Shifted labels of another shape than the sequences are recorded, and are no part of the micro-batch.
+    has_other_labels = SHIFT_LABELS in call.tensors and batch.shift_labels is None
+    if has_other_labels or call.call_facts.get("output_router_logits"):
+        return "the model's loss is not the mean over its labels alone"
+    return None
+
+
+def _read_divisor(call: Call) -> float | None:
+    """Read what the job told the model to divide the sum of a pass's losses by; None where it told nothing."""
+    if (divisor := call.tensors.get("num_items_in_batch")) is not None:
+        return float(divisor.item())
+    fact = call.call_facts.get("num_items_in_batch")
+    return float(fact) if isinstance(fact, int | float) else None
+
+
+def read_token_positions(call: Call, num_rows: int, num_tokens: int) -> list[tuple[int, int]]:
+    """Return the row and the column of each token whose log-prob the job recorded.
+
+    The shape of the micro-batch decides which tokens are sampled. A capture that was cut out of a larger one
+    (`replay minimise`) lists instead where the tokens that are left of its samples stand.
+    """
+    numbers = call.outputs.get(TOKEN_POSITIONS_KEY)
+    if not isinstance(numbers, list):
+        return choose_sampled_tokens(num_rows, num_tokens)
+    positions = [(int(row), int(column)) for row, column in zip(numbers[::2], numbers[1::2], strict=False)]
+    return [(row, column) for row, column in positions if 0 <= row < num_rows and 0 < column < num_tokens]
+
+
+def _claim_token_log_probs(call: Call) -> list[Claim]:
+    values = call.outputs.get("token_log_probs")
+    return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []
+
+
+def _claim_log_probs(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+    """Claim the sums of each row, and each value where the job recorded all of them under the action mask."""
+    claims: list[Claim] = []
+    for key in ("log_probs_row_sums", "output_row_sums"):
+        sums = call.outputs.get(key)
+        if not isinstance(sums, list) or len(sums) != batch.num_rows:
+            continue
+        doubt, tokens = None, None
+        if loss != LossName.SFT and batch.action_mask_BA is not None:
+            tokens = batch.action_mask_BA.sum(dim=1).tolist()
+        else:
+            doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"
+        claims.append(Claim(name=LOG_PROBS, values=sums, num_tokens=tokens, doubt=doubt))
+        values = call.outputs.get(key.replace("row_sums", "values"))
+        shape = call.outputs.get(key.replace("row_sums", "shape"))
+        mask = batch.action_mask_BA
+        if isinstance(values, list) and mask is not None and shape == list(mask.shape):
+            claims.append(Claim(name=ACTION_TOKENS, values=values, doubt=doubt))
+    return claims
+
+
+def _claim_grad_norm(call: Call) -> list[Claim]:
+    value = call.outputs.get("grad_norm")
+    if not isinstance(value, float):
+        return []
+    doubt = (
+        "the job may have scaled its loss for fp16"
+        if call.step is None and "float16" in list_job_dtypes(call)
+        else None
+    )
+    return [Claim(name=GRAD_NORM, values=[value], doubt=doubt)]
+
+
+def list_job_dtypes(call: Call) -> list[str]:
+    """List the dtypes that the job computed in: weights, logits, autocast, accelerate, and TF32."""
+    environment = call.environment
+    dtypes = {sample.dtype for sample in call.weights.samples} if call.weights is not None else set()
+    if (logits_dtype := str(call.outputs.get("logits_dtype"))) in FLOATS:
+        dtypes.add(logits_dtype)
+    mixed = (environment.get("autocast", "off"), environment.get("ACCELERATE_MIXED_PRECISION", "no"))
+    dtypes |= {HALVES[name] for name in mixed if name in HALVES}
+    has_tf32 = environment.get("torch.float32_matmul_precision", "highest") != "highest"
+    if has_tf32 and environment.get("device") != "CPU":
+        dtypes.add("tf32")
+    return sorted(dtypes)
+
+
+def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]]) -> str | None:
+    """Say which recordings these passes are of, in the order in which they were replayed; None if it is one.
+
+    Each rank of a job has a recording of its own. Converted passes have no recording, and passes without a recorded
+    number are not judged, so neither counts.
+    """
+    recordings = [
+        (record.index, recorded.rank, recorded.recording)
+        for record, recorded in passes
+        if recorded.claims and recorded.recording
+    ]
+    first = {rank: began for _, rank, began in reversed(recordings)}
+    other = next(((index, rank) for index, rank, began in recordings if began != first[rank]), None)
+    if other is None:
+        return None
+    index, rank = other
+    begins = sorted({began for _, other_rank, began in recordings if other_rank == rank})
+    times = f"{', '.join(begins[:-1])} and {begins[-1]}"
+    fewer = f"--max-inputs {index}, for those of one alone, or " if index else ""
+    return (
+        f"these passes are of {len(begins)} recordings in one folder, which began {times}. "
+        f"Try: {fewer}a folder for each (the times are in the files' names)"
+    )
+
+
+def doubt_router_loss(recorded: RecordedPass, call: Call, config: PretrainedConfig) -> RecordedPass:
+    """Return `recorded`, its loss and gradient norm doubted if the job's model added its routers' loss to its own.
+
+    transformers adds it where labels are given and `output_router_logits` is asked for, by the call or by the config.
+    """
+    if not adds_router_loss(call, config):
+        return recorded
+    claims = [
+        replace(claim, doubt=ROUTER_LOSS_DOUBT) if claim.name in (LOSS, GRAD_NORM) else claim
+        for claim in recorded.claims
+    ]
+    return replace(recorded, claims=claims)
+
+
+def adds_router_loss(call: Call, config: PretrainedConfig) -> bool:
+    """Tell whether the job's model added its routers' auxiliary loss to its own."""
+    text_config = config.get_text_config()
+    coefficients = [
+        value for name in ROUTER_LOSS_WEIGHTS if isinstance(value := getattr(text_config, name, None), (int, float))
+    ]
+    outputs_router_logits = call.call_facts.get("output_router_logits")
+    if outputs_router_logits is None:
+        outputs_router_logits = getattr(text_config, "output_router_logits", False)
+    return bool(outputs_router_logits) and any(coefficients) and "labels" in call.tensors
+
+
+def is_mixture(parameters: Iterable[str]) -> bool:
+    """Tell by the names of its parameters whether a model has experts that a router chooses from."""
+    return any(word in name for name in parameters for word in ("expert", "router"))
+
+
+# What the replay computed, beside the pass's record.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientSamples:
+    """The gradient at the end of a window, of every parameter that has one.
+
+    norms   by parameter
+    sizes   numbers of elements, by parameter
+    values  the elements that the job sampled, by parameter and index of the first element
+    """
+
+    norms: Mapping[str, float]
+    sizes: Mapping[str, int]
+    values: Mapping[tuple[str, int], tuple[float, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedPass:
+    """What a replay computed of one pass.
+
+    token_log_probs   of the tokens that the job sampled; None for tokens that have no log-prob in the replay
+    action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
+    loss_gain         how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
+    gradient          None where the pass ends no window, or the job sampled no gradient
+    """
+
+    token_log_probs: Sequence[float | None] = ()
+    action_log_probs: Sequence[float | None] = ()
+    loss_gain: float = 1.0
+    gradient: GradientSamples | None = field(default=None)
+
+
+def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:
+    """List the log-probs row by row; None where `has_BA` is False."""
+    values_BA, has_BA = _restore_row_order(log_probs_BA, has_BA, is_reversed)
+    pairs = zip(values_BA.flatten().tolist(), has_BA.flatten().tolist(), strict=True)
+    return [value if has_value else None for value, has_value in pairs]
+
+
+def _restore_row_order(log_probs_BA: Tensor, has_BA: Tensor, is_reversed: bool) -> tuple[Tensor, Tensor]:
+    """Return both on the CPU, with the rows in the order in which they were captured."""
+    values_BA, has_BA = log_probs_BA.detach().double().cpu(), has_BA.cpu()
+    return (values_BA.flip(0), has_BA.flip(0)) if is_reversed else (values_BA, has_BA)
+
+
+def sample_log_probs(
+    log_probs_BA: Tensor, has_BA: Tensor, positions: Sequence[tuple[int, int]], *, first: int, is_reversed: bool
+) -> list[float | None]:
+    """List the log-probs of the tokens at these rows and columns; None for those that have none.
+
+    has_BA       where there is a log-prob of the row's token
+    positions    row and column of each token in the captured rows [B, S]
+    first        the column of the first of the A tokens
+    is_reversed  the rows are the captured ones from the last to the first
+    """
+    values_BA, has_BA = _restore_row_order(log_probs_BA, has_BA, is_reversed)
+    shifted = [(row, column - first) for row, column in positions]
+    return [
+        float(values_BA[row, column]) if column >= 0 and bool(has_BA[row, column]) else None for row, column in shifted
+    ]
+
+
+@torch.no_grad()
+def sample_gradients(
+    gradients: Iterable[tuple[str, Tensor]], samples: Mapping[str, Sequence[Sample]]
+) -> GradientSamples:
+    """Take the norms and sizes of whole gradients, and the elements that the job sampled.
+
+    All ranks have to call it together, since iterating over a backend's `gradients` gathers each of them.
+
+    samples  of the job, by the name that the parameter has in the replay
+    """
+    norms: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    values: dict[tuple[str, int], tuple[float, ...]] = {}
+    for name, gradient in gradients:
+        norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
+        sizes[name] = gradient.numel()
+        for sample in samples.get(name, ()):
+            elements = gradient.reshape(-1)[sample.start : sample.start + len(sample.values)]
+            values[name, sample.start] = tuple(elements.double().tolist())
+    return GradientSamples(norms={name: float(norm) for name, norm in norms.items()}, sizes=sizes, values=values)
