@@ -17,7 +17,7 @@ from replay.processes.launch import count_missing_processes, relaunch
 
 
 def _serves_diagnose(toggle: Toggle) -> bool:
-    """Does the option apply to diagnose? Those that diagnose sets itself do not."""
+    """Tell whether the option applies to diagnose. Those that diagnose sets itself do not."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "timeout", "log_folder")
     return toggle.part not in ("state", "objective") and toggle.field not in (

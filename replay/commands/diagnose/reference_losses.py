@@ -23,20 +23,23 @@ from actor_init.spec import ActorSpec, Attention, Dtype
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
-from replay.commands.diagnose.untimed_actor import documents_alone
+from replay.commands.diagnose.untimed_actor import split_documents
 
-TOKENS = 1024  # in a chunk
-WORDS = 16384  # vocabulary entries in a chunk
+TOKENS_PER_CHUNK = 1024
+VOCABULARY_PER_CHUNK = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainAnswer:
-    losses: dict[str, float]  # by method
-    left_out: str  # the method that was skipped, and why; empty if none
-    gradients: dict[str, Tensor]  # of the mean loss over the data ranks, fp32 on the host, by parameter name
+    # By method.
+    losses: dict[str, float]
+    # The method that was skipped, and why; empty if none was.
+    omission: str
+    # Of the mean loss over the data ranks, by parameter name: fp32 on the host.
+    gradients: dict[str, Tensor]
 
 
-def plain_answer(
+def compute_plain_answer(
     batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
 ) -> PlainAnswer:
     """Compute the losses and gradients of a plain model with these weights on this rank's `batch`.
@@ -44,47 +47,45 @@ def plain_answer(
     All ranks must call this. It computes in `spec.dtype`, but in fp32 for fp16: without loss scaling, fp16 gradients
     vanish.
     """
-    model = _plain_model(spec, source, world.device, on_progress)
-    documents = [(ids_1L, at_1L, label_1L) for ids_1L, at_1L, label_1L in documents_alone(batch) if _counted(label_1L)]
-    num_labels = max(1, sum(_counted(label_1L) for _, _, label_1L in documents))
+    model = _build_plain_model(spec, source, world.device, on_progress)
+    documents = [document for document in split_documents(batch) if _count_labels(document[-1])]
+    num_labels = max(1, sum(_count_labels(label_1L) for _, _, label_1L in documents))
     if spec.is_custom:
-        losses, left_out = (
-            {"plain": _own_answer(model, documents, num_labels, world)},
-            "chunked left out: no known head",
-        )
-        return PlainAnswer(losses=losses, left_out=left_out, gradients=dict(_averaged(model, world)))
+        losses = {"plain": _compute_custom_loss(model, documents, num_labels, world)}
+        gradients = dict(_average_gradients(model, world))
+        return PlainAnswer(losses=losses, omission="chunked left out: no known head", gradients=gradients)
     softcap = getattr(source.config.get_text_config(), "final_logit_softcapping", None)
-    liger, missing = _liger(world, softcap)
-    ways = {"Hugging Face": 0.0, "chunked": 0.0} | ({"Liger": 0.0} if liger else {})
-    is_heads_own = True
+    liger, omission = _load_liger(world, softcap)
+    losses = {"Hugging Face": 0.0, "chunked": 0.0} | ({"Liger": 0.0} if liger else {})
+    are_logits_the_heads = True
     for document in documents:
-        ids_1L, at_1L, label_1L = (tensor.to(world.device) for tensor in document)
-        with _head_of(model) as (head, seen):
+        ids_1L, position_1L, label_1L = (tensor.to(world.device) for tensor in document)
+        with _observe_head(model) as (head, observed):
             answer = model(
                 input_ids=ids_1L,
-                position_ids=at_1L,
+                position_ids=position_1L,
                 labels=label_1L,
                 num_items_in_batch=num_labels,
                 use_cache=False,
             )
         torch.autograd.backward(answer.loss)
-        ways["Hugging Face"] += answer.loss.item()
-        is_heads_own &= torch.equal(_capped(seen["logits"], softcap), answer.logits.detach())
+        losses["Hugging Face"] += answer.loss.item()
+        are_logits_the_heads &= torch.equal(_apply_softcap(observed["logits"], softcap), answer.logits.detach())
         shifted_L = label_1L[0, 1:]
         hidden_ND, target_N = (
-            tensor[shifted_L != IGNORED_LABEL] for tensor in (seen["hidden"].flatten(0, -2)[:-1], shifted_L)
+            tensor[shifted_L != IGNORED_LABEL] for tensor in (observed["hidden"].flatten(0, -2)[:-1], shifted_L)
         )
         with torch.no_grad():
-            ways["chunked"] += chunked_loss(hidden_ND, head, target_N, softcap) / num_labels
+            losses["chunked"] += compute_chunked_loss(hidden_ND, head, target_N, softcap) / num_labels
             if liger:
-                ways["Liger"] += float(liger(head.weight, hidden_ND, target_N, head.bias)) / num_labels
-    if not is_heads_own:
-        ways = {"Hugging Face": ways["Hugging Face"]}
-        missing = f"chunked and Liger's left out: {type(model).__name__} changes what its head computes"
-    return PlainAnswer(losses=ways, left_out=missing, gradients=dict(_averaged(model, world)))
+                losses["Liger"] += float(liger(head.weight, hidden_ND, target_N, head.bias)) / num_labels
+    if not are_logits_the_heads:
+        losses = {"Hugging Face": losses["Hugging Face"]}
+        omission = f"chunked and Liger's left out: {type(model).__name__} changes what its head computes"
+    return PlainAnswer(losses=losses, omission=omission, gradients=dict(_average_gradients(model, world)))
 
 
-def _plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
+def _build_plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_progress: OnProgress) -> Any:
     dtype = torch.float32 if spec.dtype is Dtype.FP16 else TORCH_DTYPES[spec.dtype]
     kernel = "eager" if spec.attention == Attention.EAGER else "sdpa"
     model = build_on_meta(source.config, attention=kernel, dtype=dtype)
@@ -95,14 +96,14 @@ def _plain_model(spec: ActorSpec, source: ModelSource, device: torch.device, on_
     return model.eval()
 
 
-def _own_answer(
+def _compute_custom_loss(
     model: nn.Module, documents: Sequence[tuple[Tensor, Tensor, Tensor]], num_labels: int, world: World
 ) -> float:
     """Return the mean loss of a user's model, from its logits, and add up its gradients."""
     total = 0.0
     for document in documents:
-        ids_1L, at_1L, label_1L = (tensor.to(world.device) for tensor in document)
-        logits = model(input_ids=ids_1L, position_ids=at_1L, attention_mask=torch.ones_like(ids_1L)).logits
+        ids_1L, position_1L, label_1L = (tensor.to(world.device) for tensor in document)
+        logits = model(input_ids=ids_1L, position_ids=position_1L, attention_mask=torch.ones_like(ids_1L)).logits
         shifted_L = label_1L[0, 1:]
         loss = nn.functional.cross_entropy(logits[0, :-1].float(), shifted_L, reduction="sum") / num_labels
         torch.autograd.backward(loss)
@@ -110,16 +111,18 @@ def _own_answer(
     return total
 
 
-def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:
+def compute_chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: float | None) -> float:
     """Return the cross entropy summed over tokens, with a log-sum-exp over chunks of tokens and vocabulary."""
     total = 0.0
-    for hidden_CD, target_C in zip(torch.split(hidden_ND, TOKENS), torch.split(target_N, TOKENS), strict=True):
+    for hidden_CD, target_C in zip(
+        torch.split(hidden_ND, TOKENS_PER_CHUNK), torch.split(target_N, TOKENS_PER_CHUNK), strict=True
+    ):
         log_sum_C = torch.full_like(target_C, -torch.inf, dtype=torch.float32)
         target_logit_C = torch.zeros_like(log_sum_C)
-        for begin in range(0, head.out_features, WORDS):
-            end = min(begin + WORDS, head.out_features)
+        for begin in range(0, head.out_features, VOCABULARY_PER_CHUNK):
+            end = min(begin + VOCABULARY_PER_CHUNK, head.out_features)
             bias = None if head.bias is None else head.bias[begin:end]
-            logits_CV = _capped(nn.functional.linear(hidden_CD, head.weight[begin:end], bias), softcap).float()
+            logits_CV = _apply_softcap(nn.functional.linear(hidden_CD, head.weight[begin:end], bias), softcap).float()
             log_sum_C = torch.logaddexp(log_sum_C, logits_CV.logsumexp(dim=-1))
             inside_C = (target_C >= begin) & (target_C < end)
             local_C = (target_C - begin).masked_fill(~inside_C, 0)
@@ -128,32 +131,32 @@ def chunked_loss(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, softcap: 
     return total
 
 
-def _counted(label_1L: Tensor) -> int:
+def _count_labels(label_1L: Tensor) -> int:
     """Count the labels that follow another token."""
     return int((label_1L[0, 1:] != IGNORED_LABEL).sum())
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def _apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 @contextmanager
-def _head_of(model: Any) -> Iterator[tuple[nn.Linear, dict[str, Tensor]]]:
+def _observe_head(model: Any) -> Iterator[tuple[nn.Linear, dict[str, Tensor]]]:
     """Yield the head, and a dict that a forward fills with the head's input hidden states and its logits."""
     head: nn.Linear = model.get_output_embeddings()
-    seen: dict[str, Tensor] = {}
+    observed: dict[str, Tensor] = {}
 
-    def look(_: nn.Module, given: tuple[Tensor, ...], logits: Tensor) -> None:
-        seen["hidden"], seen["logits"] = given[0].detach(), logits.detach()
+    def observe(_: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
+        observed["hidden"], observed["logits"] = inputs[0].detach(), logits.detach()
 
-    handle = head.register_forward_hook(look)
+    handle = head.register_forward_hook(observe)
     try:
-        yield head, seen
+        yield head, observed
     finally:
         handle.remove()
 
 
-def _liger(world: World, softcap: float | None) -> tuple[Any, str]:
+def _load_liger(world: World, softcap: float | None) -> tuple[Any, str]:
     """Return Liger's fused linear cross entropy, summed over tokens, or why it is not available."""
     if find_spec("liger_kernel") is None:
         return None, "Liger's left out: liger_kernel is not installed"
@@ -164,7 +167,7 @@ def _liger(world: World, softcap: float | None) -> tuple[Any, str]:
     return LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap), ""
 
 
-def _averaged(model: nn.Module, world: World) -> Iterator[tuple[str, Tensor]]:
+def _average_gradients(model: nn.Module, world: World) -> Iterator[tuple[str, Tensor]]:
     """Average the gradients over all ranks; each data rank has as many ranks, so this is the mean over data ranks."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

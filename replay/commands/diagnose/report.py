@@ -1,4 +1,4 @@
-"""Run `replay diagnose`: can this model learn these inputs here? Prints a line per check, with figures.
+"""Run `replay diagnose`, which checks whether this model can learn these inputs here: a line per check, with figures.
 
     model      inputs/sample/actor.json, 4 layers; weights random, seed 0
     inputs     4 inputs from inputs/sample, rank by rank in recorded order
@@ -28,8 +28,8 @@ from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.commands.diagnose.checks import Case, examined
-from replay.commands.diagnose.untimed_actor import rows_of
+from replay.commands.diagnose.checks import DiagnosisCase, run_checks
+from replay.commands.diagnose.untimed_actor import select_rows
 from replay.objective.objective import tokens_for
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
@@ -41,10 +41,13 @@ from replay.runner.run_pass import check_vocabulary
 from replay.watch.stacks import extend_collective_timeouts
 from replay.watch.watcher import watch_run
 
-NUM_INPUTS = 4  # per data rank, without --max-inputs
-# learning rate x hidden size: AdamW's best rate is proportional to 1 / width, https://arxiv.org/abs/2203.03466
-RATE_OF_WIDTH = 0.2
-LEARNT_TOKENS = 16  # fewer tokens are learned by any step
+# The inputs of each data rank without --max-inputs.
+NUM_DEFAULT_INPUTS = 4
+# The learning rate times the hidden size: AdamW's best rate is proportional to 1 / width,
+# https://arxiv.org/abs/2203.03466.
+RATE_TIMES_WIDTH = 0.2
+# Fewer tokens are learned by any step, whatever is wrong.
+TOKENS_TO_LEARN = 16
 
 
 def diagnose(
@@ -74,34 +77,37 @@ def diagnose_in(
     json_file: Path | None = None,
     show_traceback: bool = False,
 ) -> int:
-    """Run `diagnose` in a world that is already open, and leave it open."""
+    """Run `diagnose` in a world that is already open, and leave it open.
+
+    Everything that can refuse the options comes before the log folder is made, and is the same on all ranks.
+    """
     packing_is_given = run.actor.packing is not None
     if run.actor.optimizer is OptimizerName.NONE:
-        none = Setting("optimizer", "none")
-        raise UsageError("diagnose", f"trains, which {none} prevents", f"Try: no {Setting('optimizer')}")
+        no_optimizer = Setting("optimizer", "none")
+        raise UsageError("diagnose", f"trains, which {no_optimizer} prevents", f"Try: no {Setting('optimizer')}")
     if json_file is not None:
         _check_writable(json_file)
-    inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_INPUTS)
+    inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_DEFAULT_INPUTS)
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
-    chosen = choose_from_job(run, read_first_call(selection), selection, world.device.type)
-    run = world.from_first(replace(run, actor=apply_choices(run.actor, chosen)))
+    choices = choose_from_job(run, read_first_call(selection), selection, world.device.type)
+    run = world.from_first(replace(run, actor=apply_choices(run.actor, choices)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
     actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)
     source = replace(source, layout=layout)
-    rate = RATE_OF_WIDTH / width if learning_rate is None else learning_rate
+    rate = RATE_TIMES_WIDTH / width if learning_rate is None else learning_rate
     spec = replace(actor, learning_rate=rate)
-    read = partial(_read, run=run, source=source)
-    batches = [read(path) for path in selection.inputs]
-    row = _shortest_row([read(path) for path in world.from_first(selection.inputs)])
+    read_batch = partial(_read_batch, run=run, source=source)
+    batches = [read_batch(path) for path in selection.inputs]
+    row = _find_shortest_row([read_batch(path) for path in world.from_first(selection.inputs)])
     folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
-    report = Report(world, run, [folder / "diagnose.json", *([json_file] if json_file else [])])
-    report.header(source, spec, selection)
+    report = DiagnosisReport(world, run, [folder / "diagnose.json", *([json_file] if json_file else [])])
+    report.print_header(source, spec, selection)
     with watch_run(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
         extend_collective_timeouts(run.measure.timeout)
-        case = Case(
+        case = DiagnosisCase(
             spec=spec,
             source=source,
             world=world,
@@ -110,12 +116,12 @@ def diagnose_in(
             row=row,
             num_steps=num_steps,
         )
-        for check in examined(case, show_traceback=show_traceback):
+        for check in run_checks(case, show_traceback=show_traceback):
             report.add(world.gather(check))
     return report.finish(folder)
 
 
-class Report:
+class DiagnosisReport:
     """Print and write checks on rank 0, and determine every rank's exit code."""
 
     def __init__(self, world: World, run: ReplaySpec, files: Sequence[Path]) -> None:
@@ -128,7 +134,7 @@ class Report:
             "world_size": world.world_size,
         }
 
-    def header(self, source: ModelSource, spec: ActorSpec, selection: Selection) -> None:
+    def print_header(self, source: ModelSource, spec: ActorSpec, selection: Selection) -> None:
         layers = source.config.get_text_config().num_hidden_layers
         axes = {"tp": spec.parallel.tp, "ring": spec.parallel.ring}
         lines = {
@@ -160,7 +166,7 @@ class Report:
 
     def finish(self, folder: Path) -> int:
         """Print the last line and return the exit code."""
-        failing = self._failing()
+        failing = self._list_failing()
         num_run = sum(check.status in (CheckStatus.OK, CheckStatus.FAILED) for check in self._checks)
         if failing:
             self._say(f"\n{pluralise(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
@@ -170,7 +176,7 @@ class Report:
         self._write("finished")
         return 1 if failing else 0
 
-    def _failing(self) -> list[str]:
+    def _list_failing(self) -> list[str]:
         return [check.name for check in self._checks if check.fails]
 
     def _say(self, text: str) -> None:
@@ -179,7 +185,7 @@ class Report:
 
     def _write(self, status: str) -> None:
         if self._world.rank == 0:
-            values = {"status": status, **self._facts, "failing": self._failing(), "checks": self._checks}
+            values = {"status": status, **self._facts, "failing": self._list_failing(), "checks": self._checks}
             for path in self._files:
                 write_atomically(path, json_bytes(values))
 
@@ -188,15 +194,15 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        given = Setting("json", path)
-        raise UsageError(given, f": {error.strerror}", f"Try: {given.with_value('diagnose.json')}") from None
+        setting = Setting("json", path)
+        raise UsageError(setting, f": {error.strerror}", f"Try: {setting.with_value('diagnose.json')}") from None
 
 
-def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
+def _read_batch(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
-        read = with_shift_labels_as_labels(read_micro_batch(path))
-        batch = tokens_for(run.measure.loss, add_model_positions(read, source.config))
+        captured = with_shift_labels_as_labels(read_micro_batch(path))
+        batch = tokens_for(run.measure.loss, add_model_positions(captured, source.config))
         check_vocabulary(batch, source)
         prepare_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:
@@ -204,14 +210,15 @@ def _read(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:
     return batch
 
 
-def _shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
+def _find_shortest_row(batches: Sequence[MicroBatch]) -> MicroBatch:
     """Return the shortest row with enough tokens to learn, or else the one with most. Raises UsageError if none has
     any.
     """
-    rows = [rows_of(batch, [row]) for batch in batches for row in range(batch.num_rows)]
+    rows = [select_rows(batch, [row]) for batch in batches for row in range(batch.num_rows)]
     counts = [int(prepare_inputs(row, packing=True).action_mask_BA.sum()) if row.num_real_tokens else 0 for row in rows]
     if not any(counts):
         advice = f"Try: {Setting('loss', 'sft')}, or other inputs"
         raise UsageError("no row of these inputs", "has a token to learn", advice)
-    enough = min(LEARNT_TOKENS, max(counts))
-    return min((row for row, n in zip(rows, counts, strict=True) if n >= enough), key=lambda row: row.num_real_tokens)
+    least = min(TOKENS_TO_LEARN, max(counts))
+    candidates = [row for row, count in zip(rows, counts, strict=True) if count >= least]
+    return min(candidates, key=lambda row: row.num_real_tokens)

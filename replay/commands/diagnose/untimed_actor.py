@@ -1,4 +1,9 @@
-"""Open an actor as for a replay, run accumulation windows through it untimed, and close it."""
+"""Open an actor as for a replay, run accumulation windows through it untimed, and close it.
+
+The micro-batches are captured ones, or rows and documents selected from them.
+
+Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, L tokens of one document.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +27,8 @@ from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, PassObserver, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
 
-# Select rows of a micro-batch as a new micro-batch, and iterate over its documents.
-#
-# Shape letters: B rows, S tokens a row, A trailing tokens a row with an action mask, L tokens of one document.
 
-
-def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
+def select_rows(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
     """Return the given rows of `batch`, in that order; a row may be repeated.
 
     Documents within a row are kept apart by restarting position ids. Raises CaptureError if they cannot be.
@@ -47,7 +48,7 @@ def rows_of(batch: MicroBatch, rows: Sequence[int]) -> MicroBatch:
     )
 
 
-def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def split_documents(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield each document's token ids, position ids and labels [1, L], without padding, labels as Hugging Face takes
     them.
 
@@ -55,7 +56,7 @@ def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]
     from the actor's inputs, so that they can be compared with the actor.
     """
     is_first_BS, position_BS = (documents := find_documents(batch)).is_first_BS, documents.position_BS
-    label_BS = _labels(batch)
+    label_BS = _derive_labels(batch)
     for row in range(batch.num_rows):
         token_R = batch.attention_mask_BS[row].nonzero().flatten()
         borders = [*is_first_BS[row, token_R].nonzero().flatten().tolist(), len(token_R)]
@@ -64,13 +65,13 @@ def documents_alone(batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]
             yield batch.sequences_BS[row, token_L][None], position_BS[row, token_L][None], label_BS[row, token_L][None]
 
 
-def _labels(batch: MicroBatch) -> Tensor:
+def _derive_labels(batch: MicroBatch) -> Tensor:
     """Return labels [B, S]: the action mask selects, else the labels, else every token. The target is the label or
     token.
     """
-    given_BS = batch.labels_BS
-    labelled_BS = torch.ones_like(batch.attention_mask_BS) if given_BS is None else given_BS != IGNORED_LABEL
-    target_BS = batch.sequences_BS if given_BS is None else torch.where(labelled_BS, given_BS, batch.sequences_BS)
+    captured_BS = batch.labels_BS
+    labelled_BS = torch.ones_like(batch.attention_mask_BS) if captured_BS is None else captured_BS != IGNORED_LABEL
+    target_BS = batch.sequences_BS if captured_BS is None else torch.where(labelled_BS, captured_BS, batch.sequences_BS)
     counts_BS = labelled_BS
     if batch.action_mask_BA is not None:
         num_tokens, num_actions = batch.sequences_BS.shape[1], batch.action_mask_BA.shape[1]
@@ -82,7 +83,7 @@ ReadT = TypeVar("ReadT")
 Gradients = Iterator[tuple[str, Tensor]]
 
 
-class _Reader(PassObserver, Generic[ReadT]):
+class _GradientReader(PassObserver, Generic[ReadT]):
     """Calls `read` with the gradients of a window before its end clears them."""
 
     def __init__(self, backend: Backend, read: Callable[[Gradients], ReadT]) -> None:
@@ -95,7 +96,7 @@ class _Reader(PassObserver, Generic[ReadT]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class UntimedActor:
     backend: Backend
     spec: ActorSpec
     source: ModelSource
@@ -111,7 +112,7 @@ class Trial:
 
         Returns the loss of each pass, and what `read` made of the window's gradients. All ranks must call this.
         """
-        reader = _Reader(self.backend, read)
+        reader = _GradientReader(self.backend, read)
         return self._run(batches, shares, reader=reader), reader.results[0]
 
     def train(self, batches: Sequence[MicroBatch], *, steps: bool) -> list[float]:
@@ -150,11 +151,11 @@ class Trial:
 
 
 @contextmanager
-def trial(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[Trial]:
+def open_untimed_actor(spec: ActorSpec, source: ModelSource, world: World, tracker: Tracker) -> Iterator[UntimedActor]:
     """Open a new actor with the weights of `source`."""
     free_closed_backends()
     backend = open_backend(spec, source, world, lambda _: tracker.report_progress())
     try:
-        yield Trial(backend=backend, spec=spec, source=source, world=world, tracker=tracker)
+        yield UntimedActor(backend=backend, spec=spec, source=source, world=world, tracker=tracker)
     finally:
         backend.close()

@@ -221,7 +221,7 @@ def test_what_raises_is_a_failed_check_and_the_next_are_tried(folder: Path, diag
     def breaking(batch: Any) -> Any:
         raise RuntimeError("no\nsuch kernel")
 
-    with patch("replay.commands.diagnose.checks.twice", breaking):
+    with patch("replay.commands.diagnose.checks.repeat_rows", breaking):
         code, checks = diagnosed(folder, *FAST)
     assert (code, failing(checks)) == (1, {"a pass"})
     assert checks["a pass"]["found"] == "RuntimeError: no such kernel"
@@ -233,7 +233,7 @@ def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnosed: Any) 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    with patch("replay.commands.diagnose.checks.learned", interrupted):
+    with patch("replay.commands.diagnose.checks.train_until_learned", interrupted):
         code, checks = diagnosed(folder, *FAST)
     assert code == 130
     assert list(checks) == EVERY[:-2]

@@ -12,10 +12,17 @@ from torch import nn
 from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
-from replay.commands.diagnose import reference_losses as losses_four_ways
-from replay.commands.diagnose.checks import Curve, difference, goal_of_a_row, halves, of_peers, twice
-from replay.commands.diagnose.reference_losses import chunked_loss
-from replay.commands.diagnose.untimed_actor import documents_alone, rows_of
+from replay.commands.diagnose import reference_losses
+from replay.commands.diagnose.checks import (
+    LearningCurve,
+    choose_row_goal,
+    compare_gradients,
+    compare_peers,
+    repeat_rows,
+    split_rows,
+)
+from replay.commands.diagnose.reference_losses import compute_chunked_loss
+from replay.commands.diagnose.untimed_actor import select_rows, split_documents
 from tests.helpers.commands import ROOT
 
 INF = math.inf
@@ -47,29 +54,29 @@ def batch_of(ids: Sequence[Sequence[int]], **changes: object) -> MicroBatch:
 def test_a_difference_is_that_of_the_worst_parameter(found: dict[str, list[float]], worst: float) -> None:
     expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
     named = {name: torch.tensor(values) for name, values in found.items()}
-    assert difference(named.items(), expected).relative == pytest.approx(worst, rel=1e-5)
+    assert compare_gradients(named.items(), expected).relative == pytest.approx(worst, rel=1e-5)
 
 
 def test_gradients_that_are_all_zero_are_equal() -> None:
-    assert difference([("a", torch.zeros(2))], {"a": torch.zeros(2)}).relative == 0
+    assert compare_gradients([("a", torch.zeros(2))], {"a": torch.zeros(2)}).relative == 0
 
 
 def test_peers_are_compared_with_the_first_of_their_data_rank() -> None:
-    assert of_peers([(0, 2.0), (0, 2.0), (1, 3.0), (1, 3.3)]) == pytest.approx(0.1)
-    assert of_peers([(0, 2.0), (1, 3.0)]) == 0
-    assert of_peers([(0, 2.0), (0, math.nan)]) == INF
+    assert compare_peers([(0, 2.0), (0, 2.0), (1, 3.0), (1, 3.3)]) == pytest.approx(0.1)
+    assert compare_peers([(0, 2.0), (1, 3.0)]) == 0
+    assert compare_peers([(0, 2.0), (0, math.nan)]) == INF
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them() -> None:
     labels_BS = torch.tensor([[-100, 2, 3, -100], [-100, 5, -100, -100], [-100, -100, 8, 9]])
     batch = batch_of([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9]], labels_BS=labels_BS)
-    taken = rows_of(batch, [2, 0, 2])
+    taken = select_rows(batch, [2, 0, 2])
     assert taken.sequences_BS.tolist() == [[6, 7, 8, 9], [1, 2, 3, 0], [6, 7, 8, 9]]
     assert taken.labels_BS is not None
     assert taken.labels_BS.tolist() == labels_BS[[2, 0, 2]].tolist()
     assert taken.attention_mask_BS.sum(dim=1).tolist() == [4, 3, 4]
-    assert [half.num_rows for half in halves(batch)] == [1, 2]
-    assert [half.num_rows for half in halves(rows_of(batch, [1]))] == [1, 1]
+    assert [half.num_rows for half in split_rows(batch)] == [1, 2]
+    assert [half.num_rows for half in split_rows(select_rows(batch, [1]))] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_rows_are_taken_with_all_that_belongs_to_them() -> None:
     ids=["borders", "positions", "both, positions that go on"],
 )
 def test_packed_documents_stay_apart_when_rows_are_repeated(extra: dict[str, torch.Tensor]) -> None:
-    doubled = twice(batch_of([[1, 2, 3, 4, 5]], extra_tensors=extra))
+    doubled = repeat_rows(batch_of([[1, 2, 3, 4, 5]], extra_tensors=extra))
     assert find_documents(doubled).measure_lengths(doubled.attention_mask_BS).tolist() == [2, 3, 2, 3]
 
 
@@ -93,7 +100,7 @@ def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
     )
     alone = [
         (ids_1L[0, :-1][kept], label_1L[0, 1:][kept])
-        for ids_1L, _, label_1L in documents_alone(batch)
+        for ids_1L, _, label_1L in split_documents(batch)
         for kept in [label_1L[0, 1:] != IGNORED_LABEL]
     ]
     inputs = prepare_inputs(batch, packing=True)
@@ -104,8 +111,8 @@ def test_documents_alone_have_the_targets_that_the_actor_has() -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses_four_ways, "TOKENS", 3)
-    monkeypatch.setattr(losses_four_ways, "WORDS", 7)
+    monkeypatch.setattr(reference_losses, "TOKENS_PER_CHUNK", 3)
+    monkeypatch.setattr(reference_losses, "VOCABULARY_PER_CHUNK", 7)
     torch.manual_seed(0)
     hidden_ND, head, target_N = torch.randn(8, 5), nn.Linear(5, 23, bias=bias), torch.randint(23, (8,))
     logits_NV = head(hidden_ND)
@@ -113,7 +120,9 @@ def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypa
         logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap), target_N, reduction="sum"
     )
     with torch.no_grad():
-        assert chunked_loss(hidden_ND, head, target_N, softcap) == pytest.approx(float(expected.detach()), rel=1e-6)
+        assert compute_chunked_loss(hidden_ND, head, target_N, softcap) == pytest.approx(
+            float(expected.detach()), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,7 @@ def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypa
     ],
 )
 def test_the_shape_of_a_curve_says_what_to_look_at(losses: tuple[float, ...], advice: str) -> None:
-    check = Curve(losses=losses, goal=goal_of_a_row(losses[0]), learning_rate=0.01).check("one row learned")
+    check = LearningCurve(losses=losses, goal=choose_row_goal(losses[0]), learning_rate=0.01).check("one row learned")
     assert check.fails is bool(advice)
     assert advice in check.advice
 
