@@ -13,15 +13,15 @@ from replay.objective.inputs import (
     REF_REJECTED,
     ObjectiveError,
     ObjectiveInputs,
-    Recorded,
-    missing,
+    ObjectiveRecord,
+    explain_missing,
 )
 from replay.objective.objective import Formula, Need
 from replay.options.spec import ObjectiveSpec, Pairs
 
 
-def dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
-    """Return the sigmoid loss, the mean over the pairs of one pass.
+def compute_dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Compute the sigmoid loss, the mean over the pairs of one pass.
 
     Raises ObjectiveError for an odd number of sequences, or where the capture lacks the reference's log-probs.
     """
@@ -29,22 +29,22 @@ def dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
         why = f": {inputs.recorded.num_sequences} sequences are no pairs"
         advice = f"Try: {Setting('loss', 'sft')}, or a capture with chosen and rejected sequences"
         raise ObjectiveError(inputs.recorded.source, why, advice)
-    chosen, rejected = in_pairs(by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
-    ref_chosen, ref_rejected = _reference(inputs, spec)
+    chosen, rejected = split_pairs(reduce_by_sequence(inputs.log_probs_BA, inputs, spec), spec.pairs)
+    ref_chosen, ref_rejected = _read_reference(inputs, spec)
     margins = spec.dpo_beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
     smoothing = spec.label_smoothing
     losses: Tensor = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
     return losses.mean()
 
 
-def by_sequence(values_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
-    """Return each sequence's sum of log-probs, or their mean, [sequences]."""
+def reduce_by_sequence(values_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Compute each sequence's sum of log-probs, or their mean, [sequences]."""
     sums = inputs.sum_by_sequence(values_BA)
     return sums / inputs.num_tokens_by_sequence().clamp(min=1) if spec.average_log_probs else sums
 
 
-def in_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the chosen sequences, and those of the rejected ones, [pairs] each."""
+def split_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Split numbers into those of the chosen sequences and those of the rejected ones, [pairs] each."""
     match pairs:
         case Pairs.HALVES:
             half = len(values) // 2
@@ -53,29 +53,29 @@ def in_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
             return values[0::2], values[1::2]
 
 
-def _reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
-    """Return the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs."""
-    given = inputs.find(*REF_CHOSEN), inputs.find(*REF_REJECTED)
+def _read_reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tensor, Tensor]:
+    """Read the reference's numbers: as noted for each pair or sequence, else from its tokens' log-probs."""
+    chosen, rejected = inputs.find(*REF_CHOSEN), inputs.find(*REF_REJECTED)
     num_pairs = inputs.recorded.num_sequences // 2
-    if given[0] is not None and given[1] is not None:
-        if any(one.numel() != num_pairs for one in given if one is not None):
+    if chosen is not None and rejected is not None:
+        if any(numbers.numel() != num_pairs for numbers in (chosen, rejected)):
             raise ObjectiveError(
                 f"{inputs.recorded.source}: {REF_CHOSEN[0]} and {REF_REJECTED[0]} must have one number for "
-                f"each of {num_pairs} pairs, not shapes {list(given[0].shape)} and {list(given[1].shape)}"
+                f"each of {num_pairs} pairs, not shapes {list(chosen.shape)} and {list(rejected.shape)}"
             )
-        return given[0].float().flatten(), given[1].float().flatten()
-    of_tokens = inputs.find(*REF_LOG_PROBS)
-    if of_tokens is None:
-        raise ObjectiveError(missing(inputs.recorded, REF_LOG_PROBS))
-    if of_tokens.ndim == 1 and of_tokens.numel() == inputs.recorded.num_sequences:
-        return in_pairs(of_tokens.float(), spec.pairs)
+        return chosen.float().flatten(), rejected.float().flatten()
+    token_values = inputs.find(*REF_LOG_PROBS)
+    if token_values is None:
+        raise ObjectiveError(explain_missing(inputs.recorded, REF_LOG_PROBS))
+    if token_values.ndim == 1 and token_values.numel() == inputs.recorded.num_sequences:
+        return split_pairs(token_values.float(), spec.pairs)
     with torch.no_grad():
-        return in_pairs(by_sequence(inputs.of_tokens(*REF_LOG_PROBS), inputs, spec), spec.pairs)
+        return split_pairs(reduce_by_sequence(inputs.of_tokens(*REF_LOG_PROBS), inputs, spec), spec.pairs)
 
 
-def dpo_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterable[Need]:
-    """Return what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
-    has_pairs = all(names_[0] in recorded.tensors for names_ in (REF_CHOSEN, REF_REJECTED))
+def list_dpo_needs(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
+    """List what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
+    has_pairs = all(names[0] in recorded.tensors for names in (REF_CHOSEN, REF_REJECTED))
     return () if has_pairs else (Need(names=REF_LOG_PROBS),)
 
 
@@ -86,4 +86,4 @@ def describe_dpo(spec: ObjectiveSpec) -> list[str]:
     return parts
 
 
-DPO = Formula(loss=dpo_loss, describe=describe_dpo, needs=dpo_needs)
+DPO = Formula(loss=compute_dpo_loss, describe=describe_dpo, needs=list_dpo_needs)

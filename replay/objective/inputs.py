@@ -15,32 +15,37 @@ from capture.facts import FactError
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 
-# List the names under which trainers and their dumps keep what an objective needs; the first is the one to note.
+# The names under which trainers and their dumps keep what an objective needs. The first of each is the one to note.
 
 ADVANTAGES = ("advantages",)
+# Beside ours: TRL's, two of SkyRL and OpenRLHF (the second is of the policy that the samples came from), NeMo-RL's
+# and slime's.
 OLD_LOG_PROBS = (
     "old_log_probs",
-    "old_per_token_logps",  # TRL
+    "old_per_token_logps",
     "old_action_log_probs",
-    "action_log_probs",  # SkyRL, OpenRLHF: of the policy that the samples came from
-    "prev_logprobs",  # NeMo-RL
-    "log_probs",  # slime
+    "action_log_probs",
+    "prev_logprobs",
+    "log_probs",
 )
+# Beside ours: verl's, TRL's, that of SkyRL and OpenRLHF, and NeMo-RL's.
 REF_LOG_PROBS = (
     "ref_log_probs",
-    "ref_log_prob",  # verl
-    "ref_per_token_logps",  # TRL
-    "base_action_log_probs",  # SkyRL, OpenRLHF
-    "reference_policy_logprobs",  # NeMo-RL
+    "ref_log_prob",
+    "ref_per_token_logps",
+    "base_action_log_probs",
+    "reference_policy_logprobs",
 )
+# That of verl, slime and OpenRLHF, then SkyRL's, ROLL's, NeMo-RL's and TRL's.
 ROLLOUT_LOG_PROBS = (
-    "rollout_log_probs",  # verl, slime, OpenRLHF
-    "rollout_logprobs",  # SkyRL
-    "infer_logprobs",  # ROLL
-    "generation_logprobs",  # NeMo-RL
-    "sampling_per_token_logps",  # TRL
+    "rollout_log_probs",
+    "rollout_logprobs",
+    "infer_logprobs",
+    "generation_logprobs",
+    "sampling_per_token_logps",
 )
-REF_CHOSEN, REF_REJECTED = ("ref_chosen_logps",), ("ref_rejected_logps",)  # TRL's, a number a pair
+# TRL's, with a number for each pair.
+REF_CHOSEN, REF_REJECTED = ("ref_chosen_logps",), ("ref_rejected_logps",)
 DIVISOR = ("divisor",)
 NUM_ITEMS = ("num_items_in_batch",)
 
@@ -50,7 +55,7 @@ class ObjectiveError(FactError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class ObjectiveRecord:
     """What a job recorded of one pass that its objective may need. Rows are in the captured order.
 
     tensors          the forward's tensor arguments and the job's notes, by name, as they came
@@ -74,8 +79,8 @@ class Recorded:
     source: str
 
     @classmethod
-    def of(cls, call: Call, batch: MicroBatch) -> "Recorded":
-        """Collect it from a capture; `batch` is as the replay feeds it."""
+    def collect(cls, call: Call, batch: MicroBatch) -> "ObjectiveRecord":
+        """Collect the record from a capture; `batch` is as the replay feeds it."""
         facts = call.call_facts.items()
         numbers = {
             name: float(fact) for name, fact in facts if isinstance(fact, int | float) and type(fact) is not bool
@@ -96,9 +101,9 @@ class Recorded:
             source=batch.origin.source,
         )
 
-    def to(self, device: torch.device) -> "Recorded":
-        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=moved, sequence_BA=self.sequence_BA.to(device))
+    def to(self, device: torch.device) -> "ObjectiveRecord":
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, sequence_BA=self.sequence_BA.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +115,16 @@ class ObjectiveInputs:
     recorded           what the job recorded of the pass
     num_window_tokens  action tokens in all passes of the step, of all ranks
     num_window_passes  those passes
+    is_fed_in_reverse  the replay's rows are in reverse order; all of the above is in the captured order
     """
 
     log_probs_BA: Tensor
     action_mask_BA: Tensor
-    recorded: Recorded
+    recorded: ObjectiveRecord
     num_window_tokens: int
     num_window_passes: int
     kept_logits: KeptLogits | None = None
-    is_fed_in_reverse: bool = False  # all above is in the captured order
+    is_fed_in_reverse: bool = False
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -155,14 +161,14 @@ class ObjectiveInputs:
         A tensor of fewer columns than A covers the last tokens; one number for each row or sequence is that of each of
         its tokens. Raises ObjectiveError if there is none, or if it leaves out an action token.
         """
-        found = self.find(*names)
-        if found is None:
-            raise ObjectiveError(missing(self.recorded, names))
-        return torch.where(self.action_mask_BA, self._in_place(found, names[0]), 0.0)
+        tensor = self.find(*names)
+        if tensor is None:
+            raise ObjectiveError(explain_missing(self.recorded, names))
+        return torch.where(self.action_mask_BA, self._spread_over_tokens(tensor, names[0]), 0.0)
 
-    def _in_place(self, found: Tensor, name: str) -> Tensor:
+    def _spread_over_tokens(self, tensor: Tensor, name: str) -> Tensor:
         rows, num_actions = self.log_probs_BA.shape
-        values = found.detach().float()
+        values = tensor.detach().float()
         if values.ndim == 0:
             return values.expand(rows, num_actions)
         if values.ndim == 1 and len(values) == rows:
@@ -173,7 +179,7 @@ class ObjectiveInputs:
             values = values[None]
         if values.ndim != 2 or len(values) != rows:
             raise ObjectiveError(
-                f"{self.recorded.source}: {name} has shape {list(found.shape)}; allowed are a number, "
+                f"{self.recorded.source}: {name} has shape {list(tensor.shape)}; allowed are a number, "
                 f"[{rows}], and [{rows}, tokens] of the rows' last tokens"
             )
         num_missing = num_actions - values.shape[1]
@@ -188,9 +194,9 @@ class ObjectiveInputs:
 
     def number(self, *names: str) -> float | None:
         """Return the first captured number of these names, noted or an argument; None if there is none."""
-        found = self.find(*names)
-        if found is not None:
-            return float(found.flatten()[0]) if found.numel() == 1 else None
+        tensor = self.find(*names)
+        if tensor is not None:
+            return float(tensor.flatten()[0]) if tensor.numel() == 1 else None
         return next((self.recorded.numbers[name] for name in names if name in self.recorded.numbers), None)
 
     def sum_by_sequence(self, values_BA: Tensor) -> Tensor:
@@ -204,13 +210,13 @@ class ObjectiveInputs:
         return self.sum_by_sequence(torch.ones_like(self.log_probs_BA, requires_grad=False).detach())
 
 
-def missing(recorded: Recorded, names: tuple[str, ...]) -> str:
+def explain_missing(recorded: ObjectiveRecord, names: tuple[str, ...]) -> str:
     """Say that a capture has no tensor of these names, what it has, and what to type."""
     name = names[0]
-    if (reason := next((recorded.left_out[one] for one in names if one in recorded.left_out), None)) is not None:
+    if (reason := next((recorded.left_out[noted] for noted in names if noted in recorded.left_out), None)) is not None:
         return f"{recorded.source}: {name} was {reason}"
-    there = ", ".join(sorted(recorded.tensors))
+    available = ", ".join(sorted(recorded.tensors))
     return (
-        f"{recorded.source}: no {name} in this capture, which has {there}. "
+        f"{recorded.source}: no {name} in this capture, which has {available}. "
         f"Try: recorder.note({name}=...) in the job (docs/objectives.md)"
     )

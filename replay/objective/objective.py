@@ -1,4 +1,7 @@
-"""Choose the objective that --loss names, check that a capture has what it needs, and compute it."""
+"""Choose the objective that --loss names, check that a capture has what it needs, and compute it.
+
+An objective's module defines a `Formula`: its loss, what it needs of a capture, and its words for the header.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,11 +17,9 @@ from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded, missing
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
 from replay.options.declarations import OBJECTIVES
 from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
-
-# Define what an objective's module has to say: its loss, what it needs of a capture, and its words for the header.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +30,11 @@ class Need:
     or_else: str = ""
 
 
-def need_nothing(recorded: Recorded, spec: ObjectiveSpec) -> Iterable[Need]:
+def require_nothing(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
     return ()
 
 
-def never(spec: ObjectiveSpec) -> bool:
+def answer_no(spec: ObjectiveSpec) -> bool:
     return False
 
 
@@ -51,10 +52,10 @@ class Formula:
 
     loss: Callable[[ObjectiveInputs, ObjectiveSpec], Any]
     describe: Callable[[ObjectiveSpec], list[str]]
-    needs: Callable[[Recorded, ObjectiveSpec], Iterable[Need]] = need_nothing
-    asks_entropies: Callable[[ObjectiveSpec], bool] = never
+    needs: Callable[[ObjectiveRecord, ObjectiveSpec], Iterable[Need]] = require_nothing
+    asks_entropies: Callable[[ObjectiveSpec], bool] = answer_no
     asks_logits: bool = False
-    is_share_of_window: Callable[[ObjectiveSpec], bool] = never
+    is_share_of_window: Callable[[ObjectiveSpec], bool] = answer_no
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +71,17 @@ class Objective:
     sha256: str | None = None
 
     @classmethod
-    def of(cls, spec: Parts) -> "Objective | None":
-        """Return what --loss names; None for stand-in and sft. Raises UsageError for a file that cannot be loaded."""
+    def open(cls, spec: Parts) -> "Objective | None":
+        """Open what --loss names; None for stand-in and sft. Raises UsageError for a file that cannot be loaded."""
         loss, settings = spec.measure.loss, spec.objective
         if not is_objective(loss):
             return None
         if loss in OBJECTIVES:
             return cls(loss=loss, spec=settings, formula=resolve_name(OBJECTIVES[loss].formula))
-        named = USER_LOSS.fullmatch(loss)
-        assert named is not None
-        own = UserFunction.open(Path(named["file"]), named["function"], setting="loss")
-        function, sha256 = own.load(), own.sha256
+        user_loss = USER_LOSS.fullmatch(loss)
+        assert user_loss is not None
+        user_function = UserFunction.open(Path(user_loss["file"]), user_loss["function"], setting="loss")
+        function, sha256 = user_function.load(), user_function.sha256
         formula = Formula(
             loss=lambda inputs, spec: function(inputs),
             describe=lambda spec: [f"sha256 {sha256[:12]}"],
@@ -105,17 +106,17 @@ class Objective:
 
     def __call__(self, inputs: ObjectiveInputs) -> Tensor:
         """Compute the loss of one pass. Raises ObjectiveError, or what the user's function raises."""
-        loss, given = self.formula.loss(inputs, self.spec), Setting("loss", self.loss)
+        loss, setting = self.formula.loss(inputs, self.spec), Setting("loss", self.loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ObjectiveError(given, f"returned {kind}; it must return a tensor of one number")
+            raise ObjectiveError(setting, f"returned {kind}; it must return a tensor of one number")
         if inputs.log_probs_BA.requires_grad and not loss.requires_grad:
             advice = "Compute it from inputs.log_probs_BA, inputs.logits() or inputs.entropies(), not detached"
             advice = f"{advice}. Try: {Setting('backward', False)}"
-            raise ObjectiveError(given, "returned a number without a gradient", advice)
+            raise ObjectiveError(setting, "returned a number without a gradient", advice)
         return loss.reshape(())
 
-    def check(self, recorded: Recorded) -> None:
+    def check(self, recorded: ObjectiveRecord) -> None:
         """Raise ObjectiveError if a capture lacks what a declared objective needs. Shapes are checked in the pass."""
         if self.sha256 is not None:
             return
@@ -127,15 +128,17 @@ class Objective:
             )
         for need in self.formula.needs(recorded, self.spec):
             if not any(name in recorded.tensors for name in need.names):
-                raise ObjectiveError(missing(recorded, need.names) + (f"; {need.or_else}" if need.or_else else ""))
+                raise ObjectiveError(
+                    explain_missing(recorded, need.names) + (f"; {need.or_else}" if need.or_else else "")
+                )
 
     def describe(self) -> str:
         """Describe the objective for the header."""
         return ", ".join([self.loss, *self.formula.describe(self.spec)])
 
 
-def gain(loss: Tensor, log_probs_BA: Tensor) -> float:
-    """Return how far the loss moves if each log-prob moves by 1, each in the worst direction.
+def measure_gain(loss: Tensor, log_probs_BA: Tensor) -> float:
+    """Measure how far the loss moves if each log-prob moves by 1, each in the worst direction.
 
     A mean of log-probs has 1: the verdict's bound on a loss is made for that, and grows with it.
     """
@@ -145,23 +148,24 @@ def gain(loss: Tensor, log_probs_BA: Tensor) -> float:
     return 1.0 if gradient is None else float(gradient.abs().sum())
 
 
-def described_loss(objective: Objective | None, spec: Parts, first: Call | None) -> str:
+def describe_loss(objective: Objective | None, spec: Parts, first: Call | None) -> str:
     """Describe the loss for the header, and say when it was not asked for. `first` is a capture that says of what."""
     if objective is not None:
         return objective.describe()
     loss = spec.measure.loss
-    return f"{loss}{', by default' if loss == LossName.STAND_IN else ''}: {_mean_of(loss, first)}"
+    return f"{loss}{', by default' if loss == LossName.STAND_IN else ''}: {_describe_mean(loss, first)}"
 
 
-def _mean_of(loss: str, first: Call | None) -> str:
-    """Say what the stand-in or sft is the mean over, as `actor_inputs` chooses the tokens."""
+def _describe_mean(loss: str, first: Call | None) -> str:
+    """Say what the stand-in or sft is the mean over, as `prepare_inputs` chooses the tokens."""
     try:
-        batch = None if first is None else tokens_for(loss, first.micro_batch())
-    except CaptureError:  # the pass itself will report it
+        batch = None if first is None else select_loss_tokens(loss, first.micro_batch())
+    except CaptureError:
+        # The pass itself will report what is wrong with the capture.
         batch = None
     if batch is None:
-        of_sft = "the negated mean log-prob of the labels, or of all real tokens"
-        return of_sft if loss == LossName.SFT else "the negated mean log-prob of the action tokens"
+        sft_mean = "the negated mean log-prob of the labels, or of all real tokens"
+        return sft_mean if loss == LossName.SFT else "the negated mean log-prob of the action tokens"
     if batch.action_mask_BA is not None:
         return "the negated mean log-prob of the action tokens"
     lacking = ", for there is no action mask" if loss == LossName.STAND_IN else ""
@@ -170,8 +174,8 @@ def _mean_of(loss: str, first: Call | None) -> str:
     return f"the mean cross entropy of the labels{lacking}"
 
 
-def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
-    """Return `batch` with the action mask that `loss` averages over.
+def select_loss_tokens(loss: str, batch: MicroBatch) -> MicroBatch:
+    """Give `batch` the action mask that `loss` averages over.
 
     sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
     none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
@@ -182,14 +186,14 @@ def tokens_for(loss: str, batch: MicroBatch) -> MicroBatch:
 
 
 def may_count_after_padding(spec: Parts) -> bool:
-    """Tell whether a label counts that padding predicts, as in a model's own loss, if rows are padded as captured.
+    """May a label count that padding predicts, as in a model's own loss, if rows are padded as captured?
 
-    Not where packed rows were asked for, nor where parity compares runs of the same tokens in any layout.
+    Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.
     """
     actor, measure = spec.actor, spec.measure
     return not (actor.packing or actor.parallel.ring > 1 or measure.details or is_objective(measure.loss))
 
 
-def negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
-    """Return minus the mean log-prob of the micro-batch's action tokens; 0 if there are none."""
+def compute_negated_mean(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
+    """Compute minus the mean log-prob of the micro-batch's action tokens; 0 if there are none."""
     return -log_probs_BA.sum() / inputs.action_mask_BA.sum().clamp(min=1)

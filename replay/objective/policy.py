@@ -17,32 +17,33 @@ from replay.objective.inputs import (
     REF_LOG_PROBS,
     ObjectiveError,
     ObjectiveInputs,
-    Recorded,
-    missing,
+    ObjectiveRecord,
+    explain_missing,
 )
 from replay.objective.objective import Formula, Need
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 
 ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"
-MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF: exp of more would overflow
+# As in verl and OpenRLHF: exp of more would overflow.
+MAX_LOG_RATIO = 20.0
 
 
-def policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
-    """Return the loss of one pass. Raises ObjectiveError where the capture lacks what `spec` needs."""
+def compute_policy_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+    """Compute the loss of one pass. Raises ObjectiveError where the capture lacks what `spec` needs."""
     log_probs_BA = inputs.log_probs_BA
     advantages_BA = inputs.of_tokens(*ADVANTAGES)
     old_BA = log_probs_BA.detach() if spec.on_policy else inputs.of_tokens(*OLD_LOG_PROBS)
-    loss_BA = clipped(log_probs_BA, old_BA, advantages_BA, spec)
+    loss_BA = compute_clipped_loss(log_probs_BA, old_BA, advantages_BA, spec)
     if spec.kl_coefficient:
         reference_BA = inputs.of_tokens(*REF_LOG_PROBS)
-        loss_BA = loss_BA + spec.kl_coefficient * divergence(log_probs_BA, reference_BA, spec.kl)
+        loss_BA = loss_BA + spec.kl_coefficient * estimate_divergence(log_probs_BA, reference_BA, spec.kl)
     if spec.entropy_coefficient:
         loss_BA = loss_BA - spec.entropy_coefficient * inputs.entropies()
-    return reduced(loss_BA, inputs, spec)
+    return reduce_loss(loss_BA, inputs, spec)
 
 
-def clipped(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: ObjectiveSpec) -> Tensor:
-    """Return each token's clipped policy loss."""
+def compute_clipped_loss(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: ObjectiveSpec) -> Tensor:
+    """Compute each token's clipped policy loss."""
     ratio_BA = (log_probs_BA - old_BA).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     high = spec.clip_low if spec.clip_high is None else spec.clip_high
     clipped_BA = ratio_BA.clamp(1 - spec.clip_low, 1 + high)
@@ -53,19 +54,19 @@ def clipped(log_probs_BA: Tensor, old_BA: Tensor, advantages_BA: Tensor, spec: O
     return loss_BA
 
 
-def divergence(log_probs_BA: Tensor, reference_BA: Tensor, estimator: KlEstimator) -> Tensor:
-    """Return each token's estimate of the KL divergence of the policy to the reference."""
-    apart_BA = log_probs_BA - reference_BA
+def estimate_divergence(log_probs_BA: Tensor, reference_BA: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate for each token the KL divergence of the policy to the reference."""
+    log_ratio_BA = log_probs_BA - reference_BA
     match estimator:
         case KlEstimator.K1:
-            return apart_BA
+            return log_ratio_BA
         case KlEstimator.K2:
-            return apart_BA.square() / 2
+            return log_ratio_BA.square() / 2
         case KlEstimator.K3:
-            return torch.expm1(-apart_BA) + apart_BA
+            return torch.expm1(-log_ratio_BA) + log_ratio_BA
 
 
-def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
+def reduce_loss(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
     """Reduce the tokens' losses to the loss of the pass. Raises ObjectiveError without a divisor."""
     total = torch.where(inputs.action_mask_BA, loss_BA, 0.0).sum()
     match spec.reduction:
@@ -81,12 +82,12 @@ def reduced(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Te
         case Reduction.DIVISOR:
             divisor = spec.divisor or inputs.number(*DIVISOR)
             if not divisor:
-                raise ObjectiveError(f"{missing(inputs.recorded, DIVISOR)}, or {Setting('divisor', 'X')}")
+                raise ObjectiveError(f"{explain_missing(inputs.recorded, DIVISOR)}, or {Setting('divisor', 'X')}")
             return total / (divisor * inputs.recorded.num_sequences)
 
 
-def policy_needs(recorded: Recorded, spec: ObjectiveSpec) -> Iterator[Need]:
-    """Yield what must be recorded."""
+def list_policy_needs(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterator[Need]:
+    """List what must be recorded."""
     yield Need(names=ADVANTAGES)
     if not spec.on_policy:
         yield Need(names=OLD_LOG_PROBS, or_else=ON_POLICY)
@@ -109,9 +110,9 @@ def describe_policy(spec: ObjectiveSpec) -> list[str]:
 
 
 POLICY = Formula(
-    loss=policy_loss,
+    loss=compute_policy_loss,
     describe=describe_policy,
-    needs=policy_needs,
+    needs=list_policy_needs,
     asks_entropies=lambda spec: spec.entropy_coefficient > 0,
     is_share_of_window=lambda spec: spec.reduction is Reduction.WINDOW_TOKENS,
 )

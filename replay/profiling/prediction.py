@@ -28,7 +28,7 @@ from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import count_action_tokens
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.objective import tokens_for
+from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import in_flags
 
 
@@ -109,7 +109,7 @@ def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[InputShape], lis
                     rows=batch.num_rows,
                     row_length=batch.sequences_BS.shape[1],
                     documents=find_documents(batch).measure_lengths(batch.attention_mask_BS).tolist() or [0],
-                    action_tokens=count_action_tokens(tokens_for(loss, batch)),
+                    action_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
                 )
             )
         except CaptureError as error:

@@ -19,7 +19,7 @@ from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
-from replay.objective.objective import tokens_for
+from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import in_flags
 from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines
@@ -114,7 +114,7 @@ class CaptureReader:
         Both are 0 for a micro-batch that no model accepts: its pass will report why.
         """
         try:
-            batch = replace(tokens_for(self.loss, batch), padding_predicts=self.padding_predicts)
+            batch = replace(select_loss_tokens(self.loss, batch), padding_predicts=self.padding_predicts)
             return count_action_tokens(batch), count_predicted_by_padding(batch) if self.padding_predicts else 0
         except CaptureError:
             return 0, 0

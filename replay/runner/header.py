@@ -11,7 +11,7 @@ from actor_init.world import World
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.objective import Objective, described_loss
+from replay.objective.objective import Objective, describe_loss
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import describe_engine, pluralise
@@ -86,7 +86,7 @@ class Header:
         if resolved.attention_reason:
             kernel = find_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
-        lines["loss"] = described_loss(self.objective, resolved, self.first_call)
+        lines["loss"] = describe_loss(self.objective, resolved, self.first_call)
         lines |= _config_line(self.config_differences)
         lines |= _describe_adapter(resolved)
         lines |= {"frozen": f"{describe_frozen(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}

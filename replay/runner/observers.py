@@ -17,7 +17,7 @@ from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.optimizer_step import Sample
-from replay.objective.objective import gain
+from replay.objective.objective import measure_gain
 from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
@@ -135,7 +135,7 @@ class LossGainProbe(PassObserver):
         self.loss_gain = 1.0
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.loss_gain = gain(loss, log_probs_BA)
+        self.loss_gain = measure_gain(loss, log_probs_BA)
 
 
 class GradientProbe(PassObserver):

@@ -20,9 +20,8 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.file_format.optimizer_step import Sample
-from replay.objective.inputs import ObjectiveInputs
-from replay.objective.inputs import Recorded as RecordedForObjective
-from replay.objective.objective import Objective, may_count_after_padding, negated_mean, tokens_for
+from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
+from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
 from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
@@ -188,7 +187,7 @@ class Replayer:
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         self._has_failed_pass = False
-        self._objective = Objective.of(spec)
+        self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self._has_dropout = bool(find_acting_dropouts(strip_config(self.source.config)))
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
@@ -266,7 +265,7 @@ class Replayer:
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
             recorded = doubt_router_loss(recorded, call, self.source.config)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
-            batch = tokens_for(self.spec.measure.loss, add_model_positions(batch, self.source.config))
+            batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
             return PassEvidence(record, recorded, replayed), None
         except SystemExit as error:
@@ -372,15 +371,15 @@ class Replayer:
             has_reversed_rows=has_reversed_rows,
         )
 
-    def _read_objective_record(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
+    def _read_objective_record(self, call: Call, batch: MicroBatch) -> ObjectiveRecord | None:
         """Return what the job's objective is computed from; None without one. Raises ObjectiveError if it lacks it."""
         if self._objective is None:
             return None
-        objective_record = RecordedForObjective.of(call, batch)
+        objective_record = ObjectiveRecord.collect(call, batch)
         self._objective.check(objective_record)
         return objective_record
 
-    def _choose_loss_weight(self, index: int, objective_record: RecordedForObjective | None) -> float:
+    def _choose_loss_weight(self, index: int, objective_record: ObjectiveRecord | None) -> float:
         """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
         num_passes = self.window.size * self.world.num_data_ranks
         if objective_record is not None:
@@ -391,7 +390,7 @@ class Replayer:
         return self.window.find_token_weight(index, self.world.data_rank)
 
     def _make_objective_loss(
-        self, actor_inputs: ActorInputs, objective_record: RecordedForObjective
+        self, actor_inputs: ActorInputs, objective_record: ObjectiveRecord
     ) -> Callable[[Tensor], Tensor]:
         """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
         assert self._objective is not None
@@ -468,4 +467,4 @@ def _describe_result(outcome: PassOutcome, inputs: PassInputs) -> ResultSection:
 
 
 def _compute_stand_in_loss(actor_inputs: ActorInputs, log_probs_BA: Tensor) -> Tensor:
-    return negated_mean(log_probs_BA, actor_inputs)
+    return compute_negated_mean(log_probs_BA, actor_inputs)

@@ -272,7 +272,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
         str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
         str(repeater.has_dropout),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
-        str(None if (objective := Objective.of(spec)) is None else objective.sha256),
+        str(None if (objective := Objective.open(spec)) is None else objective.sha256),
         str((world.world_size, world.device.type)),
         str(
             [

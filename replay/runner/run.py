@@ -12,7 +12,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.inputs import ObjectiveError, Recorded
+from replay.objective.inputs import ObjectiveError, ObjectiveRecord
 from replay.objective.objective import Objective, may_count_after_padding
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import ReplaySpec
@@ -88,7 +88,7 @@ class _PreparedReplay:
             why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
             raise UsageError(snapshot, why, f"Try: without {snapshot}")
         first_call = read_first_call(selection)
-        objective = Objective.of(spec)
+        objective = Objective.open(spec)
         _check_objective(objective, first_call)
         resolved = resolve(spec, selection, first_call, world, objective)
         return cls(resolved=resolved, selection=selection, meter=meter, first_call=first_call, objective=objective)
@@ -188,6 +188,6 @@ def _check_objective(objective: Objective | None, first_call: Call | None) -> No
     if objective is None or first_call is None:
         return
     try:
-        objective.check(Recorded.of(first_call, first_call.micro_batch()))
+        objective.check(ObjectiveRecord.collect(first_call, first_call.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
         raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error

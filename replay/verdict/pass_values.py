@@ -19,7 +19,7 @@ from actor_init.inputs.packing import count_action_tokens, count_predicted_by_pa
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
-from replay.objective.objective import tokens_for
+from replay.objective.objective import select_loss_tokens
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
@@ -156,7 +156,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         settings={**call.origin.versions, **call.environment},
         optimizer_step=call.optimizer_step,
         optimizer=call.step,
-        num_tokens=count_action_tokens(tokens_for(loss, batch)),
+        num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
         divisor=None if is_objective(loss) else _read_divisor(call),
         recording=call.recording,
     )

@@ -13,7 +13,7 @@ from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.model_positions import add_model_positions, has_column_positions
 from actor_init.spec import ActorSpec, Dtype
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, Origin
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) 
                 losses.append(answer.loss.item())
             else:
                 inputs = prepare_inputs(add_model_positions(batch, source.config), packing=packing)
-                losses.append(negated_mean(action_log_probs(model, inputs), inputs).item())
+                losses.append(compute_negated_mean(action_log_probs(model, inputs), inputs).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # fp32, other orders of summation
 
 

@@ -22,7 +22,7 @@ from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line.cli import leave, parse_command_line
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.resolution.job_defaults import find_source
 from replay.resolution.selection import select
 from tests.helpers.reference import Reference
@@ -54,7 +54,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     losses = []
     for path in paths:
         inputs = prepare_inputs(read_micro_batch(path), packing=spec.actor.packs)
-        loss = negated_mean(backend.forward(inputs, trains=True), inputs)
+        loss = compute_negated_mean(backend.forward(inputs, trains=True), inputs)
         backend.backward(loss * (num_tokens[path] * len(window) / sum(num_tokens.values())))
         losses.append(abs(loss.item() / reference.answer(path).loss - 1))
     expected = reference.gradients(window)

@@ -258,7 +258,7 @@ def loss_over_padding(world: World) -> Iterator[None]:
     def averaged(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
         return -log_probs_BA.mean()
 
-    with patch("replay.runner.replayer.negated_mean", averaged):
+    with patch("replay.runner.replayer.compute_negated_mean", averaged):
         yield
 
 
@@ -270,7 +270,7 @@ def loss_by_rows(world: World) -> Iterator[None]:
         counts_B = inputs.action_mask_BA.sum(dim=1).clamp(min=1)
         return -(log_probs_BA.sum(dim=1) / counts_B).mean()
 
-    with patch("replay.runner.replayer.negated_mean", averaged):
+    with patch("replay.runner.replayer.compute_negated_mean", averaged):
         yield
 
 

@@ -24,7 +24,7 @@ import replay.runner.run
 import replay.watch.shutdown
 import replay.watch.watcher
 from replay.command_line.cli import run_and_leave
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.runner.replayer import Replayer
 from replay.watch.watcher import HELD_SECONDS, Watch, watch_run
 
@@ -195,7 +195,7 @@ def main() -> NoReturn:
     vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
     vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
-    vars(replay.runner.replayer)["negated_mean"] = _faulty(
+    vars(replay.runner.replayer)["compute_negated_mean"] = _faulty(
         FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase
     )
     run_and_leave()
@@ -209,7 +209,7 @@ def _watched(*arguments: Any, **given: Any) -> Iterator[Watch]:
 
 
 def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
-    """`negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
+    """`compute_negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
     num_calls = 0
 
     def strike(*_: Any) -> None:
@@ -229,7 +229,7 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
             log_probs_BA.register_hook(strike)
         if num_calls == FAULTY_PASS and phase == "step":
             register_optimizer_step_pre_hook(strike)
-        return negated_mean(log_probs_BA, inputs)
+        return compute_negated_mean(log_probs_BA, inputs)
 
     reopen_after_failure = Replayer.reopen_after_failure
 

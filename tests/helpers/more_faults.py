@@ -241,7 +241,7 @@ def empty_rows_counted(world: World) -> Iterator[None]:
     def averaged(log_probs_BA: Tensor, inputs: ActorInputs) -> Tensor:
         return -log_probs_BA.sum() / inputs.action_mask_BA.sum(dim=1).clamp(min=1).sum()
 
-    with patch("replay.runner.replayer.negated_mean", averaged):
+    with patch("replay.runner.replayer.compute_negated_mean", averaged):
         yield
 
 

@@ -13,7 +13,7 @@ from actor_init import actor
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.tracing.trace_file import TensorKind
 
 BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
@@ -95,7 +95,10 @@ def wrong_below_the_inputs() -> AbstractContextManager[Any]:
 
 
 def loss_over_padding() -> AbstractContextManager[Any]:
-    return patch("replay.runner.replayer.negated_mean", lambda log_probs, inputs: negated_mean(log_probs, inputs) / 2)
+    return patch(
+        "replay.runner.replayer.compute_negated_mean",
+        lambda log_probs, inputs: compute_negated_mean(log_probs, inputs) / 2,
+    )
 
 
 FAULTS: Mapping[str, tuple[Callable[[], AbstractContextManager[Any]], str, Found]] = {

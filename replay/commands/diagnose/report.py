@@ -30,7 +30,7 @@ from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.commands.diagnose.checks import DiagnosisCase, run_checks
 from replay.commands.diagnose.untimed_actor import select_rows
-from replay.objective.objective import tokens_for
+from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus, describe_engine, format_check, pluralise
@@ -202,7 +202,7 @@ def _read_batch(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBat
     """Read a capture. Raises UsageError if this model cannot take it under the given options."""
     try:
         captured = with_shift_labels_as_labels(read_micro_batch(path))
-        batch = tokens_for(run.measure.loss, add_model_positions(captured, source.config))
+        batch = select_loss_tokens(run.measure.loss, add_model_positions(captured, source.config))
         check_vocabulary(batch, source)
         prepare_inputs(batch, packing=source.layout_under(run.actor).joins)
     except CaptureError as error:

@@ -22,7 +22,7 @@ from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.runner.observers import PositionMarker
 from replay.runner.run_pass import PassInputs, PassObserver, prepare_actor_inputs, run_pass
 from replay.watch.progress import Tracker
@@ -136,7 +136,7 @@ class UntimedActor:
             actor_inputs = prepare_actor_inputs(batch, self.spec, self.source, self.world)
             inputs = PassInputs(
                 actor_inputs=actor_inputs,
-                compute_loss=partial(negated_mean, inputs=actor_inputs),
+                compute_loss=partial(compute_negated_mean, inputs=actor_inputs),
                 train_mode=True,
                 builds_graph=True,
                 runs_backward=True,

@@ -26,7 +26,7 @@ from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.commands.minimise.failure import OF_THE_JOB, Failure, Kind, masked
-from replay.objective.objective import tokens_for
+from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import in_flags
 from replay.options.spec import USER_LOSS, ReplaySpec
 from replay.processes.launch import without_launcher
@@ -164,7 +164,7 @@ def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[st
     passes: list[dict[str, Any]] = []
     for path in capture_files(inputs):
         call = read_call(path)
-        batch = add_model_positions(tokens_for(spec.measure.loss, call.micro_batch()), source.config)
+        batch = add_model_positions(select_loss_tokens(spec.measure.loss, call.micro_batch()), source.config)
         fed = prepare_inputs(batch, packing=False)
         sums = call.output_numbers("log_probs_row_sums") or call.output_numbers("output_row_sums")
         own: dict[str, Tensor | None] = {

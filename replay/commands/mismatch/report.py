@@ -25,8 +25,8 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.commands.mismatch.statistics import Mismatch, Tokens, WorstToken, mismatch_of, tokens_of, worst_tokens
-from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, Recorded, missing
-from replay.objective.objective import negated_mean
+from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
+from replay.objective.objective import compute_negated_mean
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs, print_table
@@ -130,16 +130,16 @@ def mismatch_in(
     return 0
 
 
-def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, Recorded]:
+def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveRecord]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
         batch = add_model_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(*error.args) from error
-    recorded = Recorded.of(call, batch)
+    recorded = ObjectiveRecord.collect(call, batch)
     if not any(name in recorded.tensors for name in ROLLOUT_LOG_PROBS):
-        raise UsageError(missing(recorded, ROLLOUT_LOG_PROBS))
+        raise UsageError(explain_missing(recorded, ROLLOUT_LOG_PROBS))
     if not recorded.has_action_mask:
         raise UsageError(
             f"{recorded.source}: nothing says which tokens were sampled: no action mask, no labels. "
@@ -154,7 +154,7 @@ def _replayed(
     source: ModelSource,
     world: World,
     tracker: Tracker,
-    batches: Sequence[tuple[MicroBatch, Recorded]],
+    batches: Sequence[tuple[MicroBatch, ObjectiveRecord]],
 ) -> tuple[Cell, list[Tokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
     backend = open_backend(spec.actor, source, world, lambda _: tracker.report_progress())
@@ -188,7 +188,7 @@ def _forward(
     world: World,
     tracker: Tracker,
     batch: MicroBatch,
-    recorded: Recorded,
+    recorded: ObjectiveRecord,
 ) -> Tokens:
     """Run one forward, and put its log-probs beside the rollout's."""
     tracker.begin_pass(tracker.position.index + 1, batch.origin.source)
@@ -196,7 +196,7 @@ def _forward(
     inputs = prepare_actor_inputs(batch, spec.actor, source, world)
     forward = PassInputs(
         actor_inputs=inputs,
-        compute_loss=partial(negated_mean, inputs=inputs),
+        compute_loss=partial(compute_negated_mean, inputs=inputs),
         train_mode=False,
         builds_graph=False,
         runs_backward=False,

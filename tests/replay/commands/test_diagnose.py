@@ -211,7 +211,9 @@ def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnosed: Any) -> 
 
 
 def test_a_loss_that_is_summed_grows_with_the_tokens(folder: Path, diagnosed: Any) -> None:
-    with patch("replay.commands.diagnose.untimed_actor.negated_mean", lambda log_probs_BA, inputs: -log_probs_BA.sum()):
+    with patch(
+        "replay.commands.diagnose.untimed_actor.compute_negated_mean", lambda log_probs_BA, inputs: -log_probs_BA.sum()
+    ):
         code, checks = diagnosed(folder, *FAST)
     assert code == 1
     assert {"loss, four ways", "twice the tokens"} <= failing(checks)

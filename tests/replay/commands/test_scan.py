@@ -12,7 +12,7 @@ import torch
 
 from capture import capture_files
 from replay.command_line.cli import main
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.options.spec import default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
@@ -114,8 +114,8 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
 ) -> None:
     damaged, *_ = capture_files(inputs)
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    calls = iter([negated_mean] * 3 + [out_of_memory] + [negated_mean] * 99)
-    monkeypatch.setattr("replay.runner.replayer.negated_mean", lambda *tensors: next(calls)(*tensors))
+    calls = iter([compute_negated_mean] * 3 + [out_of_memory] + [compute_negated_mean] * 99)
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", lambda *tensors: next(calls)(*tensors))
     assert scan("--inputs", str(inputs), "--group", "2", "--no-noise-floor", logs=tmp_path / "logs") == 1
     folder, log = written(tmp_path / "logs")
     states = [group["state"] for group in log["groups"]]

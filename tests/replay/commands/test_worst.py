@@ -23,7 +23,7 @@ from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main
 from replay.commands.worst.measuring import Memory, memory_here
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, default_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
@@ -379,7 +379,7 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
     actor = open_backend(spec.actor, source, world)
     holding = BACKENDS[backend].predict_memory(spec.actor, True)
     for step in (True, False):
-        actor.backward(negated_mean(actor.forward(inputs, trains=True), inputs))
+        actor.backward(compute_negated_mean(actor.forward(inputs, trains=True), inputs))
         with_gradients = bytes_of_tensors() - before
         actor.end_window(step=step)
     elements = count_parameters(source.config)

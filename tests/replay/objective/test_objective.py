@@ -13,10 +13,10 @@ from torch import Tensor
 
 from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
-from replay.objective.dpo import dpo_loss
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, Recorded
-from replay.objective.objective import Objective, gain
-from replay.objective.policy import policy_loss
+from replay.objective.dpo import compute_dpo_loss
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord
+from replay.objective.objective import Objective, measure_gain
+from replay.objective.policy import compute_policy_loss
 from replay.options.option_parsing import in_flags, replay_spec
 from replay.options.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
@@ -61,14 +61,17 @@ SPECS = [
 @pytest.mark.parametrize("settings", SPECS, ids=str)
 def test_the_policy_loss_is_the_papers(settings: dict[str, Any]) -> None:
     inputs, spec = made(), ObjectiveSpec(**settings)
-    agree(policy_loss(inputs, spec), plain(inputs, spec), inputs)
+    agree(compute_policy_loss(inputs, spec), plain(inputs, spec), inputs)
 
 
 @pytest.mark.parametrize("settings", SPECS[1:], ids=str)
 def test_each_setting_changes_the_loss(settings: dict[str, Any]) -> None:
     """Else the test above would show nothing; of a lone pass, the window's tokens are its own."""
     inputs = made()
-    apart = policy_loss(inputs, ObjectiveSpec(**settings)).item() - policy_loss(inputs, ObjectiveSpec()).item()
+    apart = (
+        compute_policy_loss(inputs, ObjectiveSpec(**settings)).item()
+        - compute_policy_loss(inputs, ObjectiveSpec()).item()
+    )
     assert (abs(apart) < 1e-6) == (settings == {"reduction": Reduction.WINDOW_TOKENS})
 
 
@@ -78,19 +81,19 @@ def test_a_window_of_tokens_counts_all_ranks_passes() -> None:
     recorded = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,
-        recorded=Recorded(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
+        recorded=ObjectiveRecord(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
         num_window_tokens=100,
         num_window_passes=4,
     )
     spec = ObjectiveSpec(reduction=Reduction.WINDOW_TOKENS)
     own = int(inputs.action_mask_BA.sum())
-    agree(policy_loss(recorded, spec), policy_loss(inputs, ObjectiveSpec()) * own / 100 * 2, inputs)
+    agree(compute_policy_loss(recorded, spec), compute_policy_loss(inputs, ObjectiveSpec()) * own / 100 * 2, inputs)
 
 
 def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient() -> None:
     inputs = made()
     mask_BA, advantages_BA = inputs.action_mask_BA, inputs.tensors["advantages"]
-    ours = policy_loss(inputs, ObjectiveSpec(on_policy=True))
+    ours = compute_policy_loss(inputs, ObjectiveSpec(on_policy=True))
     expected = gradient(-(advantages_BA * inputs.log_probs_BA)[mask_BA].mean(), inputs)
     torch.testing.assert_close(gradient(ours, inputs), expected, rtol=BOUND, atol=BOUND)
 
@@ -101,9 +104,9 @@ def test_entropy_is_subtracted() -> None:
     kept = KeptLogits()
     kept.keep(logits, torch.arange(ROWS * ACTIONS), torch.arange(ROWS * ACTIONS), (ROWS, ACTIONS), None)
     inputs = ObjectiveInputs(**{**fields_of(inputs), "kept_logits": kept})
-    with_entropy = policy_loss(inputs, ObjectiveSpec(entropy_coefficient=0.5))
+    with_entropy = compute_policy_loss(inputs, ObjectiveSpec(entropy_coefficient=0.5))
     entropies_BA = torch.distributions.Categorical(logits=logits).entropy()
-    expected = policy_loss(inputs, ObjectiveSpec()) - 0.5 * entropies_BA[inputs.action_mask_BA].mean()
+    expected = compute_policy_loss(inputs, ObjectiveSpec()) - 0.5 * entropies_BA[inputs.action_mask_BA].mean()
     torch.testing.assert_close(with_entropy, expected, rtol=BOUND, atol=BOUND)
     ours, theirs = (torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (with_entropy, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
@@ -141,7 +144,7 @@ def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: Pai
     inputs = made(0, **noted)
     spec = ObjectiveSpec(dpo_beta=0.3, label_smoothing=smoothing, average_log_probs=averages, pairs=pairs)
     losses_of = torch.stack(losses).mean()
-    ours_of = dpo_loss(inputs, spec)
+    ours_of = compute_dpo_loss(inputs, spec)
     assert abs(ours_of.item() - losses_of.item()) <= BOUND
     assert gradient(ours_of, inputs).abs().max() > 1e-3
 
@@ -153,7 +156,7 @@ def test_sequences_of_a_packed_row_are_its_documents() -> None:
     packed = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA.reshape(1, -1),
         action_mask_BA=inputs.action_mask_BA.reshape(1, -1),
-        recorded=Recorded(
+        recorded=ObjectiveRecord(
             **{
                 **fields_of(rows),
                 "tensors": {name: one.reshape(1, -1) for name, one in rows.tensors.items()},
@@ -164,8 +167,8 @@ def test_sequences_of_a_packed_row_are_its_documents() -> None:
         num_window_passes=1,
     )
     spec = ObjectiveSpec(reduction=Reduction.SEQUENCES, kl_coefficient=0.1)
-    agree(policy_loss(packed, spec), policy_loss(inputs, spec), inputs)
-    agree(dpo_loss(packed, ObjectiveSpec()), dpo_loss(inputs, ObjectiveSpec()), inputs)
+    agree(compute_policy_loss(packed, spec), compute_policy_loss(inputs, spec), inputs)
+    agree(compute_dpo_loss(packed, ObjectiveSpec()), compute_dpo_loss(inputs, ObjectiveSpec()), inputs)
 
 
 def test_a_row_without_tokens_is_no_sequence_of_the_mean() -> None:
@@ -174,7 +177,7 @@ def test_a_row_without_tokens_is_no_sequence_of_the_mean() -> None:
     mask_BA[1] = False
     without = ObjectiveInputs(**{**fields_of(inputs), "action_mask_BA": mask_BA})
     spec = ObjectiveSpec(reduction=Reduction.SEQUENCES)
-    agree(policy_loss(without, spec), plain(without, spec), inputs)
+    agree(compute_policy_loss(without, spec), plain(without, spec), inputs)
 
 
 @pytest.mark.parametrize(
@@ -192,28 +195,28 @@ def test_numbers_of_rows_and_of_longer_rows_are_put_in_place(advantages: Tensor,
 
 def test_what_does_not_cover_the_action_tokens_is_refused() -> None:
     with pytest.raises(ObjectiveError, match="advantages covers the last 5 tokens of a row"):
-        policy_loss(made(advantages=torch.zeros(ROWS, 5)), ObjectiveSpec())
+        compute_policy_loss(made(advantages=torch.zeros(ROWS, 5)), ObjectiveSpec())
     with pytest.raises(ObjectiveError, match=r"advantages has shape \[3, 7\]"):
-        policy_loss(made(advantages=torch.zeros(3, 7)), ObjectiveSpec())
+        compute_policy_loss(made(advantages=torch.zeros(3, 7)), ObjectiveSpec())
 
 
 def test_padding_that_is_not_finite_leaves_the_loss_alone() -> None:
     """Trainers fill up with anything, where no action is."""
     inputs = made()
-    expected = policy_loss(inputs, ObjectiveSpec())
+    expected = compute_policy_loss(inputs, ObjectiveSpec())
     for name, tensor in list(inputs.tensors.items()):
         inputs.tensors[name][~inputs.action_mask_BA] = torch.nan
         assert tensor.isnan().any()
-    ours = policy_loss(inputs, ObjectiveSpec())
+    ours = compute_policy_loss(inputs, ObjectiveSpec())
     assert ours.item() == expected.item()
     assert bool(gradient(ours, inputs).isfinite().all())
 
 
 def test_what_is_missing_is_named() -> None:
     inputs = made()
-    lacks = Recorded(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
-    policy = Objective.of(replay_spec({"loss": "policy"}))
-    dpo = Objective.of(replay_spec({"loss": "dpo"}))
+    lacks = ObjectiveRecord(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
+    policy = Objective.open(replay_spec({"loss": "policy"}))
+    dpo = Objective.open(replay_spec({"loss": "dpo"}))
     assert policy is not None
     assert dpo is not None
     with pytest.raises(
@@ -222,29 +225,31 @@ def test_what_is_missing_is_named() -> None:
         policy.check(lacks)
     with pytest.raises(ObjectiveError, match="no ref_log_probs in this capture"):
         dpo.check(lacks)
-    refused = Recorded(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
+    refused = ObjectiveRecord(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
-    by_divisor = Objective.of(replay_spec({"loss": "policy", "reduction": "divisor"}))
+    by_divisor = Objective.open(replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
     with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or divisor='X'"):
         by_divisor.check(inputs.recorded)
-    by_divisor.check(Recorded(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
+    by_divisor.check(ObjectiveRecord(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
     with pytest.raises(ObjectiveError, match="no action mask, no labels"):
-        policy.check(Recorded(**{**fields_of(inputs.recorded), "has_action_mask": False}))
+        policy.check(ObjectiveRecord(**{**fields_of(inputs.recorded), "has_action_mask": False}))
     with pytest.raises(ObjectiveError, match="3 sequences are no pairs"):
-        dpo_loss(
-            ObjectiveInputs(**{**fields_of(inputs), "recorded": Recorded(**{**fields_of(lacks), "num_sequences": 3})}),
+        compute_dpo_loss(
+            ObjectiveInputs(
+                **{**fields_of(inputs), "recorded": ObjectiveRecord(**{**fields_of(lacks), "num_sequences": 3})}
+            ),
             ObjectiveSpec(),
         )
 
 
 def test_the_gain_of_a_mean_is_one_and_that_of_a_policy_grows_with_its_advantages() -> None:
     inputs = made()
-    assert gain(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA) == pytest.approx(1)
+    assert measure_gain(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA) == pytest.approx(1)
     large = made(advantages=100 * inputs.tensors["advantages"])
     spec = ObjectiveSpec(on_policy=True)
-    ours, hundredfold = (gain(policy_loss(one, spec), one.log_probs_BA) for one in (inputs, large))
+    ours, hundredfold = (measure_gain(compute_policy_loss(one, spec), one.log_probs_BA) for one in (inputs, large))
     assert hundredfold == pytest.approx(100 * ours)
 
 
@@ -267,15 +272,15 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
     import hashlib
 
     (tmp_path / "own.py").write_text(LOSS_FILE)
-    objective = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
+    objective = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
     assert objective is not None
     assert objective.sha256 == hashlib.sha256(LOSS_FILE.encode()).hexdigest()
     assert objective.needs_logits
-    wrong = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
+    wrong = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
     assert wrong is not None
     with pytest.raises(ObjectiveError, match=r"returned a tensor of shape \[4, 7\]; it must return a tensor of one"):
         wrong(made())
-    constant = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
+    constant = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
     assert constant is not None
     with pytest.raises(ObjectiveError, match=r"own.py:constant' returned a number without a gradient. Compute it from"):
         constant(made())
@@ -285,7 +290,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_the_loss.py").write_text("factor = 3.0")
     text = "from beside_the_loss import factor\ndef loss(inputs):\n    return factor * inputs.log_probs_BA.sum()\n"
     (tmp_path / "own.py").write_text(text)
-    objective, inputs = Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
+    objective, inputs = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
     assert objective is not None
     assert objective(inputs).item() == pytest.approx(3 * inputs.log_probs_BA.sum().item())
 
@@ -320,5 +325,5 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
     if text is not None:
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(UsageError) as refusal:
-        Objective.of(replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
+        Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
     assert re.search(said, in_flags(refusal.value))

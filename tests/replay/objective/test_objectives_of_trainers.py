@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.objective.dpo import dpo_loss
-from replay.objective.inputs import ObjectiveInputs, Recorded
-from replay.objective.policy import divergence, policy_loss
+from replay.objective.dpo import compute_dpo_loss
+from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
+from replay.objective.policy import compute_policy_loss, estimate_divergence
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, made
 from tests.trainers.openrlhf_actor import stand_in_for_flash_attn
@@ -84,7 +84,7 @@ GRPO: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("theirs", "ours"), GRPO, ids=str)
 def test_trls_grpo_has_the_same_loss(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     inputs = made(1)
-    agree(policy_loss(inputs, ObjectiveSpec(**ours)), trl_grpo(inputs, **theirs), inputs)
+    agree(compute_policy_loss(inputs, ObjectiveSpec(**ours)), trl_grpo(inputs, **theirs), inputs)
 
 
 def test_trls_dpo_has_the_same_loss() -> None:
@@ -130,11 +130,11 @@ def test_trls_dpo_has_the_same_loss() -> None:
     given = {"input_ids": ids_BS, "attention_mask": ids_BS, "completion_mask": completion_mask, **noted}
     theirs: Tensor = trainer._compute_loss(own, lambda **_: outputs, given, False)
     assert torch.is_tensor(theirs)
-    agree(dpo_loss(made_again(inputs, noted), ObjectiveSpec(dpo_beta=0.3)), theirs, inputs)
+    agree(compute_dpo_loss(made_again(inputs, noted), ObjectiveSpec(dpo_beta=0.3)), theirs, inputs)
 
 
 def made_again(inputs: ObjectiveInputs, noted: dict[str, Tensor]) -> ObjectiveInputs:
-    recorded = Recorded(**{**fields_of(inputs.recorded), "tensors": noted})
+    recorded = ObjectiveRecord(**{**fields_of(inputs.recorded), "tensors": noted})
     return ObjectiveInputs(**{**fields_of(inputs), "recorded": recorded})
 
 
@@ -160,9 +160,9 @@ def test_verls_policy_loss_is_the_same(mode: str, ours: dict[str, Any]) -> None:
         clip_ratio_c=1.3,
         loss_agg_mode=mode,
     )
-    agree(policy_loss(inputs, ObjectiveSpec(clip_high=0.3, dual_clip=1.3, **ours)), theirs, inputs)
+    agree(compute_policy_loss(inputs, ObjectiveSpec(clip_high=0.3, dual_clip=1.3, **ours)), theirs, inputs)
     kl_BA = core.kl_penalty_forward(inputs.log_probs_BA, tensors["ref_log_probs"], "low_var_kl")
-    mine_BA = divergence(inputs.log_probs_BA, tensors["ref_log_probs"], KlEstimator.K3)
+    mine_BA = estimate_divergence(inputs.log_probs_BA, tensors["ref_log_probs"], KlEstimator.K3)
     torch.testing.assert_close(kl_BA, mine_BA, rtol=BOUND, atol=BOUND)
     whole = core.agg_loss(kl_BA, mask_BA, mode, dp_size=1)
     assert float(whole) > 0
@@ -190,7 +190,7 @@ def test_openrlhfs_policy_loss_is_the_same(openrlhf_loss: Any, by_token: bool, d
     loss, *_ = theirs(inputs.log_probs_BA, tensors["old_log_probs"], tensors["advantages"], inputs.action_mask_BA)
     reduction = Reduction.TOKENS if by_token else Reduction.SEQUENCES
     spec = ObjectiveSpec(clip_high=0.3, dual_clip=dual_clip, reduction=reduction)
-    agree(policy_loss(inputs, spec), loss, inputs)
+    agree(compute_policy_loss(inputs, spec), loss, inputs)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -201,4 +201,4 @@ def test_openrlhfs_dpo_loss_is_the_same(openrlhf_loss: Any, smoothing: float) ->
         for one in (inputs.log_probs_BA, inputs.tensors["ref_log_probs"])
     )
     theirs, *_ = openrlhf_loss.DPOLoss(0.2, smoothing)(ours[:2], ours[2:], ref[:2], ref[2:])
-    agree(dpo_loss(inputs, ObjectiveSpec(dpo_beta=0.2, label_smoothing=smoothing)), theirs, inputs)
+    agree(compute_dpo_loss(inputs, ObjectiveSpec(dpo_beta=0.2, label_smoothing=smoothing)), theirs, inputs)

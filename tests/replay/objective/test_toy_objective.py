@@ -95,7 +95,7 @@ def test_specs_know_it() -> None:
     spec = replay_spec({"loss": "toy", "kl_coefficient": "2"})
     assert command_line(spec) == ["--loss", "toy", "--kl-coefficient", "2.0"]
     assert spec_from_dict(spec_to_dict(spec)) == spec
-    objective = Objective.of(spec)
+    objective = Objective.open(spec)
     assert objective is not None
     assert (objective.formula, objective.needs_logits, objective.is_share_of_window) == (FORMULA, False, True)
 

@@ -15,7 +15,7 @@ from actor_init.declarations.attention import find_form
 from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, summarize
 from replay.runner import first_uses
@@ -129,9 +129,9 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         is_first = length not in seen
         seen.add(length)
         clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
-        return negated_mean(log_probs_BA, inputs)
+        return compute_negated_mean(log_probs_BA, inputs)
 
-    monkeypatch.setattr("replay.runner.replayer.negated_mean", loss)
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
     monkeypatch.setattr(Meter, "for_device", lambda _: Meter(DeviceBehind(clock)))
     folder = captures(tmp_path / "captures", lengths)
     records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actor_init.optimizer import compute_total_norm
 from replay.command_line.cli import main
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.runlog.records import PassRecord
 from replay.runner.meter import HostInstrument, Meter
 from tests.helpers.made_time import at_the_meter
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_world")]
 
 
 def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
-    monkeypatch.setattr("replay.runner.replayer.negated_mean", loss)
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
     arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
     assert main(arguments) == 0
     (folder,) = home.iterdir()
@@ -34,7 +34,7 @@ def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Te
 def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         work()
-        return negated_mean(log_probs_BA, inputs)
+        return compute_negated_mean(log_probs_BA, inputs)
 
     return loss
 
@@ -42,7 +42,7 @@ def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
 def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         log_probs_BA.register_hook(lambda _: work())
-        return negated_mean(log_probs_BA, inputs)
+        return compute_negated_mean(log_probs_BA, inputs)
 
     return loss
 

@@ -12,7 +12,7 @@ from actor_init.backends.protocol import open_backend
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.listing import capture_files
 from replay.command_line.cli import main
-from replay.objective.objective import negated_mean
+from replay.objective.objective import compute_negated_mean
 from replay.options.spec import default_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import run
@@ -56,7 +56,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
     folder = folder_of(tmp_path, [20, 24, 28])
     _, clean = replay(tmp_path, "--inputs", str(folder), *flags.split())
     breaks_on_second = _break_backward(call=2)
-    monkeypatch.setattr("replay.runner.replayer.negated_mean", breaks_on_second)
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", breaks_on_second)
     code, records = replay(tmp_path, "--inputs", str(folder), *flags.split())
     assert code == 1
     assert [bool(record.error) for record in records] == [False, True, False]
@@ -66,7 +66,7 @@ def test_a_crash_in_backward_leaves_no_gradient_behind(
 
 
 def _break_backward(call: int) -> Callable[..., Any]:
-    """`negated_mean` whose graph raises, in the given call, once the gradient reaches the log-probs."""
+    """`compute_negated_mean` whose graph raises, in the given call, once the gradient reaches the log-probs."""
     calls = 0
 
     def broken(log_probs_BA: Any, inputs: Any) -> Any:
@@ -80,7 +80,7 @@ def _break_backward(call: int) -> Callable[..., Any]:
                     break
                 next_node = nodes[0]
             next_node.register_prehook(_raise)
-        return negated_mean(log_probs_BA, inputs)
+        return compute_negated_mean(log_probs_BA, inputs)
 
     return broken
 
@@ -107,8 +107,8 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
 
 
 def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = iter([negated_mean, _interrupt])
-    monkeypatch.setattr("replay.runner.replayer.negated_mean", lambda *arguments: next(calls)(*arguments))
+    calls = iter([compute_negated_mean, _interrupt])
+    monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", lambda *arguments: next(calls)(*arguments))
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
     assert code == 130
     assert len(records) == 1
