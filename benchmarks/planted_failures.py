@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from actor_init.as_json import from_json
 from capture import capture_files
 from capture.file_format.capture_file import read_call
-from replay.commands.minimise.cutting import Shape
-from replay.commands.minimise.trials import Trial
+from replay.commands.minimise.cutting import CaptureShape
+from replay.commands.minimise.trials import MinimiseTrial
 from tests.helpers.planted_failures import PLANTED, Planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,12 +55,12 @@ def minimised(name: str, planted: Planted, home: Path) -> bool:
     seconds = time.monotonic() - began
     (folder,) = (home / "logs").glob("*-minimise")
     result = json.loads((folder / "minimise.json").read_text())["result"]
-    trials = [from_json(Trial, trial, source=str(folder)) for trial in result["trials"]]
+    trials = [from_json(MinimiseTrial, trial, source=str(folder)) for trial in result["trials"]]
     num_runs = sum(trial.num_runs for trial in trials)
     if not (folder / "smallest").is_dir():
         print(f"| {name} | {num_runs} | failed, see {home / 'printed.txt'} |", flush=True)
         return False
-    shapes = [Shape.of(read_call(path)) for path in capture_files(folder / "smallest" / "inputs")]
+    shapes = [CaptureShape.of(read_call(path)) for path in capture_files(folder / "smallest" / "inputs")]
     left = next(trial for trial in reversed(trials) if trial.what == "smallest").candidate
     rows, tokens = sum(one.num_rows for one in shapes), sum(one.num_rows * one.num_columns for one in shapes)
     layers = left.spec.actor.num_layers or result["num_layers"] or 0

@@ -59,7 +59,12 @@ ROOMS = {
     ),
 }
 LIBRARIES = {
-    "typer": {f"replay/{name}.py" for name in ("command_line/cli", "options/option_parsing", "options/ray_options")}
+    "typer": {
+        "replay/command_line/cli.py",
+        "replay/campaign/command_options.py",
+        "replay/options/option_parsing.py",
+        "replay/options/ray_options.py",
+    }
     | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/commands/*/command.py")},
     "rich": {"replay/output/printing.py"},
     "jinja2": {"replay/output/html.py"},

@@ -24,39 +24,42 @@ from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
 from replay.options.option_parsing import Toggle, toggles
 
-Setting = Mapping[str, Any]  # option name to its value: a word of an enum, a number or a bool
+# Values by option name: a word of an enum, a number or a bool.
+Setting = Mapping[str, Any]
 Table = Mapping[str, Sequence[Any]]
 
 DATA = "data"
 EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
-EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}  # group of runs: folder below inputs/edges
+# By group of runs, the folder of its inputs below inputs/edges.
+EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
-REFERENCE = "fsdp2"  # the default reference backend: unsharded, it is plain torch autograd
+# Without sharding, this backend is plain torch autograd.
+REFERENCE = "fsdp2"
 DTYPES = [Dtype.FP32, Dtype.BF16]
 KERNELS = [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.CUDNN, Attention.VARLEN]
 
 
-def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
+def make_quick_tables(num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return the tables of the quick matrix. `kernel` is one that every device supports for the model."""
     # a wrong number of ranks or a wrong shard is clearest where rounding is smallest
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
     data: Table = {DATA: [min(2, num_devices)]}
     every = [*BACKENDS]
     split: list[Table] = [
-        {"backend": find_backends(lambda one: one.tp), **exact, "tp": [2]},
-        {"backend": find_backends(lambda one: one.ring), **exact, "ring": [2]},
+        {"backend": find_backends(lambda backend: backend.tp), **exact, "tp": [2]},
+        {"backend": find_backends(lambda backend: backend.ring), **exact, "ring": [2]},
     ]
     accumulating: list[Table] = [
-        {"backend": [name], "zero_stage": [*one.accumulating_stages], **exact, **data, "grad_accumulation": [2]}
-        for name, one in BACKENDS.items()
-        if one.accumulating_stages
+        {"backend": [name], "zero_stage": [*backend.accumulating_stages], **exact, **data, "grad_accumulation": [2]}
+        for name, backend in BACKENDS.items()
+        if backend.accumulating_stages
     ]
     return (
         {"backend": every, "dtype": DTYPES, "packing": [False, True], "attention": [kernel]},
         {"backend": [REFERENCE], "dtype": DTYPES, "attention": KERNELS},
         *split,
-        *({**one, **exact, **data} for one in staged()),
-        {"backend": find_backends(lambda one: not one.shards), **exact, **data},
+        *({**stages, **exact, **data} for stages in make_stage_tables()),
+        {"backend": find_backends(lambda backend: not backend.shards), **exact, **data},
         {"backend": every, **exact, "grad_accumulation": [2]},
         *accumulating,
         {"backend": every, **exact, "gradient_checkpointing": [True]},
@@ -64,12 +67,14 @@ def quick(num_devices: int, kernel: str) -> tuple[Table, ...]:
     )
 
 
-def staged() -> list[Table]:
+def make_stage_tables() -> list[Table]:
     """Return a table for each sharding backend, with its stages."""
-    return [{"backend": [name], "zero_stage": [*one.stages]} for name, one in BACKENDS.items() if one.shards]
+    return [
+        {"backend": [name], "zero_stage": [*backend.stages]} for name, backend in BACKENDS.items() if backend.shards
+    ]
 
 
-def edges(group: str, num_devices: int, kernel: str) -> tuple[Table, ...]:
+def make_edge_tables(group: str, num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return the runs of the edge shapes that ship with the project, in fp32; `group` is a key of EDGES."""
     packing: Table = {"packing": [False, True] if group == EDGE_ROWS else [True]}
     exact: Table = {"dtype": [Dtype.FP32], "attention": [kernel]}
@@ -78,7 +83,7 @@ def edges(group: str, num_devices: int, kernel: str) -> tuple[Table, ...]:
     return ({"backend": [*BACKENDS], **exact, **packing}, *split)
 
 
-class Named(StrEnum):
+class BuiltInMatrix(StrEnum):
     """The matrices that are built in."""
 
     QUICK = "quick"
@@ -86,7 +91,7 @@ class Named(StrEnum):
     FULL = "full"
 
 
-def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
+def make_full_tables(num_devices: int, kernel: str) -> tuple[Table, ...]:
     """Return every stage, split, kernel, dtype and compiler, then the options that are not multiplied with the rest.
 
     Those are a backend's own compiler, on one process only, gradient accumulation, gradient checkpointing and fused
@@ -101,8 +106,10 @@ def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
         {"gradient_checkpointing": [True]},
         {"kernels": [Kernels.FUSED], **compiled},
     ]
-    engines = [(one, _splits(one["backend"][0], sizes)) for one in staged()]
-    whole = [({"backend": [name]}, _splits(name, sizes)) for name in find_backends(lambda one: not one.shards)]
+    engines = [(engine, _make_splits(engine["backend"][0], sizes)) for engine in make_stage_tables()]
+    whole = [
+        ({"backend": [name]}, _make_splits(name, sizes)) for name in find_backends(lambda backend: not backend.shards)
+    ]
     own_compilers: list[Table] = [
         {
             "backend": [name],
@@ -112,8 +119,8 @@ def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
             "attention": [Attention.SDPA],
             "compile": [compiler],
         }
-        for name, one in BACKENDS.items()
-        for compiler, stages in one.compilers.items()
+        for name, backend in BACKENDS.items()
+        for compiler, stages in backend.compilers.items()
     ]
     return (
         *({**engine, **split, **shared, **compiled} for engine, split in [*engines, *whole]),
@@ -122,83 +129,87 @@ def full(num_devices: int, kernel: str) -> tuple[Table, ...]:
     )
 
 
-def _splits(backend: str, sizes: Sequence[int]) -> Table:
+def _make_splits(backend: str, sizes: Sequence[int]) -> Table:
     """Split over the given number of ranks on each axis that `backend` has."""
-    one = BACKENDS[backend]
-    return {axis: sizes for axis, is_there in (("ring", one.ring), ("tp", one.tp), (DATA, True)) if is_there}
+    declaration = BACKENDS[backend]
+    return {
+        axis: sizes for axis, is_there in (("ring", declaration.ring), ("tp", declaration.tp), (DATA, True)) if is_there
+    }
 
 
-def settings_of(matrix: str, num_devices: int, kernel: str = Attention.SDPA) -> list[Setting]:
+def read_settings(matrix: str, num_devices: int, kernel: str = Attention.SDPA) -> list[Setting]:
     """Return the settings of `--matrix` (for `pairs` those of `full`); of the full matrix, those that fit
     `num_devices`.
 
     `kernel` is one that every device supports for the model. Raises UsageError for a file that is not a matrix.
     """
-    if matrix == Named.QUICK:
-        return _distinct(quick(num_devices, kernel))
-    if matrix not in list(Named):
-        return _distinct(read_matrix(Path(matrix)))
-    return [one for one in _distinct(full(num_devices, kernel)) if num_processes_of(one) <= num_devices]
+    if matrix == BuiltInMatrix.QUICK:
+        return _expand(make_quick_tables(num_devices, kernel))
+    if matrix not in list(BuiltInMatrix):
+        return _expand(read_matrix(Path(matrix)))
+    return [
+        setting for setting in _expand(make_full_tables(num_devices, kernel)) if count_processes(setting) <= num_devices
+    ]
 
 
-def edge_settings(matrix: str, num_devices: int, kernel: str) -> dict[str, list[Setting]]:
+def make_edge_settings(matrix: str, num_devices: int, kernel: str) -> dict[str, list[Setting]]:
     """Return, by group, the edge-shape runs that a built-in matrix adds to its own."""
-    if matrix not in list(Named):
+    if matrix not in list(BuiltInMatrix):
         return {}
-    return {group: _distinct(edges(group, num_devices, kernel)) for group in EDGES}
+    return {group: _expand(make_edge_tables(group, num_devices, kernel)) for group in EDGES}
 
 
-def arranged(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
+def arrange_settings(matrix: str, settings: Sequence[Setting]) -> Sequence[Setting]:
     """Select and order, for `--matrix`, the settings that can run."""
-    if matrix not in (Named.PAIRS, Named.FULL):
+    if matrix not in (BuiltInMatrix.PAIRS, BuiltInMatrix.FULL):
         return settings
-    ordered, num_covering = pairs_first(settings)
-    return ordered[:num_covering] if matrix == Named.PAIRS else ordered
+    ordered, num_covering = order_by_pairs(settings)
+    return ordered[:num_covering] if matrix == BuiltInMatrix.PAIRS else ordered
 
 
 def read_matrix(path: Path) -> list[Table]:
     try:
         whole = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"--matrix {path} is neither one of {', '.join(Named)} nor a file") from None
+        raise UsageError(f"--matrix {path} is neither one of {', '.join(BuiltInMatrix)} nor a file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--matrix {path} cannot be read: {error}. docs/parity.md has an example") from error
     tables = whole.get("cells")
-    if list(whole) != ["cells"] or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+    if list(whole) != ["cells"] or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise UsageError(f"--matrix {path} holds {', '.join(whole) or 'nothing'}; it needs tables called [[cells]]")
-    return [{_axis(key, path): _values(key, value, path) for key, value in table.items()} for table in tables]
+    return [{_read_axis(key, path): _read_values(key, value, path) for key, value in table.items()} for table in tables]
 
 
-def _values(key: str, value: Any, path: Path) -> list[Any]:
+def _read_values(key: str, value: Any, path: Path) -> list[Any]:
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(one, (str, int, float)) for one in values):
+    if not values or not all(isinstance(each, (str, int, float)) for each in values):
         raise UsageError(f"--matrix {path}: {key} is {value!r}; allowed is a value, or a list of values")
     return values
 
 
-def _axis(key: str, path: Path) -> str:
+def _read_axis(key: str, path: Path) -> str:
     name = key.replace("-", "_")
-    if name not in axes():
-        raise UsageError(f"--matrix {path}: {key} is no axis; allowed are {', '.join(axes())}")
+    if name not in list_axes():
+        raise UsageError(f"--matrix {path}: {key} is no axis; allowed are {', '.join(list_axes())}")
     return name
 
 
-def axes() -> list[str]:
+def list_axes() -> list[str]:
     own = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
     return [DATA, *own]
 
 
-def _distinct(tables: Sequence[Table]) -> list[Setting]:
+def _expand(tables: Sequence[Table]) -> list[Setting]:
     """Return the products of all tables, each setting once."""
     settings = (dict(zip(table, values, strict=True)) for table in tables for values in product(*table.values()))
-    return list({tuple(sorted(one.items(), key=lambda item: item[0])): one for one in settings}.values())
+    return list({tuple(sorted(setting.items(), key=lambda item: item[0])): setting for setting in settings}.values())
 
 
-def num_processes_of(setting: Setting) -> int:
+def count_processes(setting: Setting) -> int:
     return int(setting.get(DATA, 1)) * int(setting.get("tp", 1)) * int(setting.get("ring", 1))
 
 
-def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
+def order_by_pairs(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
     """Reorder the settings so that a first few cover every pair of values; return the order and the number of those
     few.
 
@@ -206,33 +217,37 @@ def pairs_first(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
     faults between two options, and each value about equally often. Greedy: always takes the setting that adds the most
     pairs.
     """
-    import torch  # not needed by `--help`
+    # torch takes seconds to import, and `--help` imports this module.
+    import torch
 
     columns: dict[Any, int] = {}
     pairs = [
-        [columns.setdefault(pair, len(columns)) for pair in combinations(sorted(one.items()), 2)] for one in settings
+        [columns.setdefault(pair, len(columns)) for pair in combinations(sorted(setting.items()), 2)]
+        for setting in settings
     ]
     has_pair = torch.zeros(len(settings), len(columns))
-    for number, one in enumerate(pairs):
-        has_pair[number, one] = 1
+    for number, pair_columns in enumerate(pairs):
+        has_pair[number, pair_columns] = 1
     is_left = torch.ones(len(settings), dtype=torch.bool)
     order: list[int] = []
     num_covering = 0
     while is_left.any():
         uncovered = has_pair[is_left].any(dim=0).float()
-        if not uncovered.any():  # settings of one option
+        # What is left varies one option alone and has no pairs.
+        if not uncovered.any():
             order += is_left.nonzero()[:, 0].tolist()
             break
         while uncovered.any():
             num_new = (has_pair @ uncovered).masked_fill(~is_left, -1)
-            order.append(int(num_new.argmax()))  # the first of equals
+            # Of equally good settings, argmax takes the first.
+            order.append(int(num_new.argmax()))
             is_left[order[-1]] = False
             uncovered[pairs[order[-1]]] = 0
         num_covering = num_covering or len(order)
     return [settings[number] for number in order], num_covering or len(order)
 
 
-def typed(setting: Setting) -> dict[str, Any]:
+def to_options(setting: Setting) -> dict[str, Any]:
     """Return the setting as the command line would give it to `option_parsing.replay_spec`.
 
     Raises UsageError for an invalid value.

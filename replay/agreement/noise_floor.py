@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
+from typing import Self
 
 from actor_init.spec import Dtype, UsageError
 from replay.agreement.plan import Role
-from replay.agreement.rows import Row, State
+from replay.agreement.rows import ParityRow, RowState
 from replay.comparison.differences import Differences, Point, compare
 from replay.options.option_parsing import in_flags
 from replay.output.text import pluralise
@@ -26,18 +27,22 @@ class CellResult(StrEnum):
     EQUAL = "EQUAL"
     WITHIN_NOISE = "WITHIN NOISE"
     DIFFERS = "DIFFERS"
-    NOT_JUDGED = "NOT JUDGED"  # the noise of its dtype could not be measured
+    # The noise of the cell's dtype could not be measured.
+    NOT_JUDGED = "NOT JUDGED"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distance:
+class FarthestPoint:
     """The farthest point of one quantity."""
 
     value: float
-    source: str  # the input
-    place: int  # index of its pass among the reference's passes
+    # The input's file.
+    source: str
+    # Index of the pass among the reference's passes.
+    place: int
     num_points: int
-    name: str = ""  # of the parameter
+    # Name of the parameter, where the quantity is measured by parameter.
+    name: str = ""
 
     @property
     def where(self) -> str:
@@ -45,31 +50,36 @@ class Distance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Noise:
+class NoiseFloor:
     """The noise floor of one quantity in one dtype."""
 
     dtype: Dtype
-    group: str = ""  # of runs that it applies to
+    # The group of runs that the floor applies to.
+    group: str = ""
     quantity: str
-    floor: float | None  # None: no equivalent run can be trusted
-    equivalent: str  # the run that set the floor
+    # None where no equivalent run can be trusted.
+    floor: float | None
+    # Name of the run that set the floor.
+    equivalent: str
     factor: float
     bound: float
     ceiling: float
-    measured: Mapping[str, float]  # distance by equivalent
-    distrusted: Sequence[str]  # equivalents whose distance is too large for rounding
+    # Distances by name of the equivalent run.
+    measured: Mapping[str, float]
+    # Equivalent runs whose distance is too large for rounding.
+    distrusted: Sequence[str]
 
     @property
     def ground(self) -> tuple[str, Dtype]:
         return self.group, self.dtype
 
 
-def distances(comparison: Differences) -> dict[str, Distance]:
+def measure_distances(comparison: Differences) -> dict[str, FarthestPoint]:
     """Return distances by quantity: loss, log-probs, token log-probs, gradient norm and gradients, where recorded."""
-    return {quantity.name: _farthest(quantity.points) for quantity in comparison.results}
+    return {quantity.name: _find_farthest(quantity.points) for quantity in comparison.results}
 
 
-def _farthest(points: Sequence[Point]) -> Distance:
+def _find_farthest(points: Sequence[Point]) -> FarthestPoint:
     sizes = [abs(point.reference) for point in points if math.isfinite(point.reference)]
     mean = fmean(sizes) if sizes else 0.0
 
@@ -78,7 +88,7 @@ def _farthest(points: Sequence[Point]) -> Distance:
         return as_share(point.difference, size)
 
     worst = max(points, key=distance)
-    return Distance(
+    return FarthestPoint(
         value=distance(worst),
         source=worst.source,
         place=worst.place,
@@ -87,17 +97,17 @@ def _farthest(points: Sequence[Point]) -> Distance:
     )
 
 
-def noise_of(
-    dtype: Dtype, quantity: str, equivalents: Mapping[str, Distance], ceiling: float, *, group: str = ""
-) -> Noise:
+def measure_noise(
+    dtype: Dtype, quantity: str, equivalents: Mapping[str, FarthestPoint], ceiling: float, *, group: str = ""
+) -> NoiseFloor:
     """Return the noise from `equivalents`, distances by run name. `ceiling` applies to a single number."""
     ceiling *= CEILINGS.get(quantity, 1.0)
-    measured = {name: one.value for name, one in equivalents.items()}
+    measured = {name: point.value for name, point in equivalents.items()}
     trusted = {name: value for name, value in measured.items() if is_trusted(name, measured, ceiling)}
     loudest = max(trusted, key=lambda name: trusted[name], default="")
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
     bound = compute_bound_from_floor(floor, equivalents[loudest].num_points if trusted else 0, ceiling)
-    return Noise(
+    return NoiseFloor(
         dtype=dtype,
         group=group,
         quantity=quantity,
@@ -111,11 +121,13 @@ def noise_of(
     )
 
 
-def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) -> tuple[CellResult, list[str]]:
+def judge_distances(
+    distances: Mapping[str, FarthestPoint], noises: Mapping[str, NoiseFloor]
+) -> tuple[CellResult, list[str]]:
     """Return the result of a cell and the quantities that decide it; `noises` are those of its dtype, by quantity."""
-    if all(one.value <= FP32_SPACING for one in distances.values()):
+    if all(point.value <= FP32_SPACING for point in distances.values()):
         return CellResult.EQUAL, []
-    beyond = [name for name, one in distances.items() if name in noises and one.value > noises[name].bound]
+    beyond = [name for name, point in distances.items() if name in noises and point.value > noises[name].bound]
     if beyond:
         return CellResult.DIFFERS, beyond
     unknown = [name for name in distances if name not in noises]
@@ -124,11 +136,8 @@ def result_of(distances: Mapping[str, Distance], noises: Mapping[str, Noise]) ->
 
 # Compare the logs of parity's cells: compute the noise floor of each dtype and the result of each cell.
 
-MEASURING = (
-    "kernel",
-    "reduction order",
-    "tp",
-)  # equivalents that change rounding; the others may be bitwise equal
+# What equivalents vary that changes rounding. The other equivalents may be bitwise equal to the reference.
+ROUNDING_VARIATIONS = ("kernel", "reduction order", "tp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,42 +145,48 @@ class JudgedCell:
     """A cell that has run, compared with its reference."""
 
     result: CellResult
-    distances: Mapping[str, Distance]  # by quantity
-    deciding: Sequence[str]  # quantities beyond their bound, or without one
-    notes: Sequence[str] = ()  # why it, or part of it, was not judged
+    distances: Mapping[str, FarthestPoint]  # by quantity
+    # Quantities beyond their bound, or without a bound.
+    deciding: Sequence[str]
+    # Why the cell, or a part of it, was not judged.
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixResult:
-    cells: Mapping[str, JudgedCell]  # by name; without references of a dtype and cells that did not run
-    noises: Sequence[Noise]
-    remarks: Sequence[str]  # faults of a reference or an equivalent
-    costs: Mapping[str, Statistics]  # by name, for every run
+    # By name, without the references of each dtype and the cells that did not run.
+    cells: Mapping[str, JudgedCell]
+    noises: Sequence[NoiseFloor]
+    # Faults of a reference or of an equivalent run.
+    remarks: Sequence[str]
+    # By name, for every run.
+    costs: Mapping[str, Statistics]
 
     @property
     def is_clean(self) -> bool:
         return not self.remarks and all(
-            one.result in (CellResult.EQUAL, CellResult.WITHIN_NOISE) for one in self.cells.values()
+            cell.result in (CellResult.EQUAL, CellResult.WITHIN_NOISE) for cell in self.cells.values()
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distances:
+class LogDistances:
     """The result of comparing two logs; no distances if they could not be compared."""
 
-    distances: Mapping[str, Distance] = field(default_factory=dict)
+    distances: Mapping[str, FarthestPoint] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    lacks_norms: bool = False  # the gradient norms are missing, or of other windows
+    # Whether the gradient norms are missing, or are those of other windows.
+    lacks_norms: bool = False
 
     @classmethod
-    def of(cls, comparison: Differences) -> "Distances":
+    def of(cls, comparison: Differences) -> Self:
         unfinished = [
             f"{quantity.name} is not finite at {pluralise(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results
             if quantity.num_not_finite
         ]
         norms = [note for note in comparison.notes if note.startswith("gradient norms")]
-        return cls(distances=distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
+        return cls(distances=measure_distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
 
 
 @dataclass(slots=True)
@@ -179,17 +194,17 @@ class MatrixJudge:
     """Judge the cells of a matrix. Reads each log once, however often it is asked."""
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
-    _found: dict[tuple[str, str], Distances] = field(default_factory=dict)
+    _found: dict[tuple[str, str], LogDistances] = field(default_factory=dict)
     _costs: dict[str, Statistics] = field(default_factory=dict)
 
-    def result_of(self, rows: Sequence[Row]) -> MatrixResult:
+    def result_of(self, rows: Sequence[ParityRow]) -> MatrixResult:
         """Return the results that follow from the cells that are done."""
-        done = {row.cell.name: row for row in rows if row.state is State.DONE}
-        noises: list[Noise] = []
+        done = {row.cell.name: row for row in rows if row.state is RowState.DONE}
+        noises: list[NoiseFloor] = []
         remarks: list[str] = []
         for ground in dict.fromkeys(row.cell.ground for row in rows):
             noises += self._noises(ground, done)
-        remarks += [_too_far(one, done) for one in noises if one.distrusted]
+        remarks += [_describe_distrust(noise, done) for noise in noises if noise.distrusted]
         remarks += self._between_dtypes(done)
         judged = {
             row.cell.name: self._judged(row, done, noises)
@@ -199,27 +214,29 @@ class MatrixJudge:
         costs = {name: self._cost(row) for name, row in done.items()}
         return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
-    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, Row]) -> list[Noise]:
+    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, ParityRow]) -> list[NoiseFloor]:
         """Return the noise; none before an equivalent that changes rounding has run."""
         group, dtype = ground
         equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
-        distances: dict[str, dict[str, Distance]] = {}  # quantity: equivalent: distance
+        # By quantity, then by name of the equivalent run.
+        distances: dict[str, dict[str, FarthestPoint]] = {}
         for row in equivalents:
             measured = self._compared(row.cell.name, row.cell.reference, done)
             for quantity, distance in measured.distances.items():
                 distances.setdefault(quantity, {})[row.cell.name] = distance
-        if not any(row.cell.varies in MEASURING for row in equivalents):
+        if not any(row.cell.varies in ROUNDING_VARIATIONS for row in equivalents):
             return []
         ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
-        return [noise_of(dtype, quantity, one, ceiling, group=group) for quantity, one in distances.items()]
+        return [measure_noise(dtype, quantity, points, ceiling, group=group) for quantity, points in distances.items()]
 
-    def _judged(self, row: Row, done: Mapping[str, Row], noises: Sequence[Noise]) -> JudgedCell:
+    def _judged(self, row: ParityRow, done: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
         compared = self._compared(row.cell.name, row.cell.reference, done)
         if not compared.distances:
             return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
         own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
-        outcome, deciding = result_of(compared.distances, own)
-        if row.cell.role is Role.REFERENCE:  # its accumulation differs from the other reference's
+        outcome, deciding = judge_distances(compared.distances, own)
+        # A reference is compared with one that accumulates otherwise, so what it lacks is no fault.
+        if row.cell.role is Role.REFERENCE:
             return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding)
         notes = [*compared.notes]
         if outcome is CellResult.NOT_JUDGED:
@@ -228,35 +245,35 @@ class MatrixJudge:
             outcome = CellResult.NOT_JUDGED
         return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
 
-    def _compared(self, name: str, reference: str, done: Mapping[str, Row]) -> Distances:
+    def _compared(self, name: str, reference: str, done: Mapping[str, ParityRow]) -> LogDistances:
         if reference not in done:
-            return Distances(notes=[f"its reference did not run: {reference}"])
+            return LogDistances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._found:
             try:
-                distances = Distances.of(compare(self._run(done[reference]), self._run(done[name])))
+                distances = LogDistances.of(compare(self._run(done[reference]), self._run(done[name])))
             except UsageError as error:
-                distances = Distances(notes=[in_flags(error)])
+                distances = LogDistances(notes=[in_flags(error)])
             self._found[name, reference] = distances
         return self._found[name, reference]
 
-    def _ceiling(self, dtype: Dtype, row: Row) -> float:
+    def _ceiling(self, dtype: Dtype, row: ParityRow) -> float:
         run = self._run(row)
         return estimate_rounding_ceiling(dtype, run.config, max(record.input.real_tokens for record in run.records))
 
-    def _run(self, row: Row) -> PastRun:
+    def _run(self, row: ParityRow) -> PastRun:
         assert row.log is not None
         if row.cell.name not in self._runs:
             self._runs[row.cell.name] = PastRun.read(row.log)
         return self._runs[row.cell.name]
 
-    def _cost(self, row: Row) -> Statistics:
+    def _cost(self, row: ParityRow) -> Statistics:
         if row.cell.name not in self._costs:
             self._costs[row.cell.name] = summarize(self._run(row).records)
         return self._costs[row.cell.name]
 
-    def _between_dtypes(self, done: Mapping[str, Row]) -> list[str]:
+    def _between_dtypes(self, done: Mapping[str, ParityRow]) -> list[str]:
         """Report references of a narrow dtype that are farther from the fp32 reference than rounding explains."""
-        plain: dict[Dtype, Row] = {}
+        plain: dict[Dtype, ParityRow] = {}
         for row in done.values():
             if row.cell.reference == row.cell.name and not row.cell.group:
                 plain.setdefault(row.cell.spec.actor.dtype, row)
@@ -276,7 +293,7 @@ class MatrixJudge:
         return remarks
 
 
-def _too_far(noise: Noise, done: Mapping[str, Row]) -> str:
+def _describe_distrust(noise: NoiseFloor, done: Mapping[str, ParityRow]) -> str:
     said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
     where = f"{noise.group}, " if noise.group else ""
     text = (

@@ -17,7 +17,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.agreement.matrix import DATA, REFERENCE, Setting, name_of, num_processes_of, typed
+from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
 from replay.options.option_parsing import in_flags, replay_spec, toggles
 from replay.options.spec import ReplaySpec
 from replay.processes.interpreter import Environment
@@ -27,14 +27,17 @@ NOT_PLAIN = (
     *("zero_stage", "sequence_parallel", "tp_plan", "ring_head_stride", "gradient_checkpointing"),
     *("grad_accumulation", "deepspeed_config", "kernels"),
 )
-REPEATS = ("the same again", "row order")  # equivalents of the reference's own configuration
-FILES = ("deepspeed_config",)  # holds settings of one library
+# Equivalents that run the reference's own configuration again.
+REPEATS = ("the same again", "row order")
+# Options that name a file with the settings of one library.
+FILES = ("deepspeed_config",)
 IN_NAMES = ("backend", "dtype", "packing", "attention", "compile", "tp", "ring", *NOT_PLAIN)
 
 
 class Role(StrEnum):
     REFERENCE = "reference"
-    EQUIVALENT = "equivalent"  # differs from the reference by rounding only: this measures the noise
+    # An equivalent differs from the reference by rounding alone, so it measures the noise.
+    EQUIVALENT = "equivalent"
     CELL = "cell"
 
 
@@ -46,10 +49,14 @@ class Cell:
     role: Role
     spec: ReplaySpec
     num_processes: int
-    reference: str  # name of the cell it is compared with; the reference of a dtype names itself
-    varies: str = ""  # what an equivalent varies
-    group: str = ""  # runs that share references and noise; empty: the requested inputs
-    python: str = ""  # the interpreter that runs it; empty: this one
+    # Name of the cell that this one is compared with. The reference of a dtype names itself.
+    reference: str
+    # What an equivalent varies; empty for other cells.
+    varies: str = ""
+    # Cells of a group share references and noise. The group of the requested inputs has no name.
+    group: str = ""
+    # Path of the interpreter that runs the cell; empty for this one.
+    python: str = ""
 
     @property
     def num_data_ranks(self) -> int:
@@ -62,14 +69,17 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
+class MatrixContext:
     """What this machine and these inputs allow."""
 
-    device: str  # torch's type: cuda, cpu
+    # As torch names it: cuda or cpu.
+    device: str
     num_devices: int
     num_inputs: int
-    config: Any  # of the model, as transformers loads it
-    must_pack: bool  # a captured row holds several documents, which padding cannot separate
+    # The model's config, as transformers loads it.
+    config: Any
+    # Whether a captured row holds several documents, which padding cannot separate.
+    must_pack: bool
     group: str = ""
 
     @property
@@ -98,7 +108,7 @@ class Here:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ParityPlan:
     """The runs in order (references, equivalents, cells), and the cells that cannot run, with the reason.
 
     environments  that the runs are of; none: this one alone
@@ -109,12 +119,12 @@ class Plan:
     environments: list[Environment] = field(default_factory=list)
 
 
-def plan(
+def plan_matrix(
     settings: Sequence[Setting],
     common: Mapping[str, Any],
-    here: Here,
+    here: MatrixContext,
     arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
-) -> Plan:
+) -> ParityPlan:
     """Plan the runs. `common` holds the typed options by parameter name: for an axis the value wanted, else for every
     cell.
 
@@ -133,37 +143,37 @@ def plan(
         if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
             continue
         backend = setting.get("backend", asked.actor.backend)
-        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _is_served(field, backend)}
+        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _applies_to(field, backend)}
         named = own | dict(setting)
         before = len(cells)
-        _admit(cells, refused, here, Role.CELL, named, common)
+        _admit_cell(cells, refused, here, Role.CELL, named, common)
         if len(cells) > before:
             keys[id(setting)] = next(reversed(cells))
     if not cells:
         reason = next(iter(refused.values()), "the options leave no cell. Try: fewer of them")
         raise UsageError(f"no cell of the matrix can run here: {reason}")
-    order = [keys[id(one)] for one in arrange([one for one in settings if id(one) in keys])]
+    order = [keys[id(setting)] for setting in arrange([setting for setting in settings if id(setting) in keys])]
     cells = {key: cells[key] for key in order}
     ground: dict[Any, Cell] = {}
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
-        windows = {_window_of(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
-        _add_ground(ground, refused, here, dtype, sorted(windows - {1}), common)
+        windows = {_count_window_inputs(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
+        _add_baseline(ground, refused, here, dtype, sorted(windows - {1}), common)
     names = {cell.name for cell in ground.values()}
     for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
         raise UsageError(f"{lacking}, which others would be compared with, cannot run: {refused[lacking]}")
     for key, cell in cells.items():
         ground.setdefault(key, cell)
-    return Plan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+    return ParityPlan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
-def together(plans: Sequence[Plan]) -> Plan:
+def merge_plans(plans: Sequence[ParityPlan]) -> ParityPlan:
     """Merge plans into one, references first."""
-    cells = [cell for one in plans for cell in one.cells]
-    refused = {name: reason for one in plans for name, reason in one.refused.items()}
-    return Plan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+    cells = [cell for plan in plans for cell in plan.cells]
+    refused = {name: reason for plan in plans for name, reason in plan.refused.items()}
+    return ParityPlan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
-def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
+def repeat_in_environments(planned: ParityPlan, environments: Sequence[Environment]) -> ParityPlan:
     """Plan the runs for the first environment, and for each other one again all but those that repeat a reference.
 
     The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
@@ -187,32 +197,33 @@ def in_environments(planned: Plan, environments: Sequence[Environment]) -> Plan:
     return replace(planned, cells=cells, environments=list(environments))
 
 
-def _window_of(cell: Cell) -> int:
+def _count_window_inputs(cell: Cell) -> int:
     """Return the number of inputs that one gradient is averaged over."""
     return cell.num_data_ranks * cell.spec.actor.num_accumulated
 
 
-def _add_ground(
+def _add_baseline(
     cells: dict[Any, Cell],
     refused: dict[str, str],
-    here: Here,
+    here: MatrixContext,
     dtype: Dtype,
     windows: Sequence[int],
     common: Mapping[str, Any],
 ) -> None:
     """Add the reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
     plain = here.plain(dtype)
-    shared = {name: value for name, value in common.items() if _field_of(name) not in NOT_PLAIN}
-    admit = partial(_admit, cells, refused, here, common=shared)
+    shared = {name: value for name, value in common.items() if _find_field(name) not in NOT_PLAIN}
+    admit = partial(_admit_cell, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
     admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed")
     kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
-    for kernel in (one for one in kernels if one != here.kernel):
+    for kernel in (name for name in kernels if name != here.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel == Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
-    if here.is_custom:  # which has one kernel: compiled, its sums are rounded in other places
+    # A user's model has one kernel. Compiled, its sums are rounded in other places.
+    if here.is_custom:
         admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")
     elif not here.must_pack:
         admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
@@ -223,10 +234,10 @@ def _add_ground(
         admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", more=more)
 
 
-def _admit(
+def _admit_cell(
     cells: dict[Any, Cell],
     refused: dict[str, str],
-    here: Here,
+    here: MatrixContext,
     role: Role,
     setting: Setting,
     common: Mapping[str, Any],
@@ -238,9 +249,9 @@ def _admit(
     setting = {**here.only, **setting}
     name = here.named(setting, suffix)
     try:
-        spec = _spec_of(setting, here, common, more or {}, reverses=varies == REPEATS[1])
-        _check(spec, num_processes_of(setting), here)
-        key = (*_key(spec, num_processes_of(setting), here), suffix == "again")
+        spec = _build_spec(setting, here, common, more or {}, reverses=varies == REPEATS[1])
+        _check_runnable(spec, count_processes(setting), here)
+        key = (*_find_run_key(spec, count_processes(setting), here), suffix == "again")
     except UsageError as error:
         refused[name] = in_flags(error)
         return
@@ -248,12 +259,13 @@ def _admit(
     window = setting.get(DATA, 1) * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:
-        reference = name  # steps on other windows are a different training run
+        # Steps on other windows are a different training run.
+        reference = name
     cell = Cell(
         name=name,
         role=role,
         spec=spec,
-        num_processes=num_processes_of(setting),
+        num_processes=count_processes(setting),
         reference=reference,
         varies=varies,
         group=here.group,
@@ -261,8 +273,8 @@ def _admit(
     cells.setdefault(key, cell)
 
 
-def _spec_of(
-    setting: Setting, here: Here, common: Mapping[str, Any], more: Mapping[str, Any], *, reverses: bool
+def _build_spec(
+    setting: Setting, here: MatrixContext, common: Mapping[str, Any], more: Mapping[str, Any], *, reverses: bool
 ) -> ReplaySpec:
     """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
     num_data_ranks = setting.get(DATA, 1)
@@ -270,9 +282,9 @@ def _spec_of(
     shared = {
         parameter: value
         for parameter, value in common.items()
-        if _field_of(parameter) not in setting and _is_served(_field_of(parameter), backend)
+        if _find_field(parameter) not in setting and _applies_to(_find_field(parameter), backend)
     }
-    own = {"grad_accumulation": "1", **typed(setting), **more}
+    own = {"grad_accumulation": "1", **to_options(setting), **more}
     num_each = here.num_inputs // num_data_ranks
     if num_each < 1:
         raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
@@ -291,7 +303,7 @@ def _spec_of(
     )
 
 
-def _is_served(field: str, backend: str) -> bool:
+def _applies_to(field: str, backend: str) -> bool:
     """Does an option that was typed for all runs apply to those of `backend`?
 
     A file with one library's settings applies to the backends that accept it. Any other option that a backend lacks is
@@ -300,11 +312,11 @@ def _is_served(field: str, backend: str) -> bool:
     return field not in FILES or backend not in BACKENDS or field in BACKENDS[backend].exclusive_options
 
 
-def _field_of(parameter: str) -> str:
+def _find_field(parameter: str) -> str:
     return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
 
 
-def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
+def _check_runnable(spec: ReplaySpec, num_processes: int, here: MatrixContext) -> None:
     """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
     from actor_init.parallel.tensor_parallel import check_divisible
     from actor_init.probe.layout_choice import explain_not_packed
@@ -321,7 +333,7 @@ def _check(spec: ReplaySpec, num_processes: int, here: Here) -> None:
         raise UsageError(complaint)
 
 
-def _key(spec: ReplaySpec, num_processes: int, here: Here) -> tuple[Any, ...]:
+def _find_run_key(spec: ReplaySpec, num_processes: int, here: MatrixContext) -> tuple[Any, ...]:
     """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
     import torch
 

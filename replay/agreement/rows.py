@@ -15,30 +15,34 @@ from pathlib import Path
 from typing import Any, Self
 
 from actor_init.spec import UsageError
-from replay.agreement.plan import REPEATS, Cell, Plan, Role
-from replay.campaign.campaign import Campaign, Job, Settled
+from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
+from replay.campaign.campaign import Campaign, Job, SettledJob
 from replay.options.option_parsing import in_flags
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 
 
-class State(StrEnum):
-    PENDING = "pending"  # not run yet, or interrupted
+class RowState(StrEnum):
+    # The run has not begun, or was interrupted.
+    PENDING = "pending"
     DONE = "done"
-    REFUSED = "refused"  # by the run itself: the options contradict each other or need what this machine lacks
+    # The run refused its options: they contradict each other, or need what this machine lacks.
+    REFUSED = "refused"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ParityRow:
     """A cell and the state of its run."""
 
     cell: Cell
-    state: State = State.PENDING
+    state: RowState = RowState.PENDING
     error: str = ""
     seconds: float | None = None
-    ran_alone: bool = True  # otherwise its times mean nothing
-    log: Path | None = None  # the folder of its log
+    # Whether nothing else ran on the machine. Otherwise its times mean nothing.
+    ran_alone: bool = True
+    # Folder of the run's log.
+    log: Path | None = None
 
     @property
     def is_open(self) -> bool:
@@ -46,11 +50,11 @@ class Row:
         succeed.
         """
         has_run_alone = self.seconds is not None and self.ran_alone
-        return self.state is State.PENDING or (self.state is State.FAILED and not has_run_alone)
+        return self.state is RowState.PENDING or (self.state is RowState.FAILED and not has_run_alone)
 
-    def after(self, settled: Settled) -> "Row":
+    def after(self, settled: SettledJob) -> Self:
         """Return the row with what came of its run."""
-        state, error, log = _outcome(settled.child)
+        state, error, log = _judge_child(settled.child)
         return replace(
             self, state=state, error=error, log=log, seconds=settled.child.seconds, ran_alone=settled.ran_alone
         )
@@ -60,20 +64,20 @@ class Row:
 class ParityLog:
     """The runs of a parity run, as far as they are over."""
 
-    campaign: Campaign[Plan]
-    rows: list[Row] = field(init=False)
+    campaign: Campaign[ParityPlan]
+    rows: list[ParityRow] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.campaign.has_failed = _has_failed
-        self.rows = [Row(cell=cell) for cell in self.campaign.plan.cells]
+        self.campaign.has_failed = _has_failed_run
+        self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
         for number, job in enumerate(self.jobs):
-            if (settled := self.campaign.known(job)) is not None:
+            if (settled := self.campaign.find_settled(job)) is not None:
                 self.rows[number] = self.rows[number].after(settled)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the log. Raises UsageError for anything but a parity run of this version."""
-        return cls(campaign=Campaign.read("parity", folder, Plan))
+        return cls(campaign=Campaign.read("parity", folder, ParityPlan))
 
     @property
     def folder(self) -> Path:
@@ -84,7 +88,7 @@ class ParityLog:
         """Return the job of each row."""
         return [
             Job(
-                home=f"cells/{number:03d}-{file_name(row.cell.name)}",
+                home=f"cells/{number:03d}-{folder_name_of(row.cell.name)}",
                 spec=row.cell.spec,
                 num_processes=row.cell.num_processes,
                 python=row.cell.python,
@@ -101,18 +105,18 @@ class ParityLog:
         states = {row.cell.name: row.state for row in self.rows}
         numbers = []
         for number, row in enumerate(self.rows):
-            if row.state is not State.PENDING or (row.cell.role is Role.REFERENCE) is not references:
+            if row.state is not RowState.PENDING or (row.cell.role is Role.REFERENCE) is not references:
                 continue
-            reference = State.DONE if references else states[row.cell.reference]
-            if reference is State.DONE:
+            reference = RowState.DONE if references else states[row.cell.reference]
+            if reference is RowState.DONE:
                 numbers.append(number)
-            elif reference is not State.PENDING:
+            elif reference is not RowState.PENDING:
                 error = f"not run because its reference was not: {row.cell.reference}"
-                self.rows[number] = replace(row, state=State.FAILED, error=error)
+                self.rows[number] = replace(row, state=RowState.FAILED, error=error)
                 yield number
         jobs = self.jobs
         for settled in self.campaign.settle([jobs[number] for number in numbers]):
-            number = numbers[settled.place]
+            number = numbers[settled.position]
             self.rows[number] = self.rows[number].after(settled)
             yield number
 
@@ -128,28 +132,28 @@ class ParityLog:
             }
             for row in self.rows
         ]
-        finished = all(row.state is not State.PENDING for row in self.rows)
+        finished = all(row.state is not RowState.PENDING for row in self.rows)
         self.campaign.result = {"finished": finished, "runs": runs, **result}
         self.campaign.write()
 
 
-def file_name(cell: str) -> str:
+def folder_name_of(cell: str) -> str:
     """Return the name of a cell as that of a folder."""
     return re.sub(r"[^\w.]+", "-", cell).strip("-")
 
 
-def _has_failed(child: Child) -> bool:
-    return _outcome(child)[0] is State.FAILED
+def _has_failed_run(child: Child) -> bool:
+    return _judge_child(child)[0] is RowState.FAILED
 
 
-def _outcome(child: Child) -> tuple[State, str, Path | None]:
+def _judge_child(child: Child) -> tuple[RowState, str, Path | None]:
     if child.is_refusal:
-        return State.REFUSED, child.error, None
+        return RowState.REFUSED, child.error, None
     if child.exit_code not in (0, 1):
-        return State.FAILED, child.error, None
+        return RowState.FAILED, child.error, None
     try:
         # an exit code of 1 with every pass done: some inputs were damaged
-        return State.DONE, child.error, PastRun.read(child.logs).folder
+        return RowState.DONE, child.error, PastRun.read(child.logs).folder
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
-        return State.FAILED, in_flags(error) if has_run else child.error, None
+        return RowState.FAILED, in_flags(error) if has_run else child.error, None

@@ -1,7 +1,7 @@
 """Run the jobs that a command asks for, each once: a journal keeps those that are over, whatever ends the command.
 
-`logs/<time>-<command>/` holds two files. `<command>.json` has the plan, what the command needs to ask for its jobs, and
-the result; it is written when the command begins and when it ends:
+`logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its jobs, and the
+result; it is written when the command begins and when it ends:
 
     {"format": 1, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
@@ -10,7 +10,7 @@ the result; it is written when the command begins and when it ends:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "home": "groups/0001/0"}
 
-`--continue` asks for the same jobs again. Those of the journal come back without a run.
+`--continue` asks for the same jobs again. Those in the journal come back without a run.
 """
 
 import hashlib
@@ -45,10 +45,10 @@ Plan = TypeVar("Plan")
 class Job:
     """A replay in processes of its own.
 
-    home      its folder in the campaign's, such as `groups/0001`, which holds a folder for each attempt
+    home      folder of the job, relative to the campaign's, such as `groups/0001`; it holds a folder for each attempt
     python    path of another environment's interpreter; empty: this one
-    repeat    which of several runs of the same
-    contents  tells its inputs from others that may lie in the same folder; empty: the folder always holds the same
+    repeat    number of this run, where the same replay is run several times
+    contents  digest of the inputs, where other inputs may lie in the same folder later; empty: they never change
     """
 
     home: str
@@ -59,43 +59,51 @@ class Job:
     contents: str = ""
 
     def digest_in(self, folder: Path) -> str:
-        """Return a digest of what is run, for the campaign in `folder`.
-
-        Where its files lie makes no other job of it: a campaign's folder may be moved.
-        """
+        """Return the digest by which the campaign in `folder` knows the job."""
+        # The digest leaves out where the job writes its files, and takes the campaign's folder out of all paths:
+        # a folder that was moved or copied still knows its jobs.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
-        what = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
-        text = json.dumps(what, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
+        job = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
+        text = json.dumps(job, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def ended_early(child: Child) -> bool:
+def is_unfinished(child: Child) -> bool:
     """Did a replay neither come to its end nor refuse its options?"""
     return child.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
-class Settled(NamedTuple):
-    """A job that is over."""
+class SettledJob(NamedTuple):
+    """A job that is over.
 
-    place: int  # among the jobs that were asked for
+    position   among the jobs that the command asked for
+    ran_alone  nothing else ran on the machine; otherwise its times mean nothing
+    is_new     it was run now; False: its result was in the journal
+    """
+
+    position: int
     child: Child
-    ran_alone: bool  # otherwise its times mean nothing
-    is_new: bool  # False: it was in the journal
+    ran_alone: bool
+    is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """A line of the journal."""
+class _JournalLine:
+    """What the journal keeps of a job that is over.
 
-    job: str  # digest
+    job   digest of the job
+    home  folder of its last attempt, relative to the campaign's
+    """
+
+    job: str
     exit_code: int | None
     seconds: float
-    ran_alone: bool  # otherwise its times mean nothing
-    home: str  # relative to the campaign's folder
+    ran_alone: bool
+    home: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
+class _CampaignFile:
     """The fields of `<command>.json` that --continue reads."""
 
     format: int
@@ -107,13 +115,15 @@ class _File:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign(Generic[Plan]):
-    """The jobs of one command.
+    """The jobs of one command, their results, and where and under which limits they run.
 
-    name        of the command
-    command     as it was typed
-    machine     on which it was begun
-    plan        what the command needs to ask for its jobs; read and written as JSON
-    has_failed  whether a job is to run again where it ran beside others
+    folder      holds everything that the campaign writes
+    name        of the command, such as `scan`
+    command     line that a user types to repeat the campaign
+    machine     on which the campaign was begun
+    plan        from which the command makes its jobs; read and written as JSON
+    versions    of the libraries with which the campaign was begun
+    has_failed  judges a job that is over; one that failed while others ran beside it is run again
     """
 
     folder: Path
@@ -121,14 +131,15 @@ class Campaign(Generic[Plan]):
     command: str
     machine: Machine
     plan: Plan
-    versions: Mapping[str, str | None] = field(default_factory=list_versions)  # of what it was begun with
+    versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Mapping[str, Any] | None = None
-    has_failed: Callable[[Child], bool] = ended_early
-    _entries: dict[str, _Entry] = field(default_factory=dict)  # by the job's digest
+    has_failed: Callable[[Child], bool] = is_unfinished
+    _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _run_tasks: RunTasks | None = None
-    _runs_alone: bool = True
-    _limit: float = 0.0  # seconds for one job
-    _until: float = 0.0  # monotonic; no job is started after it
+    _jobs_run_alone: bool = True
+    _seconds_per_job: float = 0.0
+    # By `time.monotonic`: no job is started after it.
+    _last_start: float = 0.0
 
     @classmethod
     def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
@@ -137,7 +148,7 @@ class Campaign(Generic[Plan]):
 
     @classmethod
     def begin_in(cls, folder: Path, name: str, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
-        """Begin a campaign in a folder that is there, with what its plan needs."""
+        """Begin a campaign in a folder that exists and holds the inputs that its plan needs."""
         campaign = cls(
             folder=folder,
             name=name,
@@ -149,32 +160,33 @@ class Campaign(Generic[Plan]):
         return campaign
 
     @classmethod
-    def read(cls, name: str, folder: Path, kind: type[Plan]) -> Self:
+    def read(cls, name: str, folder: Path, plan_class: type[Plan]) -> Self:
         """Read the campaign that `replay <name>` left. Raises UsageError for anything but one of this version."""
         path = folder / f"{name}.json"
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(whole, dict) and whole.get("format", FORMAT) != FORMAT:
-                raise UsageError(f"{path} is of format {whole['format']}; this version goes on with {FORMAT} alone")
-            written = from_json(_File, whole, source=f"{path} is damaged", ignore_others=True)
-            plan = from_json(kind, written.plan, source=f"{path} is damaged: plan")
-            entries = _read_journal(folder / JOURNAL)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+                raise UsageError(f"{path} is of format {content['format']}; this version goes on with {FORMAT} alone")
+            file = from_json(_CampaignFile, content, source=f"{path} is damaged", ignore_others=True)
+            plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
+            lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
-            said = in_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
-            raise UsageError(f"{said}. Try: replay {name}, from the beginning") from error
+            message = in_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
+            raise UsageError(f"{message}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,
             name=name,
-            command=written.command,
-            machine=written.machine,
-            versions=written.versions,
+            command=file.command,
+            machine=file.machine,
+            versions=file.versions,
             plan=plan,
-            _entries={entry.job: entry for entry in entries},
+            # A job that ran again has several lines, of which the last one holds.
+            _lines_by_digest={line.job: line for line in lines},
         )
 
     def write(self) -> None:
         """Write the plan and what is known of the result."""
-        whole = {
+        content = {
             "format": FORMAT,
             "command": self.command,
             "machine": self.machine,
@@ -182,114 +194,120 @@ class Campaign(Generic[Plan]):
             "plan": self.plan,
             "result": self.result,
         }
-        write_atomically(self.path, json_bytes(whole))
+        write_atomically(self.path, json_bytes(content))
 
     @property
     def path(self) -> Path:
         return self.folder / f"{self.name}.json"
 
-    def open(self, where: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
-        """Have jobs run there, under these limits; the time for all of them begins.
+    @property
+    def continue_command(self) -> str:
+        """Return what a user types to run what this campaign lacks."""
+        return f"replay {self.name} --continue {self.folder}"
 
-        storage  where jobs keep the states that they go on from; None: they keep none
+    def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
+        """Make the campaign ready to run jobs on `executor`; the time limit for all of them begins now.
+
+        storage  folder or URI where jobs keep the states from which they resume; None: they keep none
         """
-        self._limit, self._until = limits.each, limits.compute_deadline()
+        self._seconds_per_job, self._last_start = limits.each, limits.compute_deadline()
         if storage is None:
-            self._run_tasks = where.runner(self.folder, self.machine, limits.at_once)
+            self._run_tasks = executor.make_runner(self.folder, self.machine, limits.at_once)
         else:
-            self._run_tasks = where.trainer(self.folder, self.machine, storage)
-        self._runs_alone = where.runs_alone(self.machine, limits.at_once)
+            self._run_tasks = executor.make_trainer(self.folder, self.machine, storage)
+        self._jobs_run_alone = executor.gives_whole_machine(self.machine, limits.at_once)
 
     @property
     def num_running(self) -> int:
         return self._run_tasks.num_running if self._run_tasks is not None else 0
 
     @property
-    def num_known(self) -> int:
+    def num_settled(self) -> int:
         """Return how many jobs are over."""
-        return len(self._entries)
+        return len(self._lines_by_digest)
 
-    def refuse_elsewhere(self, where: Executor, jobs: Iterable[Job] | None = None) -> None:
-        """Raise UsageError if a job has to run, and cannot run there as those did that are known.
+    def check_resumable(self, executor: Executor, jobs: Iterable[Job] | None = None) -> None:
+        """Raise UsageError if jobs still have to run, and would run on another machine or with other versions.
 
-        jobs  None: which there will be is not known yet
+        jobs  all that the command will ask for; None: they are not known yet
         """
-        if jobs is not None and all(self.known(job) for job in jobs):
+        if jobs is not None and all(self.find_settled(job) for job in jobs):
             return
-        where.refuse_other(self.machine, self.folder)
+        executor.check_machine(self.machine, self.folder)
         refuse_other_versions(self.versions, self.folder)
 
-    def known(self, job: Job, place: int = 0) -> Settled | None:
-        """Return what came of a job; None if it has to run.
-
-        It has to run again if it failed beside others: alone it might succeed.
-        """
-        entry = self._entries.get(job.digest_in(self.folder))
-        if entry is None:
+    def find_settled(self, job: Job, position: int = 0) -> SettledJob | None:
+        """Return a job that is over; None if it has to run, also because it failed while others ran beside it."""
+        line = self._lines_by_digest.get(job.digest_in(self.folder))
+        if line is None:
             return None
-        home = self.folder / entry.home
-        child = Child(exit_code=entry.exit_code, seconds=entry.seconds, output=home / OUTPUT, logs=home)
-        if not entry.ran_alone and self.has_failed(child):
+        home = self.folder / line.home
+        child = Child(exit_code=line.exit_code, seconds=line.seconds, output=home / OUTPUT, logs=home)
+        # Others may have taken the memory or the time that the job lacked. Alone it might succeed.
+        if not line.ran_alone and self.has_failed(child):
             return None
-        return Settled(place, child, entry.ran_alone, is_new=False)
+        return SettledJob(position, child, line.ran_alone, is_new=False)
 
     def forget(self, job: Job) -> None:
-        """Have a job run again, although it is known."""
-        self._entries.pop(job.digest_in(self.folder), None)
+        """Have a job run again, although it is over."""
+        self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
-    def settle(self, jobs: Iterable[Job], *, until: float | None = None) -> Generator[Settled]:
-        """Yield each job when it is over, first those that are known.
+    def settle(self, jobs: Iterable[Job], *, last_start: float | None = None) -> Generator[SettledJob]:
+        """Yield each job when it is over: first those of the journal, then the others as they end.
 
-        until  monotonic time, after which none of the others starts; None: that of the limits
+        last_start  no job is started after this time of `time.monotonic`; None: as the limits say
         """
         assert self._run_tasks is not None, "open() says where jobs run"
-        unknown = {}
-        for place, job in enumerate(jobs):
-            if (settled := self.known(job, place)) is not None:
+        pending = {}
+        for position, job in enumerate(jobs):
+            if (settled := self.find_settled(job, position)) is not None:
                 yield settled
             else:
-                unknown[place] = job
-        tasks = ((place, self._task(job)) for place, job in unknown.items())
-        for place, child in self._run_tasks(tasks, until=self._until if until is None else until):
-            self._note(unknown[place], child)
-            yield Settled(place, child, self._runs_alone, is_new=True)
+                pending[position] = job
+        tasks = ((position, self._make_task(job)) for position, job in pending.items())
+        last_start = self._last_start if last_start is None else last_start
+        for position, child in self._run_tasks(tasks, until=last_start):
+            self._record(pending[position], child)
+            yield SettledJob(position, child, self._jobs_run_alone, is_new=True)
 
     def run(self, job: Job) -> Child:
-        """Run one job, unless it is known, whatever time is left."""
-        [settled] = self.settle([job], until=math.inf)
+        """Run one job, unless it is over, however little time is left."""
+        [settled] = self.settle([job], last_start=math.inf)
         return settled.child
 
-    def _task(self, job: Job) -> Task:
+    def _make_task(self, job: Job) -> Task:
         return Task.attempt(
             self.folder / job.home,
             ChildJob(spec=job.spec),
             num_processes=job.num_processes,
-            limit=self._limit,
+            limit=self._seconds_per_job,
             python=job.python,
         )
 
-    def _note(self, job: Job, child: Child) -> None:
-        entry = _Entry(
+    def _record(self, job: Job, child: Child) -> None:
+        """Write a job that is over into the journal."""
+        line = _JournalLine(
             job=job.digest_in(self.folder),
             exit_code=child.exit_code,
             seconds=child.seconds,
-            ran_alone=self._runs_alone,
+            ran_alone=self._jobs_run_alone,
             home=child.logs.relative_to(self.folder).as_posix(),
         )
-        self._entries[entry.job] = entry
+        self._lines_by_digest[line.job] = line
         with open(self.folder / JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write(json.dumps(to_json(entry), allow_nan=False) + "\n")
+            journal.write(json.dumps(to_json(line), allow_nan=False) + "\n")
 
 
-def _read_journal(path: Path) -> list[_Entry]:
-    """Return the lines of a journal. A last line that was cut short, with what ended the command, is taken off it."""
+def _read_journal(path: Path) -> list[_JournalLine]:
+    """Return the lines of a journal, and remove an unfinished last line from the file."""
     if not path.exists():
         return []
-    *lines, rest = path.read_text(encoding="utf-8").split("\n")
-    if rest:
+    # What ended the command may have cut its last write short. The next line has to begin on a line of its own.
+    *lines, unfinished = path.read_text(encoding="utf-8").split("\n")
+    if unfinished:
         write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
     return [
-        parse_json(_Entry, line, source=f"{path} is damaged in line {number}")
+        parse_json(_JournalLine, line, source=f"{path} is damaged in line {number}")
         for number, line in enumerate(lines, start=1)
     ]
 
@@ -301,8 +319,8 @@ class Interruption:
 
 
 @contextmanager
-def until_interrupted() -> Iterator[Interruption]:
-    """Leave the block on Ctrl-C or SIGTERM, after running jobs were ended, so that what is known can be reported."""
+def catch_interruption() -> Iterator[Interruption]:
+    """Leave the block on Ctrl-C or SIGTERM, after running jobs were ended, so that the results so far are reported."""
     interruption = Interruption()
     try:
         with sigterm_interrupts():
@@ -311,25 +329,25 @@ def until_interrupted() -> Iterator[Interruption]:
         interruption.happened = True
 
 
-# Read the shapes of the inputs that a campaign replays in an order of its own.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapedInputs:
-    """The inputs of a folder that can be fed to a model, and the files that cannot, each with the reason."""
+    """The inputs of a folder that can be fed to a model, for campaigns that replay them in an order of their own.
+
+    damaged  files that cannot be fed, each with the reason
+    """
 
     selection: Selection
     shapes: Sequence[InputShape]
     damaged: Sequence[tuple[Path, str]]
 
     @classmethod
-    def of(cls, spec: InputsSpec, *, loss: str, grad_accumulation: int | None) -> "ShapedInputs":
+    def read(cls, spec: InputsSpec, *, loss: str, grad_accumulation: int | None) -> Self:
         """Read the shapes, of one data rank. Raises UsageError if no input can be replayed.
 
-        grad_accumulation  passes of a window; None: the job's
+        grad_accumulation  passes of a window; None: as many as the job's
         """
         selection = select(spec, 0, 1, loss=loss, grad_accumulation=grad_accumulation)
-        shapes, wrong = read_shapes(selection.inputs, loss)
+        shapes, unfeedable = read_shapes(selection.inputs, loss)
         if not shapes:
             raise UsageError("no input can be fed to a model. Try: replay inspect, with that folder")
-        return cls(selection=selection, shapes=shapes, damaged=[*selection.damaged, *wrong])
+        return cls(selection=selection, shapes=shapes, damaged=[*selection.damaged, *unfeedable])

@@ -1,4 +1,4 @@
-"""Choose where the runs of parity and suite are made: in processes on this machine, or in cells on a Ray cluster."""
+"""Choose where the jobs of a campaign run: in processes on this machine, or on a Ray cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actor_init.spec import UsageError
-from replay.campaign.training import Trainings
+from replay.campaign.training import RayTrainings
 from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
@@ -17,47 +17,52 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 
 class Executor(Protocol):
-    def machine(self, num_devices: int | None, option: str) -> Machine:
-        """Return the devices that runs may use. Raises UsageError, which names `option`, if there are fewer."""
+    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
+        """Return the devices that jobs may use. Raises UsageError, which names `option`, if there are fewer."""
 
-    def refuse_other(self, machine: Machine, folder: Path) -> None:
-        """Raise UsageError if the runs in `folder`, made on `machine`, cannot go on here."""
+    def check_machine(self, machine: Machine, folder: Path) -> None:
+        """Raise UsageError if the campaign in `folder`, begun on `machine`, cannot continue here."""
 
-    def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
-        """Return what runs tasks whose logs lie below `root`; `at_once` is that of `run_children`; None: as usual."""
+    def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
+        """Return what runs tasks whose logs lie below `root`.
 
-    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        """Return what trains tasks whose logs lie below `root`, one after another.
-
-        storage  where the tasks keep the states that they go on from; None: they keep none
+        at_once  processes on each GPU at the same time, or tasks on a CPU; None: one task at a time
         """
 
-    def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
-        """Does one run at a time have the machine for itself, so that its times mean something?"""
+    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        """Return what trains tasks whose logs lie below `root`, one after another.
+
+        storage  folder or URI where the tasks keep the states from which they resume; None: they keep none
+        """
+
+    def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
+        """Does each job get the machine for itself, so that its times mean something?"""
 
 
 class ThisMachine:
-    def machine(self, num_devices: int | None, option: str) -> Machine:
-        machine, here = Machine.detect(num_devices), Machine.detect()
-        if not machine.is_part_of(here):
+    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
+        machine, all_devices = Machine.detect(num_devices), Machine.detect()
+        if not machine.is_part_of(all_devices):
             raise UsageError(
-                f"{option} {num_devices}, and this machine has {pluralise(here.num_devices, 'GPU')}. "
-                f"Try: {option} {here.num_devices}"
+                f"{option} {num_devices}, and this machine has {pluralise(all_devices.num_devices, 'GPU')}. "
+                f"Try: {option} {all_devices.num_devices}"
             )
         return machine
 
-    def refuse_other(self, machine: Machine, folder: Path) -> None:
-        if not machine.is_part_of(here := Machine.detect()):
-            raise UsageError(f"--continue {folder} was begun on {machine.text}, and here is {here.text}. Go on there")
+    def check_machine(self, machine: Machine, folder: Path) -> None:
+        if not machine.is_part_of(this_machine := Machine.detect()):
+            raise UsageError(
+                f"--continue {folder} was begun on {machine.text}, and here is {this_machine.text}. Go on there"
+            )
 
-    def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
+    def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         gpus = list_gpus(machine.num_devices) if at_once and machine.has_gpus else []
         return RunHere(at_once=at_once or 1, gpus=gpus)
 
-    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        return self.runner(root, machine, None)
+    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        return self.make_runner(root, machine, None)
 
-    def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
+    def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
         return (at_once or 1) * (machine.num_devices if at_once and machine.has_gpus else 1) == 1
 
 
@@ -65,32 +70,35 @@ class ThisMachine:
 class OnRay:
     cluster: Cluster
 
-    def machine(self, num_devices: int | None, option: str) -> Machine:
+    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
         has_gpus = self.cluster.resource == "GPU"
-        usual = self.cluster.slots_on_largest_node if has_gpus else min(PROCESSES_ON_A_CPU, self.cluster.num_slots)
-        self.cluster.refuse_too_many(num_devices or usual, option)
-        return Machine(num_devices=num_devices or usual, has_gpus=has_gpus)
+        default = self.cluster.slots_on_largest_node if has_gpus else min(PROCESSES_ON_A_CPU, self.cluster.num_slots)
+        self.cluster.refuse_too_many(num_devices or default, option)
+        return Machine(num_devices=num_devices or default, has_gpus=has_gpus)
 
-    def refuse_other(self, machine: Machine, folder: Path) -> None:
-        here = Machine(num_devices=self.cluster.num_slots, has_gpus=self.cluster.resource == "GPU")
-        if here.has_gpus != machine.has_gpus or machine.num_devices > here.num_devices:
+    def check_machine(self, machine: Machine, folder: Path) -> None:
+        largest = Machine(num_devices=self.cluster.num_slots, has_gpus=self.cluster.resource == "GPU")
+        if largest.has_gpus != machine.has_gpus or machine.num_devices > largest.num_devices:
             raise UsageError(
-                f"--continue {folder} was begun on {machine.text}, and the cluster has {here.text}. Go on there"
+                f"--continue {folder} was begun on {machine.text}, and the cluster has {largest.text}. Go on there"
             )
 
-    def runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
+    def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         return RayTaskRunner(self.cluster, root, at_once=at_once or 1)
 
-    def trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        return self.runner(root, machine, None) if storage is None else Trainings(self.cluster, root, storage)
+    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        return self.make_runner(root, machine, None) if storage is None else RayTrainings(self.cluster, root, storage)
 
-    def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
+    def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
         return False
 
 
 @contextmanager
-def executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
-    """Open a Ray cluster as `open_cluster` does, for runs of at most `num_ranks` on a CPU, or use this machine."""
+def open_executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
+    """Connect to the Ray cluster that the options name, or use this machine.
+
+    num_ranks  the most that a job has on a cluster without GPUs
+    """
     if ray is None:
         yield ThisMachine()
     else:

@@ -25,11 +25,13 @@ from replay.runlog.run_file import RUN_FILE
 
 Key = TypeVar("Key")
 POLL_SECONDS = 0.5
-NODE_SECONDS = 60.0  # for a lost node to come back
-MOST_FAILURES = 3  # of workers or nodes, before a training is given up
+# Seconds that a lost node has to come back, before the training is given up.
+NODE_SECONDS = 60.0
+# Workers or nodes that may fail before a training is given up.
+MOST_FAILURES = 3
 
 
-class Trainings:
+class RayTrainings:
     """Runs tasks on a cluster, as `run_children` does on this machine; each is a run of Ray Train."""
 
     def __init__(

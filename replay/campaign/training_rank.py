@@ -25,8 +25,10 @@ from replay.runner.states import name_state_folder
 class RayStates:
     """The states of a run, as checkpoints of Ray Train."""
 
-    begun: Path | None  # the latest checkpoint, where this node reads it
-    parts: Path  # folder on this node for what a worker reports
+    # The latest checkpoint, as a folder on this node; None: the training begins.
+    begun: Path | None
+    # Folder on this node where workers write their parts before they report them.
+    parts: Path
     has_folder = False
 
     def check(self) -> None:
@@ -73,7 +75,8 @@ def train(job: Mapping[str, Any]) -> int:
     work_in(job["folder"])
     output = home / f"{job['output']}.node-{node}"
     output.parent.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # each state would be two lines
+    # Ray Train logs two lines for each state.
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
     broke_off: list[Exception] = []
     with ExitStack() as stack:
         checkpoint = get_checkpoint()
@@ -81,14 +84,14 @@ def train(job: Mapping[str, Any]) -> int:
         states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
         stack.enter_context(redirect_output(output, output))
         exit_code = run_to_exit_code(
-            partial(_kept, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)
+            partial(_keep_error, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)
         )
     if broke_off:
         raise broke_off[0]
     return exit_code
 
 
-def _kept(broke_off: list[Exception], action: Callable[[], int]) -> int:
+def _keep_error(broke_off: list[Exception], action: Callable[[], int]) -> int:
     try:
         return action()
     except UsageError:

@@ -7,7 +7,7 @@ allowed.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -42,8 +42,6 @@ PANELS = {
     "state": "Saving and loading",
 }
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
-
-NOT_WITH_CONTINUE = "--continue takes its options from that folder"  # of `refuse_typed`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,12 +134,22 @@ def with_options(
     command: Callable[..., Any], *, serves: Callable[[Toggle], bool] = lambda toggle: True
 ) -> Callable[..., Any]:
     """Replace the `**given` of `command` with one parameter for each option that `serves` accepts."""
+    return with_parameters(command, [_parameter(toggle) for toggle in toggles() if serves(toggle)])
+
+
+def with_parameters(
+    command: Callable[..., Any], parameters: Sequence[inspect.Parameter], *, come_first: bool = False
+) -> Callable[..., Any]:
+    """Replace the `**given` of `command` with these parameters, as typer reads them from its signature."""
     signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    shared = [_parameter(toggle) for toggle in toggles() if serves(toggle)]
-    every = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+    own_parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    every = [*parameters, *own_parameters] if come_first else [*own_parameters, *parameters]
     command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in every}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
     return command
 
 

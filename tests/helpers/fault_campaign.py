@@ -17,9 +17,9 @@ from unittest.mock import patch
 from transformers import AutoConfig
 
 from replay.agreement.matrix import EDGE_DOCUMENTS, EDGES, Setting, name_of
-from replay.agreement.noise_floor import MEASURING, JudgedCell, MatrixJudge
-from replay.agreement.plan import Cell, Here, plan
-from replay.agreement.rows import Row, State
+from replay.agreement.noise_floor import ROUNDING_VARIATIONS, JudgedCell, MatrixJudge
+from replay.agreement.plan import Cell, MatrixContext, plan_matrix
+from replay.agreement.rows import ParityRow, RowState
 from replay.comparison.differences import compare
 from replay.options.spec import edge_folder
 from replay.processes.child_job import ChildJob
@@ -69,7 +69,7 @@ def ground_of(
     values = {**SIZES, **MODELS[OF_MODEL[model]]}
     config = home / f"{model}.json"
     config.write_text(json.dumps(values))
-    here = Here(
+    here = MatrixContext(
         device="cpu",
         num_devices=2,
         num_inputs=NUM_INPUTS,
@@ -78,7 +78,7 @@ def ground_of(
         group=group,
     )
     inputs = {"inputs": str(edge_folder(EDGES[group]))} if group else {}
-    planned = plan(list(settings), {"model": str(config), **inputs, **options}, here)
+    planned = plan_matrix(list(settings), {"model": str(config), **inputs, **options}, here)
     assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
     return Ground(cells=planned.cells, model=model, options=options, group=group)
 
@@ -189,7 +189,9 @@ class Campaign:
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
         """What parity names first, by the rule of `replay.commands.parity.runs`."""
-        equivalents = [one for one in self.grounds[number].cells if one.varies in MEASURING and one.name != cell.name]
+        equivalents = [
+            one for one in self.grounds[number].cells if one.varies in ROUNDING_VARIATIONS and one.name != cell.name
+        ]
         [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
         return find_first_difference(
             self._log(number, reference, ""),
@@ -197,8 +199,8 @@ class Campaign:
             [self._log(number, one, "") for one in equivalents],
         )
 
-    def _row(self, number: int, cell: Cell, fault: str) -> Row:
-        return Row(cell=cell, state=State.DONE, log=self._log(number, cell, fault))
+    def _row(self, number: int, cell: Cell, fault: str) -> ParityRow:
+        return ParityRow(cell=cell, state=RowState.DONE, log=self._log(number, cell, fault))
 
     def _log(self, number: int, cell: Cell, fault: str) -> Path:
         return PastRun.read(self._runs[number, cell.name, fault].logs).folder

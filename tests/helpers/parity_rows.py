@@ -6,7 +6,7 @@ from typing import Any
 
 from replay.agreement.noise_floor import CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, Role
-from replay.agreement.rows import Row, State
+from replay.agreement.rows import ParityRow, RowState
 from replay.options.option_parsing import replay_spec
 from replay.options.spec import ReplaySpec
 from replay.runlog.records import PassRecord
@@ -23,7 +23,7 @@ class Made:
     """Rows of a parity run whose logs say what they are told to say."""
 
     home: Path
-    rows: list[Row]
+    rows: list[ParityRow]
 
     def add(
         self,
@@ -45,7 +45,7 @@ class Made:
         folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
         role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role
         cell = Cell(name=name, role=role, spec=spec, num_processes=num_processes, reference=reference, varies=varies)
-        self.rows.append(Row(cell=cell, state=State.DONE, log=folder))
+        self.rows.append(ParityRow(cell=cell, state=RowState.DONE, log=folder))
 
     def judged(self) -> MatrixResult:
         return MatrixJudge().result_of(self.rows)

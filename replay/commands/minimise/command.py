@@ -8,20 +8,21 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.going_on import going_on
+from replay.campaign.command_options import action_to_begin, action_to_continue
 from replay.options.option_parsing import Action, Toggle, refuse_typed, replay_spec, with_options
-from replay.options.spec import check_inputs, check_left_by
+from replay.options.spec import check_left_by
 from replay.processes.launch import refuse_launcher
 
-DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}  # of the limits of trials.py
+# The defaults of the fields of `Limits` in trials.py.
+DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}
 
 
-def _serves_minimise(toggle: Toggle) -> bool:
+def _applies_to_minimise(toggle: Toggle) -> bool:
     """Does the option apply? Nothing is saved, and a trial has a name of its own."""
     return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
 
 
-@partial(with_options, serves=_serves_minimise)
+@partial(with_options, serves=_applies_to_minimise)
 def minimise(
     processes: int | None = typer.Option(
         None,
@@ -56,7 +57,7 @@ def minimise(
     ),
     cell: str | None = typer.Option(None, metavar="NAME", help="Name of a cell of --parity that DIFFERS."),
     redact: bool = typer.Option(False, "--redact", help="Take the text out of the inputs, if they still fail so."),
-    go_on: Path | None = typer.Option(  # noqa: B008
+    continued_folder: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="PATH", help="Go on with what a folder of minimise's holds; nothing is run twice."
     ),
     **given: Any,
@@ -69,8 +70,8 @@ def minimise(
     typed = {"tries": tries, "run": run_limit, "num_runs": max_runs}
     limits = {name: value for name, value in typed.items() if value is not None}
     own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
-    if go_on is not None:
-        return going_on("minimise", go_on, {**own, **given}, limits)
+    if continued_folder is not None:
+        return action_to_continue("minimise", continued_folder, {**own, **given}, limits)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
@@ -78,15 +79,7 @@ def minimise(
         refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
         return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, DEFAULTS | limits, redact)
     spec = replay_spec(given)
-
-    def begin() -> int:
-        refuse_launcher("minimise")
-        check_inputs(spec.inputs)
-        from replay.commands.minimise import runs
-
-        return runs.begin(spec, processes, DEFAULTS | limits, redact=redact)
-
-    return begin
+    return action_to_begin("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:

@@ -7,8 +7,8 @@ run 2      files, 1 file, 4 rows, 160 tokens: shows it, 1.9 s
 from typing import IO
 
 from capture.progress_bar import ProgressBar
-from replay.commands.minimise.folder import Written
-from replay.commands.minimise.trials import MinimiseLog, Trial
+from replay.commands.minimise.folder import SmallestFolder
+from replay.commands.minimise.trials import MinimiseLog, MinimiseTrial
 from replay.output.printing import open_console, print_line, print_pairs
 from replay.output.text import Pairs, pluralise
 
@@ -17,7 +17,7 @@ class MinimiseConsole:
     def __init__(self, log: MinimiseLog, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
         self._log = log
-        limits, num_known = log.plan.limits, log.campaign.num_known
+        limits, num_known = log.plan.limits, log.campaign.num_settled
         print_pairs(
             self._out,
             [
@@ -33,9 +33,9 @@ class MinimiseConsole:
     def begins(self, number: int) -> None:
         self._bar.show(self._log.num_runs, self._log.plan.limits.num_runs, f"trial {number}")
 
-    def tried(self, trial: Trial) -> None:
+    def tried(self, trial: MinimiseTrial) -> None:
         self._bar.clear()
-        parts = [f"{trial.what}{_size(trial)}", trial.said if trial.num_runs else f"not run: {trial.said}"]
+        parts = [f"{trial.what}{_format_size(trial)}", trial.said if trial.num_runs else f"not run: {trial.said}"]
         seconds = f", {trial.seconds:.1f} s" if trial.num_runs else ""
         print_pairs(self._out, [(f"run {self._log.num_runs}", f"{': '.join(parts)}{seconds}")])
 
@@ -50,15 +50,15 @@ class MinimiseConsole:
                     "failed",
                     f"not reproducible in {'1 try' if tries == 1 else f'{tries} tries'}: the replay did not fail",
                 ),
-                ("try", f"replay minimise --continue {self._log.folder} --tries {2 * tries}"),
+                ("try", f"{self._log.campaign.continue_command} --tries {2 * tries}"),
             ],
         )
 
     def interrupted(self) -> None:
         self._bar.clear()
-        print_pairs(self._out, [("go on", f"replay minimise --continue {self._log.folder}")])
+        print_pairs(self._out, [("go on", self._log.campaign.continue_command)])
 
-    def finish(self, written: Written, *, is_whole: bool) -> None:
+    def finish(self, written: SmallestFolder, *, is_whole: bool) -> None:
         self._bar.clear()
         log, chosen = self._log, written.candidate
         assert log.failure is not None
@@ -68,7 +68,7 @@ class MinimiseConsole:
                 "left",
                 f"{written.num_files} of {pluralise(len(log.plan.sources), 'file')}, "
                 f"{pluralise(written.num_rows, 'row')}, {pluralise(written.num_tokens, 'token')}, "
-                f"{_layers(log, written)}, "
+                f"{_format_layers(log, written)}, "
                 f"{pluralise(chosen.num_processes, 'process')}",
             ),
             ("options", " ".join(chosen.arguments) or "none"),
@@ -86,17 +86,17 @@ class MinimiseConsole:
             left.append(("failed", f"the last run, there, did not show it, see {written.folder / 'output.txt'}"))
         if not is_whole:
             more = 2 * log.plan.limits.num_runs
-            left.append(("go on", f"replay minimise --continue {log.folder} --max-runs {more}: it may get smaller"))
+            left.append(("go on", f"{log.campaign.continue_command} --max-runs {more}: it may get smaller"))
         print_line(self._out)
         print_pairs(self._out, left)
 
 
-def _layers(log: MinimiseLog, written: Written) -> str:
+def _format_layers(log: MinimiseLog, written: SmallestFolder) -> str:
     number = written.candidate.spec.actor.num_layers or log.num_layers
     return "all layers" if number is None else pluralise(number, "layer")
 
 
-def _size(trial: Trial) -> str:
+def _format_size(trial: MinimiseTrial) -> str:
     cuts = trial.candidate.cuts
     if not cuts:
         return ""

@@ -29,8 +29,10 @@ from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
 
 # Describe what one trial of `replay minimise` replays: parts of captures, options, processes.
 
-NAMING = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")  # files and folders
-SET_HERE = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")  # by minimise, in every trial
+# Options that name files or folders.
+FILE_OPTIONS = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")
+# Fields that minimise sets itself in every trial.
+FIELDS_OF_TRIALS = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,7 @@ class Candidate:
 
     @classmethod
     def of(cls, cuts: Sequence[Cut], spec: ReplaySpec, num_processes: int) -> "Candidate":
-        return cls(cuts=tuple(cuts), spec=without_inputs(spec), num_processes=num_processes)
+        return cls(cuts=tuple(cuts), spec=remove_inputs(spec), num_processes=num_processes)
 
     @property
     def arguments(self) -> list[str]:
@@ -67,7 +69,7 @@ class Candidate:
     @property
     def given(self) -> list[Toggle]:
         """Return the options that are given."""
-        return given_in(self.spec)
+        return find_set_options(self.spec)
 
     def with_cut(self, place: int, **changes: Any) -> "Candidate":
         cuts = list(self.cuts)
@@ -80,35 +82,39 @@ class Candidate:
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
         """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
-        toggle = next(one for one in toggles() if one.flag == flag)
+        toggle = next(declared for declared in toggles() if declared.flag == flag)
         return replace(self, spec=with_values(self.spec, [(toggle, value)]))
 
 
-def given_in(spec: ReplaySpec) -> list[Toggle]:
+def find_set_options(spec: ReplaySpec) -> list[Toggle]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
     given: dict[tuple[str, str], Toggle] = {}
     for toggle in toggles():
         value = toggle.value_in(spec)
         is_default = value == toggle.default or (toggle.is_switch and toggle.sets != value)
-        if toggle.field not in SET_HERE and not is_default:
-            given.setdefault((toggle.part, toggle.field), toggle)  # a field's own option comes before its switches
+        if toggle.field not in FIELDS_OF_TRIALS and not is_default:
+            # Of a field's options its own comes first, then its switches. The first one that fits is kept.
+            given.setdefault((toggle.part, toggle.field), toggle)
     return list(given.values())
 
 
-def without_inputs(spec: ReplaySpec) -> ReplaySpec:
+def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec with the defaults of what minimise sets in every trial."""
-    defaults = {toggle.field: toggle.default for toggle in toggles() if toggle.field in SET_HERE}
+    defaults = {toggle.field: toggle.default for toggle in toggles() if toggle.field in FIELDS_OF_TRIALS}
     log_folder = defaults.pop("log_folder")
     return replace(spec, inputs=replace(spec.inputs, **defaults), measure=replace(spec.measure, log_folder=log_folder))
 
 
-BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)  # recorded quantities that a cut can keep
-MIN_COLUMNS = 2  # a token, and one that it predicts
-KEPT_CALLS = 16  # captures in memory
+# Recorded quantities that are by row or by token, so that a cut can keep them.
+BY_ROW = (LOG_PROBS, ACTION_TOKENS, TOKENS)
+# A token, and one that it predicts.
+MIN_COLUMNS = 2
+# Captures that stay in memory.
+KEPT_CALLS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class CaptureShape:
     """What the search needs to know of a capture.
 
     name            of its file
@@ -127,14 +133,16 @@ class Shape:
     can_cut_columns: bool = True
 
     @classmethod
-    def of(cls, call: Call) -> "Shape":
+    def of(cls, call: Call) -> "CaptureShape":
         """Return the shape of a capture. Raises CaptureError for one without token ids."""
         batch = call.micro_batch()
         num_rows, num_columns = batch.sequences_BS.shape
         real = [row_S.nonzero().flatten().tolist() or [0, num_columns - 1] for row_S in batch.attention_mask_BS]
         named = {**call.tensors, **call.notes}
         has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*named, *call.call_facts))
-        halves = any(one.ndim >= 1 and num_rows > 1 and 2 * len(one) == num_rows for one in call.notes.values())
+        halves = any(
+            tensor.ndim >= 1 and num_rows > 1 and 2 * len(tensor) == num_rows for tensor in call.notes.values()
+        )
         return cls(
             num_rows=num_rows,
             num_columns=num_columns,
@@ -163,7 +171,7 @@ def cut_call(call: Call, cut: Cut) -> Call:
         call,
         tensors={name: cutter.of(tensor, trailing=num_actions) for name, tensor in call.tensors.items()},
         notes={name: cutter.of(tensor, trailing=None) for name, tensor in call.notes.items()},
-        outputs=_outputs(call, cut, cutter),
+        outputs=_cut_outputs(call, cut, cutter),
         step=None,
     )
     cut_down.micro_batch()
@@ -202,11 +210,11 @@ class _Cutter:
         return kept_BA[:, first:end]
 
 
-def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     kept: dict[str, Any] = {
         name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype")
     }
-    kept |= _token_log_probs(call, cut, cutter)
+    kept |= _cut_token_log_probs(call, cut, cutter)
     mask = call.micro_batch().action_mask_BA
     for name in ("log_probs", "output"):
         sums, values = call.outputs.get(f"{name}_row_sums"), call.outputs.get(f"{name}_values")
@@ -229,7 +237,7 @@ def _outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     return kept
 
 
-def _token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
+def _cut_token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     """Return the values of what is left of the sampled tokens, and where those are now; empty if none is left."""
     values = call.outputs.get("token_log_probs")
     places = read_token_positions(call, cutter.num_rows, cutter.num_columns)

@@ -32,7 +32,7 @@ _TYPED = re.compile(r"(?:rank \d+: )?(\w*(?:Error|Exception|Interrupt|Exit|Warni
 ADVICE = ". --traceback shows where"
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     EXCEPTION = "exception"
     NOT_FINITE = "not finite"
     DIFFERS = "differs"
@@ -42,11 +42,12 @@ class Kind(StrEnum):
     PARITY = "parity"
 
 
-OF_THE_JOB = (Kind.DIFFERS, Kind.UNSETTLED)  # a difference from what the job recorded
+# Failures that are a difference from what the job recorded.
+JOB_DIFFERENCES = (FailureKind.DIFFERS, FailureKind.UNSETTLED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class ReplayFailure:
     """What failed. The fields above `said` tell one failure from another.
 
     error_type  of an exception, or the name of the signal that ended a process
@@ -59,7 +60,7 @@ class Failure:
     bound       of sums of log-probs that differ; None of other quantities
     """
 
-    kind: Kind
+    kind: FailureKind
     error_type: str = ""
     message: str = ""
     quantities: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class Failure:
     token: int | None = None
     bound: float | None = None
 
-    def is_same_as(self, other: "Failure") -> bool:
+    def is_same_as(self, other: "ReplayFailure") -> bool:
         """Is it the same failure? Of quantities one in common is enough."""
         if (self.kind, self.error_type, self.message) != (other.kind, other.error_type, other.message):
             return False
@@ -80,21 +81,21 @@ class Failure:
     def text(self) -> str:
         """Say the failure in one line."""
         where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
-        if self.kind is Kind.EXCEPTION:
+        if self.kind is FailureKind.EXCEPTION:
             return f"{self.error_type}{where}: {self.said}"
         what = " and ".join(self.quantities)
         return f"{self.kind}{f' ({what})' if what else ''}{where}: {self.said}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Log:
+class ReplayLog:
     """The log of a replay that has ended; empty if it did not get that far."""
 
     run: RunFile | None = None
     records: Sequence[PassRecord] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> "Log":
+    def of(cls, folder: Path) -> "ReplayLog":
         """Read the only log below `folder`."""
         _, run, records = read_run_below(folder)
         return cls(run=run, records=records)
@@ -114,76 +115,86 @@ class Log:
         return read_section(Verdict, values, source="run.json: verdict")
 
 
-def failure_of(child: Child) -> Failure | None:
+def find_failure(child: Child) -> ReplayFailure | None:
     """Return what failed first in a replay; None if nothing did, or if it refused its options."""
     if child.is_refusal:
         return None
-    log = Log.of(child.logs)
-    ways = (_hang, _of_ranks, _in_a_pass, _died, _not_finite, _verdict, _at_the_start)
+    log = ReplayLog.of(child.logs)
+    ways = (
+        _find_hang,
+        _find_failed_rank,
+        _find_failed_pass,
+        _find_death,
+        _find_not_finite,
+        _find_difference,
+        _find_early_error,
+    )
     return next((found for way in ways if (found := way(child, log)) is not None), None)
 
 
-def masked(message: str) -> str:
+def mask(message: str) -> str:
     """Return a message without what differs between inputs: numbers, paths and file names."""
     return _NUMBER.sub("N", _FILE.sub("FILE", join_lines(message)))
 
 
-def _exception(error_type: str, message: str, *, index: int | None = None, source: str | None = None) -> Failure:
+def _describe_exception(
+    error_type: str, message: str, *, index: int | None = None, source: str | None = None
+) -> ReplayFailure:
     is_memory = "OutOfMemory" in error_type
-    return Failure(
-        kind=Kind.EXCEPTION,
+    return ReplayFailure(
+        kind=FailureKind.EXCEPTION,
         error_type=error_type,
-        message="" if is_memory else masked(message),
+        message="" if is_memory else mask(message),
         said=join_lines(message),
         index=index,
         source=source,
     )
 
 
-def _hang(child: Child, log: Log) -> Failure | None:
+def _find_hang(child: Child, log: ReplayLog) -> ReplayFailure | None:
     failure = log.failure
     if child.exit_code is not None and failure.kind != "hung":
         return None
     said = failure.error or f"not finished within {child.seconds:.0f} s"
-    index = len({record.index for record in log.records}) if failure.kind is None else _index(failure)
-    return Failure(kind=Kind.HANG, said=said, index=index, source=failure.source)
+    index = len({record.index for record in log.records}) if failure.kind is None else _read_index(failure)
+    return ReplayFailure(kind=FailureKind.HANG, said=said, index=index, source=failure.source)
 
 
-def _index(failure: RunFailure) -> int | None:
+def _read_index(failure: RunFailure) -> int | None:
     return failure.index if failure.index is not None and failure.index >= 0 else None
 
 
-def _of_ranks(child: Child, log: Log) -> Failure | None:
+def _find_failed_rank(child: Child, log: ReplayLog) -> ReplayFailure | None:
     """Return the failure that ended all ranks, by the rank that failed first."""
     failure, error = log.failure, str(log.failure.error)
-    index, source = _index(failure), failure.source
+    index, source = _read_index(failure), failure.source
     if failure.kind == "died":
-        return Failure(kind=Kind.DIED, said=error, index=index, source=source)
+        return ReplayFailure(kind=FailureKind.DIED, said=error, index=index, source=source)
     if failure.kind != "failed":
         return None
-    own = next((one for one in log.records if one.rank == failure.rank and one.error is not None), None)
+    own = next((record for record in log.records if record.rank == failure.rank and record.error is not None), None)
     if own is not None:
-        return _exception(str(own.error_type), str(own.error), index=index, source=source)
+        return _describe_exception(str(own.error_type), str(own.error), index=index, source=source)
     typed = _TYPED.match(error)
-    return _exception(*(typed.groups() if typed else ("error", error)), index=index, source=source)
+    return _describe_exception(*(typed.groups() if typed else ("error", error)), index=index, source=source)
 
 
-def _in_a_pass(child: Child, log: Log) -> Failure | None:
+def _find_failed_pass(child: Child, log: ReplayLog) -> ReplayFailure | None:
     failed = next((record for record in log.records if record.error is not None), None)
     if failed is None:
         return None
-    return _exception(str(failed.error_type), str(failed.error), index=failed.index, source=failed.source)
+    return _describe_exception(str(failed.error_type), str(failed.error), index=failed.index, source=failed.source)
 
 
-def _died(child: Child, log: Log) -> Failure | None:
+def _find_death(child: Child, log: ReplayLog) -> ReplayFailure | None:
     if child.exit_code is None or child.exit_code >= 0:
         return None
     name = signal.Signals(-child.exit_code).name
     index = len({record.index for record in log.records})
-    return Failure(kind=Kind.DIED, error_type=name, said=f"a process was ended by {name}", index=index)
+    return ReplayFailure(kind=FailureKind.DIED, error_type=name, said=f"a process was ended by {name}", index=index)
 
 
-def _not_finite(child: Child, log: Log) -> Failure | None:
+def _find_not_finite(child: Child, log: ReplayLog) -> ReplayFailure | None:
     # the loss scale of fp16 makes norms infinite
     is_fp16 = log.start is not None and log.start.spec["actor"].get("dtype") == "fp16"
     for record in log.records:
@@ -192,12 +203,16 @@ def _not_finite(child: Child, log: Log) -> Failure | None:
             "log-probs": record.result.row_log_probs,
             "gradient norm": [] if is_fp16 else [record.result.grad_norm],
         }
-        odd = [name for name, some in values.items() if any(one is not None and not math.isfinite(one) for one in some)]
+        odd = [
+            name
+            for name, some in values.items()
+            if any(value is not None and not math.isfinite(value) for value in some)
+        ]
         if odd:
             first = record.first_non_finite or "what came first is not known"
             place = _PLACE.search(first)
-            return Failure(
-                kind=Kind.NOT_FINITE,
+            return ReplayFailure(
+                kind=FailureKind.NOT_FINITE,
                 quantities=tuple(odd),
                 said=first,
                 index=record.index,
@@ -208,15 +223,15 @@ def _not_finite(child: Child, log: Log) -> Failure | None:
     return None
 
 
-def _verdict(child: Child, log: Log) -> Failure | None:
+def _find_difference(child: Child, log: ReplayLog) -> ReplayFailure | None:
     verdict = log.verdict
-    kinds = {Outcome.DIFFERS: Kind.DIFFERS, Outcome.UNSETTLED: Kind.UNSETTLED}
+    kinds = {Outcome.DIFFERS: FailureKind.DIFFERS, Outcome.UNSETTLED: FailureKind.UNSETTLED}
     if verdict is None or verdict.outcome not in kinds:
         return None
     first = verdict.first
     assert first is not None, "a verdict that differs or is unsettled names a pass"
     kind = kinds[verdict.outcome]
-    status = FindingStatus.DIFFERS if kind is Kind.DIFFERS else FindingStatus.UNSETTLED
+    status = FindingStatus.DIFFERS if kind is FailureKind.DIFFERS else FindingStatus.UNSETTLED
     findings = [finding for finding in first.findings if finding.status is status]
     rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
     row = next((int(found[1]) for found in rows if found), None)
@@ -225,7 +240,7 @@ def _verdict(child: Child, log: Log) -> Failure | None:
         f"{finding.replayed} here, {finding.difference} apart, bound {finding.bound}"
         for finding in findings[:1]
     )
-    return Failure(
+    return ReplayFailure(
         kind=kind,
         quantities=tuple(dict.fromkeys(finding.name for finding in findings)),
         said=said or str(verdict.reason),
@@ -236,10 +251,10 @@ def _verdict(child: Child, log: Log) -> Failure | None:
     )
 
 
-def _at_the_start(child: Child, log: Log) -> Failure | None:
+def _find_early_error(child: Child, log: ReplayLog) -> ReplayFailure | None:
     """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
     if child.exit_code == 0 or log.verdict is not None:
         return None
     said = child.error.removesuffix(ADVICE)
     typed = _TYPED.match(said)
-    return _exception(*typed.groups()) if typed else _exception("error", said)
+    return _describe_exception(*typed.groups()) if typed else _describe_exception("error", said)

@@ -22,8 +22,8 @@ from typing import Protocol
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import TokenRedaction, redact_folder
-from replay.commands.minimise.cutting import Candidate, Shape, write_inputs
-from replay.commands.minimise.failure import OF_THE_JOB, Failure, Log
+from replay.commands.minimise.cutting import Candidate, CaptureShape, write_inputs
+from replay.commands.minimise.failure import JOB_DIFFERENCES, ReplayFailure, ReplayLog
 from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.commands.minimise.trials import MinimiseLog, ParityCell
 from replay.options.option_parsing import spec_from_dict
@@ -37,13 +37,13 @@ SMALLEST = "smallest"
 INPUTS = "inputs"
 
 
-class Check(Protocol):
-    def __call__(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+class CheckCandidate(Protocol):
+    def __call__(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
         """Replay these inputs; return the failure, if it is the one that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class SmallestFolder:
     """The folder of what was found.
 
     failure      as its last run showed it; None: that run did not
@@ -53,7 +53,7 @@ class Written:
 
     folder: Path
     candidate: Candidate
-    failure: Failure | None
+    failure: ReplayFailure | None
     redaction: str
     outside: Sequence[str]
     standalone: Standalone
@@ -62,16 +62,16 @@ class Written:
     num_files: int
 
 
-def write_folder(log: MinimiseLog, best: Candidate, check: Check, *, is_whole: bool) -> Written:
+def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is_whole: bool) -> SmallestFolder:
     """Write `best` into a new folder, run it there, and say in a README what it is. An earlier one is replaced."""
     home = log.folder / f".{SMALLEST}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(mode=0o700)
     write_inputs(home / INPUTS, log.plan.sources, best)
-    redaction = _redacted(home, best, log.failure, check) if log.plan.redact else ""
-    chosen, outside, failure, child = _checked(home, best, check)
+    redaction = _redact_inputs(home, best, log.failure, check) if log.plan.redact else ""
+    chosen, outside, failure, child = _run_in_folder(home, best, check)
     shutil.copy(child.output, home / "output.txt")
-    start = Log.of(child.logs).start
+    start = ReplayLog.of(child.logs).start
     settled = chosen.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
     seconds = min(log.plan.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
@@ -79,33 +79,33 @@ def write_folder(log: MinimiseLog, best: Candidate, check: Check, *, is_whole: b
         standalone = write_standalone(
             home, settled, failure or log.failure, num_processes=chosen.num_processes, seconds=seconds
         )
-    (home / "run.sh").write_text(_run_script(chosen, log.plan.parity), encoding="utf-8")
+    (home / "run.sh").write_text(_format_run_script(chosen, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
-    shapes = [Shape.of(read_call(path)) for path in capture_files(home / INPUTS)]
+    shapes = [CaptureShape.of(read_call(path)) for path in capture_files(home / INPUTS)]
     folder = log.folder / SMALLEST
-    written = Written(
+    written = SmallestFolder(
         folder=folder,
         candidate=chosen,
         failure=failure,
         redaction=redaction,
         outside=outside,
         standalone=standalone,
-        num_rows=sum(one.num_rows for one in shapes),
-        num_tokens=sum(one.num_rows * one.num_columns for one in shapes),
+        num_rows=sum(shape.num_rows for shape in shapes),
+        num_tokens=sum(shape.num_rows * shape.num_columns for shape in shapes),
         num_files=len(shapes),
     )
-    (home / "README.md").write_text(_readme(log, written, is_whole=is_whole), encoding="utf-8")
+    (home / "README.md").write_text(_format_readme(log, written, is_whole=is_whole), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(home, folder)
     return written
 
 
-def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check) -> str:
+def _redact_inputs(home: Path, best: Candidate, failure: ReplayFailure | None, check: CheckCandidate) -> str:
     """Replace the inputs by redacted ones that still show the failure, if there are any; say what became of it."""
     assert failure is not None
     kept = f"NOT redacted: {INPUTS}/ holds the captured tokens"
-    if failure.kind in OF_THE_JOB:
+    if failure.kind in JOB_DIFFERENCES:
         return f"{kept}. Redaction removes the job's numbers, which the failure is a difference from"
     for tokens in (TokenRedaction.ZERO, TokenRedaction.PERMUTE):
         target = home / "redacted"
@@ -120,43 +120,45 @@ def _redacted(home: Path, best: Candidate, failure: Failure | None, check: Check
     return f"{kept}. With other tokens it did not fail"
 
 
-def _checked(home: Path, best: Candidate, check: Check) -> tuple[Candidate, Sequence[str], Failure | None, Child]:
+def _run_in_folder(
+    home: Path, best: Candidate, check: CheckCandidate
+) -> tuple[Candidate, Sequence[str], ReplayFailure | None, Child]:
     """Run what the folder holds, in the folder: first with copies of the user's files, else with the files themselves.
 
     Returns what was run, what it needs from elsewhere, the failure if it was shown, and the run.
     """
-    portable = _with_copies(home, best)
+    portable = _copy_files(home, best)
     with chdir(home):
-        for chosen in dict.fromkeys((portable, _with_absolute_paths(best))):
+        for chosen in dict.fromkeys((portable, _make_paths_absolute(best))):
             found, child = check(chosen, Path(INPUTS), SMALLEST)
             if found is not None:
                 break
     if chosen != portable:
-        for path in _files_of(portable.spec):
+        for path in _list_files(portable.spec):
             (home / path.name).unlink(missing_ok=True)
-    outside = [str(path) for path in _paths_of(chosen.spec) if path.is_absolute()]
+    outside = [str(path) for path in _list_paths(chosen.spec) if path.is_absolute()]
     return chosen, outside, found, child
 
 
-def _with_copies(home: Path, best: Candidate) -> Candidate:
+def _copy_files(home: Path, best: Candidate) -> Candidate:
     """Copy single files that the options name into `home`, and name the copies; folders are named by whole paths."""
-    chosen = _with_absolute_paths(best)
+    chosen = _make_paths_absolute(best)
     spec = chosen.spec
-    copies = {path: shutil.copy(path, home) for path in _files_of(spec) if path.is_file()}
-    for flag, value, path in _naming(spec):
+    copies = {path: shutil.copy(path, home) for path in _list_files(spec) if path.is_file()}
+    for flag, value, path in _list_file_options(spec):
         if path in copies:
             chosen = chosen.with_option(flag, value.replace(str(path), path.name))
     return chosen
 
 
-def _with_absolute_paths(best: Candidate) -> Candidate:
-    for flag, value, path in _naming(best.spec):
+def _make_paths_absolute(best: Candidate) -> Candidate:
+    for flag, value, path in _list_file_options(best.spec):
         if path.exists():
             best = best.with_option(flag, value.replace(str(path), str(path.absolute())))
     return best
 
 
-def _naming(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
+def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     """Return the options that name files: flag, value and path."""
     loss, model = USER_LOSS.fullmatch(spec.measure.loss), spec.actor.custom_model
     named = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
@@ -173,20 +175,22 @@ def _naming(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     return named
 
 
-def _paths_of(spec: ReplaySpec) -> list[Path]:
-    return [path for _, _, path in _naming(spec)]
+def _list_paths(spec: ReplaySpec) -> list[Path]:
+    return [path for _, _, path in _list_file_options(spec)]
 
 
-def _files_of(spec: ReplaySpec) -> list[Path]:
-    return [path for flag, _, path in _naming(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))]
+def _list_files(spec: ReplaySpec) -> list[Path]:
+    return [
+        path for flag, _, path in _list_file_options(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))
+    ]
 
 
-def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
+def _format_run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
     if cell is None:
-        lines.append(f"exec {_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
+        lines.append(f"exec {_make_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
     else:
-        reference, own = _job(_with_trace(cell.reference_of(chosen))), _job(_with_trace(chosen.spec))
+        reference, own = _make_job(_add_trace(cell.reference_of(chosen))), _make_job(_add_trace(chosen.spec))
         lines += [
             *(job.remark for job in (reference, own) if job.remark),
             'logs="logs/$(date +%Y%m%d-%H%M%S)"',
@@ -197,18 +201,18 @@ def _run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _job(spec: ReplaySpec) -> ChildJob:
+def _make_job(spec: ReplaySpec) -> ChildJob:
     return ChildJob(spec=replace(spec, inputs=replace(spec.inputs, inputs=Path(INPUTS))))
 
 
-def _with_trace(spec: ReplaySpec) -> ReplaySpec:
+def _add_trace(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec of a run of parity with --trace in place of its details, unless its rows are in reverse."""
     if spec.inputs.reverse_rows:
         return spec
     return replace(spec, measure=replace(spec.measure, details=False, trace=True))
 
 
-def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
+def _format_readme(log: MinimiseLog, written: SmallestFolder, *, is_whole: bool) -> str:
     failure = written.failure or log.failure
     assert failure is not None
     standalone = written.standalone
@@ -216,7 +220,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
         "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
         if is_whole
         else f"The search ended after {pluralise(log.num_runs, 'run')}: something smaller may show it too. "
-        f"Go on: `replay minimise --continue {log.folder} --max-runs N`."
+        f"Go on: `{log.campaign.continue_command} --max-runs N`."
     )
     shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
     if written.failure is None:
@@ -235,7 +239,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
     lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
     lines += [
         "",
-        *_size_table(log, written),
+        *_format_size_table(log, written),
         "",
         f"{smaller} `{log.campaign.command}` found it in {pluralise(log.num_runs, 'run')}; "
         f"the failure came in run {log.num_tries} of the replay as typed.",
@@ -243,7 +247,7 @@ def _readme(log: MinimiseLog, written: Written, *, is_whole: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _size_table(log: MinimiseLog, written: Written) -> list[str]:
+def _format_size_table(log: MinimiseLog, written: SmallestFolder) -> list[str]:
     """Set the replay as it was typed beside the smallest that fails, in lines of Markdown."""
     chosen = written.candidate
     first = next(trial for trial in log.trials if trial.found is not None)

@@ -11,14 +11,23 @@ from typing import Any
 from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
-from replay.campaign.campaign import Campaign, Job, until_interrupted
+from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.command_options import words_for
 from replay.campaign.executor import ThisMachine
 from replay.commands.minimise.console import MinimiseConsole
-from replay.commands.minimise.cutting import Candidate, Cut, Shape, read_source, write_inputs
-from replay.commands.minimise.failure import Failure, Log, failure_of
+from replay.commands.minimise.cutting import Candidate, CaptureShape, Cut, read_source, write_inputs
+from replay.commands.minimise.failure import ReplayFailure, ReplayLog, find_failure
 from replay.commands.minimise.folder import write_folder
-from replay.commands.minimise.search import OutOfRunsError, Search
-from replay.commands.minimise.trials import AS_TYPED, Limits, MinimiseLog, MinimisePlan, ParityCell, Trial, read_cell
+from replay.commands.minimise.search import MinimiseSearch, OutOfRunsError
+from replay.commands.minimise.trials import (
+    AS_TYPED,
+    MinimiseLimits,
+    MinimiseLog,
+    MinimisePlan,
+    MinimiseTrial,
+    ParityCell,
+    read_cell,
+)
 from replay.options.option_parsing import command_line, in_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
@@ -41,8 +50,8 @@ def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any]
         raise UsageError(
             f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
         )
-    own = ["--processes", str(num_processes)] if num_processes > ranks else []
-    return _begin(spec, num_processes, limits, redact=redact, typed=[*own, *command_line(spec)])
+    words = words_for({"processes": num_processes if num_processes > ranks else None})
+    return _begin(spec, num_processes, limits, redact=redact, words=[*words, *command_line(spec)])
 
 
 def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
@@ -52,8 +61,8 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, An
     """
     cell, num_processes = read_cell(parity, name)
     spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
-    typed = ["--parity", str(parity), "--cell", name]
-    return _begin(spec, num_processes, limits, redact=redact, typed=typed, cell=cell)
+    words = words_for({"parity": parity, "cell": name})
+    return _begin(spec, num_processes, limits, redact=redact, words=words, cell=cell)
 
 
 def _begin(
@@ -62,7 +71,7 @@ def _begin(
     limits: Mapping[str, Any],
     *,
     redact: bool,
-    typed: Sequence[str],
+    words: Sequence[str],
     cell: ParityCell | None = None,
 ) -> int:
     machine = Machine.detect()
@@ -74,30 +83,31 @@ def _begin(
     plan = MinimisePlan(
         spec=spec,
         num_processes=num_processes,
-        limits=Limits(**limits),
+        limits=MinimiseLimits(**limits),
         redact=redact,
-        sources=_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
+        sources=_find_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
         parity=cell,
     )
     campaign = Campaign.begin(
         "minimise",
-        spec.measure.log_folder.absolute(),  # runs are made in other folders too
+        # The path is absolute because trials also run in other working folders.
+        spec.measure.log_folder.absolute(),
         plan,
-        words=[*(["--redact"] if redact else []), *typed],
+        words=[*words_for({"redact": redact}), *words],
         machine=Machine.detect(num_processes),
     )
     return _run(campaign)
 
 
-def go_on(folder: Path, limits: Mapping[str, Any]) -> int:
+def resume(folder: Path, limits: Mapping[str, Any]) -> int:
     """Go on with a minimisation, under these limits and else its own. Nothing is run twice.
 
     Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
     """
     campaign = Campaign.read("minimise", folder.absolute(), MinimisePlan)
-    campaign.refuse_elsewhere(ThisMachine())
+    campaign.check_resumable(ThisMachine())
     plan = campaign.plan
-    if missing := [path for path in plan.sources if not _is_there(path)]:
+    if missing := [path for path in plan.sources if not _exists(path)]:
         raise UsageError(
             f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
         )
@@ -105,11 +115,12 @@ def go_on(folder: Path, limits: Mapping[str, Any]) -> int:
     return _run(campaign)
 
 
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.parent.is_file()  # in a segment
+def _exists(path: Path) -> bool:
+    # A capture in a segment has the segment's file as its parent.
+    return path.exists() or path.parent.is_file()
 
 
-def _sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
+def _find_sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
     """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
     of_ranks = [
         select(
@@ -134,8 +145,8 @@ def _run(campaign: Campaign[MinimisePlan]) -> int:
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log)
     exit_code = INTERRUPTED
-    with until_interrupted() as interruption:
-        exit_code = _Work(log=log, console=console).run()
+    with catch_interruption() as interruption:
+        exit_code = _Minimisation(log=log, console=console).run()
     if interruption.happened:
         console.interrupted()
     return exit_code
@@ -162,10 +173,10 @@ class _TrialPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
+class _TrialOutcome:
     """What a replay did; of a parity cell its reference ran before it, and alone if that failed."""
 
-    failure: Failure | None
+    failure: ReplayFailure | None
     children: list[Child]
 
     @property
@@ -180,13 +191,15 @@ class _Seen:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Work:
+class _Minimisation:
     """Ask for one replay after another. Those that the campaign knows come back unrun, and are not printed again."""
 
     log: MinimiseLog
     console: MinimiseConsole
-    tried: dict[Candidate, Failure | None] = field(default_factory=dict)  # of the search; the failure, if it was shown
-    is_new: bool = False  # the trial has a run that was not known
+    # Candidates of the search that were tried, with the failure that they showed, if any.
+    tried: dict[Candidate, ReplayFailure | None] = field(default_factory=dict)
+    # Whether the current trial has a run that was not in the journal.
+    is_new: bool = False
 
     def run(self) -> int:
         log = self.log
@@ -194,14 +207,14 @@ class _Work:
             self.console.not_seen()
             return 1
         assert log.failure is not None
-        shapes = [Shape.of(read_source(path)) for path in log.plan.sources]
+        shapes = [CaptureShape.of(read_source(path)) for path in log.plan.sources]
         log.num_rows = sum(shape.num_rows for shape in shapes)
         log.num_tokens = sum(shape.num_rows * shape.num_columns for shape in shapes)
         whole = [
             Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
             for number, shape in enumerate(shapes)
         ]
-        search = Search(
+        search = MinimiseSearch(
             best=Candidate.of(whole, log.plan.spec, log.plan.num_processes),
             failure=log.failure,
             shapes=shapes,
@@ -229,8 +242,8 @@ class _Work:
             seen = self._see(trial, repeat)
             if seen.child.is_refusal:
                 raise UsageError(seen.child.error)
-            start = Log.of(seen.child.logs).start
-            log.num_layers = _num_layers({} if start is None else start.work.config)
+            start = ReplayLog.of(seen.child.logs).start
+            log.num_layers = _read_num_layers({} if start is None else start.work.config)
             log.failure = seen.failure
             said = "no failure" if seen.failure is None else seen.failure.text
             self._settle(trial, seen.failure, said, seen.children)
@@ -238,7 +251,7 @@ class _Work:
                 return True
         return False
 
-    def shows(self, candidate: Candidate, what: str) -> Failure | None:
+    def shows(self, candidate: Candidate, what: str) -> ReplayFailure | None:
         """Replay a candidate, unless it was before; return the failure if it is the one that is looked for.
 
         Raises OutOfRunsError.
@@ -263,7 +276,7 @@ class _Work:
         self.tried[candidate] = found
         return found
 
-    def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[Failure | None, Child]:
+    def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
         """Replay a candidate outside the search: with other inputs than its own, or in another place."""
         digest = hashlib.sha256()
         for path in sorted(inputs.iterdir()):
@@ -274,7 +287,7 @@ class _Work:
             _TrialPlan(what=what, candidate=alone, home=home, inputs=inputs, contents=digest.hexdigest())
         )
 
-    def _until_it_shows(self, trial: _TrialPlan) -> tuple[Failure | None, Child]:
+    def _until_it_shows(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, Child]:
         """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
         children: list[Child] = []
         assert self.log.failure is not None
@@ -288,24 +301,24 @@ class _Work:
         self._settle(trial, found, "shows it" if is_it else seen.said, children)
         return found, seen.child
 
-    def _see(self, trial: _TrialPlan, repeat: int) -> _Seen:
+    def _see(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
         """Run one replay, and of a parity cell first its reference."""
         children: list[Child] = []
         for job in self._jobs(trial, repeat):
-            if self.log.campaign.known(job) is None:
+            if self.log.campaign.find_settled(job) is None:
                 self.is_new = True
                 self.console.begins(len(self.log.trials) + 1)
             children.append(self.log.campaign.run(job))
             if children[-1].exit_code != 0:
                 break
-        failure, cell = failure_of(children[-1]), self.log.plan.parity
+        failure, cell = find_failure(children[-1]), self.log.plan.parity
         if cell is not None and all(child.exit_code == 0 for child in children):
             failure = cell.failure(*children)
-        return _Seen(failure=failure, children=children)
+        return _TrialOutcome(failure=failure, children=children)
 
     def _is_new(self, trial: _TrialPlan, repeat: int) -> bool:
         """Is a replay of this trial still to be run?"""
-        return self.log.campaign.known(self._jobs(trial, repeat)[0]) is None
+        return self.log.campaign.find_settled(self._jobs(trial, repeat)[0]) is None
 
     def _jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
         """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
@@ -323,8 +336,8 @@ class _Work:
     def _next_home(self) -> str:
         return f"trials/{len(self.log.trials) + 1:04d}"
 
-    def _settle(self, plan: _TrialPlan, found: Failure | None, said: str, children: Sequence[Child]) -> None:
-        trial = Trial(
+    def _settle(self, plan: _TrialPlan, found: ReplayFailure | None, said: str, children: Sequence[Child]) -> None:
+        trial = MinimiseTrial(
             what=plan.what,
             candidate=plan.candidate,
             num_runs=len(children),
@@ -338,7 +351,7 @@ class _Work:
         self.is_new = False
 
 
-def _num_layers(config: Mapping[str, Any]) -> int | None:
+def _read_num_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of layers that a config says; None if it does not."""
     text = config.get("text_config") or {}
     named = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]

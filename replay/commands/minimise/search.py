@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actor_init.spec import UsageError
-from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Candidate, Cut, Shape
-from replay.commands.minimise.failure import OF_THE_JOB, Failure
+from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Candidate, CaptureShape, Cut
+from replay.commands.minimise.failure import JOB_DIFFERENCES, ReplayFailure
 from replay.options.declarations import objectives_with
 from replay.options.spec import Pairs
 
 Item = TypeVar("Item")
-MOST_LAYERS = 256  # where nothing says how many there are
-LIMITS = ("--timeout", "--warmup")  # options that are no part of a failure
+# The most layers that are tried, where nothing says how many the model has.
+MOST_LAYERS = 256
+# Options that bound a run and are no part of a failure.
+LIMITS = ("--timeout", "--warmup")
 
 
 class OutOfRunsError(Exception):
@@ -38,7 +40,7 @@ def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> lis
             kept, num_chunks = alone, 2
             continue
         without = [kept[:first] + kept[end:] for first, end in pairwise(bounds)]
-        rest = next((one for one in without if num_chunks > 2 and shows(one)), None)
+        rest = next((remaining for remaining in without if num_chunks > 2 and shows(remaining)), None)
         if rest is not None:
             kept, num_chunks = rest, max(num_chunks - 1, 2)
         elif num_chunks >= len(kept):
@@ -60,7 +62,7 @@ def bisect(fails_not: int, fails: int, shows: Callable[[int], bool]) -> int:
 
 
 @dataclass(slots=True)
-class Search:
+class MinimiseSearch:
     """Reduce `best` step by step.
 
     shapes      of the captures, by their number
@@ -70,12 +72,13 @@ class Search:
     """
 
     best: Candidate
-    failure: Failure
-    shapes: Sequence[Shape]
+    failure: ReplayFailure
+    shapes: Sequence[CaptureShape]
     num_layers: int | None
-    shows: Callable[[Candidate, str], Failure | None]
+    shows: Callable[[Candidate, str], ReplayFailure | None]
     fixed: Collection[str] = ()
-    _bisected: set[object] = field(default_factory=set)  # what is as short as bisection finds
+    # Keys of what bisection has made as short as it can.
+    _bisected: set[object] = field(default_factory=set)
 
     def run(self) -> None:
         """Reduce until nothing more can be left out. Raises OutOfRunsError; `best` is then what was found so far."""
@@ -96,7 +99,7 @@ class Search:
     @property
     def is_of_numbers(self) -> bool:
         """Is the failure a difference from what the job recorded, which was of its whole model?"""
-        return self.failure.kind in OF_THE_JOB
+        return self.failure.kind in JOB_DIFFERENCES
 
     @property
     def _keeps_rows(self) -> bool:
@@ -111,7 +114,7 @@ class Search:
         apart = best.num_processes // (parallel.tp * parallel.ring)
         for num_processes, dropped in ((1, of_ranks), (parallel.tp * parallel.ring, []), (apart, of_ranks), (2, [])):
             is_less = num_processes < self.best.num_processes
-            smaller = _valid(partial(best.without, dropped))
+            smaller = _build_valid(partial(best.without, dropped))
             if is_less and smaller is not None and self._try(replace(smaller, num_processes=num_processes), "ranks"):
                 return
 
@@ -133,8 +136,8 @@ class Search:
             return
         if first + size < len(cuts) and shows(cuts[: first + size]):
             cuts = cuts[: first + size]
-        others = tuple(one for one in cuts if one not in last)
-        ddmin(others, lambda kept: shows([one for one in cuts if one in kept or one in last]))
+        others = tuple(cut for cut in cuts if cut not in last)
+        ddmin(others, lambda kept: shows([cut for cut in cuts if cut in kept or cut in last]))
 
     @property
     def _num_data_ranks(self) -> int:
@@ -164,7 +167,7 @@ class Search:
 
             hint = self.failure.row if self._place() in (place, None) else None
             if hint is not None and hint < len(cut.rows):
-                unit = next(one for one in units if cut.rows[hint] in one)
+                unit = next(unit for unit in units if cut.rows[hint] in unit)
                 if shows([unit]):
                     continue
             ddmin(units, shows)
@@ -182,17 +185,17 @@ class Search:
         if self.is_of_numbers:
             return
         given = self.best.spec.actor.num_layers
-        total = min(one for one in (given, self.num_layers, MOST_LAYERS) if one is not None)
+        total = min(number for number in (given, self.num_layers, MOST_LAYERS) if number is not None)
 
         def shows(number: int) -> bool:
-            smaller = _valid(lambda: self.best.with_option("--num-layers", number))
+            smaller = _build_valid(lambda: self.best.with_option("--num-layers", number))
             return smaller is not None and self._try(smaller, f"{number} of {total} layers")
 
         if "layers" in self._bisected and not (total > 1 and shows(total - 1)):
             return
         self._bisected.add("layers")
         tried = 0
-        for number in _doubled(total):
+        for number in _list_doubled(total):
             if shows(number):
                 bisect(tried, number, shows)
                 return
@@ -202,15 +205,15 @@ class Search:
 
     def _options(self) -> None:
         fixed = ("--num-layers", *LIMITS, *self.fixed)
-        toggles = [one for one in self.best.given if one.flag not in fixed]
+        toggles = [toggle for toggle in self.best.given if toggle.flag not in fixed]
         if self.best.num_processes > 1:
-            toggles = [one for one in toggles if one.part != "actor.parallel"]
+            toggles = [toggle for toggle in toggles if toggle.part != "actor.parallel"]
         if not toggles:
             return
 
         def shows(kept: Sequence[Any]) -> bool:
-            smaller = _valid(lambda: start.without([one for one in toggles if one not in kept]))
-            what = "options " + (" ".join(one.flag for one in kept) or "none")
+            smaller = _build_valid(lambda: start.without([toggle for toggle in toggles if toggle not in kept]))
+            what = "options " + (" ".join(toggle.flag for toggle in kept) or "none")
             return smaller is not None and self._try(smaller, what)
 
         start = self.best
@@ -218,7 +221,7 @@ class Search:
             ddmin(toggles, shows)
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
-            other = _valid(lambda: self.best.with_option("--random-weights", True))
+            other = _build_valid(lambda: self.best.with_option("--random-weights", True))
             if other is not None and not self.is_of_numbers and "--model" not in self.fixed:
                 self._try(other, "random weights")
 
@@ -241,7 +244,8 @@ class Search:
             return
         key = ("columns", cut.source)
         shorter = [(cut.first, cut.end - 1)]
-        shorter += [] if self.is_of_numbers else [(cut.first + 1, cut.end)]  # a log-prob is of all before it
+        # A log-prob depends on all tokens before it. Where log-probs differ, the first columns have to stay.
+        shorter += [] if self.is_of_numbers else [(cut.first + 1, cut.end)]
         if key in self._bisected and not any(shows(*columns) for columns in shorter):
             return
         self._bisected.add(key)
@@ -266,7 +270,7 @@ class Search:
             bisect(most, cut.first, lambda first: shows(first, cut.end))
 
 
-def _doubled(total: int) -> Iterator[int]:
+def _list_doubled(total: int) -> Iterator[int]:
     """Yield 1, 2, 4, ... below `total`."""
     number = 1
     while number < total:
@@ -274,7 +278,7 @@ def _doubled(total: int) -> Iterator[int]:
         number *= 2
 
 
-def _valid(make: Callable[[], Candidate]) -> Candidate | None:
+def _build_valid(make: Callable[[], Candidate]) -> Candidate | None:
     """Return what `make` returns; None where its options contradict each other."""
     try:
         return make()

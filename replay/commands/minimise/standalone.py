@@ -25,17 +25,19 @@ from capture.file_format.actor_config import read_actor_config, read_adapter_con
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
-from replay.commands.minimise.failure import OF_THE_JOB, Failure, Kind, masked
+from replay.commands.minimise.failure import JOB_DIFFERENCES, FailureKind, ReplayFailure, mask
 from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import in_flags
 from replay.options.spec import USER_LOSS, ReplaySpec
 from replay.processes.launch import without_launcher
 
 SCRIPT, DATA = "repro.py", "repro.pt"
-MAX_WEIGHT_BYTES = 256 * 2**20  # that are put beside the script
-GRACE_SECONDS = 60.0  # for imports, before a pass can hang
+# The most bytes of weights that are written beside the script.
+MAX_WEIGHT_BYTES = 256 * 2**20
+# Seconds for imports, before a pass can hang.
+GRACE_SECONDS = 60.0
 
-_HEAD = '''"""{text}
+_SCRIPT_HEAD = '''"""{text}
 
 Shown by torch and transformers alone, without micro-replay: python repro.py
 """
@@ -106,25 +108,26 @@ class Standalone:
 
 
 def write_standalone(
-    home: Path, spec: ReplaySpec, failure: Failure, *, num_processes: int, seconds: float
+    home: Path, spec: ReplaySpec, failure: ReplayFailure, *, num_processes: int, seconds: float
 ) -> Standalone:
     """Write the script into `home`, beside `inputs`, and run it for at most `seconds`; remove it if it shows nothing.
 
     spec  of the replay that failed, with the dtype and the attention kernel that it had
     """
-    if reason := _why_not(spec, failure, num_processes):
+    if reason := _find_obstacle(spec, failure, num_processes):
         return Standalone(shows=False, why=reason)
     inputs = home / "inputs"
     try:
         source = find_model(spec.actor, read_actor_config(inputs), "captured", read_adapter_configs(inputs))
         if source.adapter is not None:
             return Standalone(shows=False, why="the model has an adapter")
-        data = {"config": strip_config(source.config), "passes": _passes(inputs, spec, source)}
+        data = {"config": strip_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
         return Standalone(shows=False, why=in_flags(error))
     whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
-    if failure.kind in OF_THE_JOB:
-        whose = whose[1:]  # other weights differ in any case
+    if failure.kind in JOB_DIFFERENCES:
+        # With other weights the numbers differ in any case.
+        whose = whose[1:]
     said = ""
     for weights in whose:
         has_own = weights == "those of the replay, in repro.pt"
@@ -137,8 +140,8 @@ def write_standalone(
             data["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
         torch.save(data, home / DATA)
         (home / DATA).chmod(0o600)
-        (home / SCRIPT).write_text(_script(spec, failure, has_weights=has_own), encoding="utf-8")
-        shows, said = _tried(home, failure, seconds)
+        (home / SCRIPT).write_text(_format_script(spec, failure, has_weights=has_own), encoding="utf-8")
+        shows, said = _run_script(home, failure, seconds)
         if shows:
             return Standalone(shows=True, weights=weights)
     for name in (SCRIPT, DATA):
@@ -146,20 +149,20 @@ def write_standalone(
     return Standalone(shows=False, why=f"plain transformers did not show it: {said}")
 
 
-def _why_not(spec: ReplaySpec, failure: Failure, num_processes: int) -> str:
+def _find_obstacle(spec: ReplaySpec, failure: ReplayFailure, num_processes: int) -> str:
     """Return why no such script can show the failure; empty if one may."""
     if num_processes > 1:
         return f"the failure needs {num_processes} processes"
-    if failure.kind is Kind.PARITY:
+    if failure.kind is FailureKind.PARITY:
         return "it is a difference between two configurations of micro-replay"
     if spec.actor.is_custom:
         return "the model is one of --model FILE.py:function, whose forward micro-replay calls"
-    if failure.kind in OF_THE_JOB and failure.bound is None:
+    if failure.kind in JOB_DIFFERENCES and failure.bound is None:
         return f"it compares sums of log-probs alone, and what differs is {' and '.join(failure.quantities)}"
     return ""
 
 
-def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[str, Any]]:
+def _prepare_passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[str, Any]]:
     """Prepare the captures as padded rows. Raises CaptureError for rows that hold several documents."""
     passes: list[dict[str, Any]] = []
     for path in capture_files(inputs):
@@ -182,12 +185,12 @@ def _passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list[dict[st
     return passes
 
 
-def _script(spec: ReplaySpec, failure: Failure, *, has_weights: bool) -> str:
+def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: bool) -> str:
     own_loss = USER_LOSS.fullmatch(spec.measure.loss)
-    is_number = failure.kind in OF_THE_JOB
+    is_number = failure.kind in JOB_DIFFERENCES
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
     attention = "eager" if spec.actor.attention == Attention.EAGER else "sdpa"
-    head = _HEAD.format(
+    head = _SCRIPT_HEAD.format(
         text=failure.text.replace("\\", "/").replace('"', "'")[:400],
         imports="\n".join(imports) + "\n",
         loss_file=_LOSS_FILE.format(module=Path(own_loss["file"]).stem, function=own_loss["function"])
@@ -205,7 +208,7 @@ def _script(spec: ReplaySpec, failure: Failure, *, has_weights: bool) -> str:
     return head.rstrip("\n") + "\n" + numbers + backward + 'print("nothing failed")\n'
 
 
-def _tried(home: Path, failure: Failure, seconds: float) -> tuple[bool, str]:
+def _run_script(home: Path, failure: ReplayFailure, seconds: float) -> tuple[bool, str]:
     """Run the script; return whether it shows the failure, and what it said last."""
     own = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
     try:
@@ -219,17 +222,17 @@ def _tried(home: Path, failure: Failure, seconds: float) -> tuple[bool, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return failure.kind is Kind.HANG, f"not finished within {seconds:.0f} s"
+        return failure.kind is FailureKind.HANG, f"not finished within {seconds:.0f} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
     return _is_shown(failure, done.returncode, done.stderr), lines[-1]
 
 
-def _is_shown(failure: Failure, exit_code: int, errors: str) -> bool:
-    if failure.kind is Kind.DIED:
+def _is_shown(failure: ReplayFailure, exit_code: int, errors: str) -> bool:
+    if failure.kind is FailureKind.DIED:
         return exit_code < 0
-    if failure.kind in (Kind.NOT_FINITE, *OF_THE_JOB):
+    if failure.kind in (FailureKind.NOT_FINITE, *JOB_DIFFERENCES):
         return exit_code == 1 and bool(re.search(r"^pass \d", errors, re.MULTILINE))
-    if failure.kind is not Kind.EXCEPTION or exit_code != 1:
+    if failure.kind is not FailureKind.EXCEPTION or exit_code != 1:
         return False
-    whole = masked(errors)
+    whole = mask(errors)
     return f"{failure.error_type}: {failure.message}" in whole

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.agreement.noise_floor import MatrixJudge, distances
+from replay.agreement.noise_floor import MatrixJudge, measure_distances
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.commands.minimise.cutting import NAMING, Candidate, given_in
-from replay.commands.minimise.failure import Failure, Kind
+from replay.commands.minimise.cutting import FILE_OPTIONS, Candidate, find_set_options
+from replay.commands.minimise.failure import FailureKind, ReplayFailure
 from replay.comparison.differences import compare
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Child
@@ -47,7 +47,11 @@ class ParityCell:
     @property
     def shared(self) -> list[str]:
         """Return the flags of what cell and reference have in common: the noise was measured with these."""
-        return [one.flag for one in given_in(self.spec) if one.value_in(self.reference) == one.value_in(self.spec)]
+        return [
+            toggle.flag
+            for toggle in find_set_options(self.spec)
+            if toggle.value_in(self.reference) == toggle.value_in(self.spec)
+        ]
 
     def reference_of(self, candidate: Candidate) -> ReplaySpec:
         """Return the spec of the reference of a candidate: its files, as many layers, as many passes in a window.
@@ -57,7 +61,7 @@ class ParityCell:
         spec, now = self.reference, candidate.spec
         reference = Candidate.of([], spec, self.num_processes)
         for toggle in candidate.given:
-            if toggle.flag in NAMING and toggle.flag in self.shared:
+            if toggle.flag in FILE_OPTIONS and toggle.flag in self.shared:
                 reference = reference.with_option(toggle.flag, toggle.value_in(now))
         if now.actor.num_layers is not None:
             reference = reference.with_option("--num-layers", now.actor.num_layers)
@@ -68,18 +72,20 @@ class ParityCell:
             reference = reference.with_option("--grad-accumulation", size)
         return reference.spec
 
-    def failure(self, reference: Child, cell: Child) -> Failure | None:
+    def failure(self, reference: Child, cell: Child) -> ReplayFailure | None:
         """Compare the two runs. Returns None where they cannot be compared."""
         try:
-            found = distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
+            found = measure_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
         except UsageError:
             return None
-        beyond = {name: one for name, one in found.items() if name in self.bounds and one.value > self.bounds[name]}
+        beyond = {
+            name: point for name, point in found.items() if name in self.bounds and point.value > self.bounds[name]
+        }
         if not beyond:
             return None
-        name, worst = max(beyond.items(), key=lambda item: item[1].value / self.bounds[item[0]])
-        return Failure(
-            kind=Kind.PARITY,
+        name, worst = max(beyond.items(), key=lambda pair: pair[1].value / self.bounds[pair[0]])
+        return ReplayFailure(
+            kind=FailureKind.PARITY,
             quantities=tuple(beyond),
             said=f"{name} of {worst.where} {worst.value:.3g} from the reference, bound {self.bounds[name]:.3g}",
             index=worst.place,
@@ -95,7 +101,7 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     log = ParityLog.read(folder)
     rows = {row.cell.name: row for row in log.rows}
     result = MatrixJudge().result_of(log.rows)
-    differing = sorted(one for one, judged in result.cells.items() if judged.result == "DIFFERS")
+    differing = sorted(cell_name for cell_name, judged in result.cells.items() if judged.result == "DIFFERS")
     if name not in differing:
         there = "differs" if name in rows else "is there"
         known = "; ".join(differing[:5]) or "none"
@@ -107,15 +113,15 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     bounds = {noise.quantity: noise.bound for noise in result.noises if noise.ground == row.cell.ground}
     cell = ParityCell(
         name=name,
-        spec=_as_typed(row.cell.spec),
-        reference=_as_typed(reference.spec),
+        spec=_reset_log_options(row.cell.spec),
+        reference=_reset_log_options(reference.spec),
         num_processes=reference.num_processes,
         bounds=bounds,
     )
     return cell, row.cell.num_processes
 
 
-def _as_typed(spec: ReplaySpec) -> ReplaySpec:
+def _reset_log_options(spec: ReplaySpec) -> ReplaySpec:
     measure = replace(
         spec.measure, log_folder=ReplaySpec().measure.log_folder, name=ReplaySpec().measure.name, quiet=False
     )
@@ -126,7 +132,7 @@ AS_TYPED = "as typed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class MinimiseLimits:
     """Bounds of a minimisation.
 
     tries     runs of the replay as it was typed, at most, to see it fail
@@ -150,14 +156,14 @@ class MinimisePlan:
 
     spec: ReplaySpec
     num_processes: int
-    limits: Limits
+    limits: MinimiseLimits
     redact: bool
     sources: list[Path]
     parity: ParityCell | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class MinimiseTrial:
     """One candidate and what came of it.
 
     found  the failure, if it is the one that is looked for
@@ -167,7 +173,7 @@ class Trial:
     what: str
     candidate: Candidate
     num_runs: int
-    found: Failure | None
+    found: ReplayFailure | None
     said: str
     seconds: float
 
@@ -182,11 +188,11 @@ class MinimiseLog:
     """
 
     campaign: Campaign[MinimisePlan]
-    failure: Failure | None = None
+    failure: ReplayFailure | None = None
     num_layers: int | None = None
     num_rows: int = 0
     num_tokens: int = 0
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[MinimiseTrial] = field(default_factory=list)
 
     @property
     def plan(self) -> MinimisePlan:
@@ -205,7 +211,7 @@ class MinimiseLog:
         """Return how often the replay was run as it was typed."""
         return sum(trial.what == AS_TYPED for trial in self.trials)
 
-    def settle(self, trial: Trial) -> None:
+    def settle(self, trial: MinimiseTrial) -> None:
         self.trials.append(trial)
         names = ("failure", "num_layers", "num_rows", "num_tokens", "trials")
         self.campaign.result = {name: getattr(self, name) for name in names}

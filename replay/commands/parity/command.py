@@ -5,11 +5,16 @@ from typing import Any
 
 import typer
 
-from replay.campaign.going_on import going_on
+from replay.campaign.command_options import (
+    action_to_begin,
+    action_to_continue,
+    at_once_option,
+    continue_option,
+    run_limit_option,
+    time_limit_option,
+)
 from replay.options.option_parsing import Action, replay_spec, with_options
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import check_inputs
-from replay.processes.launch import refuse_launcher
 from replay.processes.pool import RunLimits
 
 
@@ -25,21 +30,12 @@ def parity(
     processes: int | None = typer.Option(
         None, min=1, metavar="N", help="Processes of one run at most. (default: the GPUs, or 2 on a CPU)"
     ),
-    go_on: Path | None = typer.Option(  # noqa: B008
-        None, "--continue", metavar="PATH", help="Run what a folder of parity's lacks, and report all of it."
-    ),
-    run_limit: float = typer.Option(
-        600.0, min=1.0, metavar="X", show_default=False, help="Seconds for one run. (default: 600)"
-    ),
-    time_limit: float | None = typer.Option(
-        None, min=0.0, metavar="X", help="Start no run after X seconds; --continue goes on."
-    ),
-    at_once: int | None = typer.Option(
-        None,
-        min=1,
-        metavar="N",
-        help="Runs at the same time, with N processes on each GPU, as many as it has memory for; on a CPU, N runs. "
-        "(default: one run, whose passes are timed)",
+    continued_folder: Path | None = continue_option("parity"),  # noqa: B008
+    run_limit: float = run_limit_option("one run"),
+    time_limit: float | None = time_limit_option("run"),
+    at_once: int | None = at_once_option(
+        "Runs at the same time, with N processes on each GPU, as many as it has memory for; on a CPU, N runs. "
+        "(default: one run, whose passes are timed)"
     ),
     first_difference: bool = typer.Option(
         False, "--first-difference", help="Run what differs again, traced, and name the first layer and tensor."
@@ -60,18 +56,19 @@ def parity(
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
     limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
-    if go_on is not None:
-        own = {"matrix": matrix, "processes": processes, "python": python}
-        return going_on("parity", go_on, {**own, **given}, limits, trace=first_difference, ray=ray)
-
-    def begin() -> int:
-        refuse_launcher("parity")
-        if ray is None:  # else the nodes may have what this machine lacks
-            check_inputs(replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs)
-        from replay.commands.parity import runs
-
-        return runs.begin(
-            matrix or "quick", given, processes, limits, trace=first_difference, ray=ray, pythons=python or ()
-        )
-
-    return begin
+    if continued_folder is not None:
+        typed = {"matrix": matrix, "processes": processes, "python": python, **given}
+        return action_to_continue("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
+    inputs = replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs
+    return action_to_begin(
+        "parity",
+        # The nodes of a cluster may have inputs that this machine lacks.
+        inputs if ray is None else None,
+        matrix or "quick",
+        given,
+        processes,
+        limits,
+        trace=first_difference,
+        ray=ray,
+        pythons=python or [],
+    )

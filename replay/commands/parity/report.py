@@ -16,57 +16,60 @@ from actor_init.as_json import to_json
 from capture.progress_bar import ProgressBar
 from replay.agreement.noise_floor import MatrixResult
 from replay.agreement.plan import Cell
-from replay.agreement.rows import ParityLog, Row, State
+from replay.agreement.rows import ParityLog, ParityRow, RowState
 from replay.commands.parity import text as parity_wording
 from replay.output.html import render
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, describe_engine, pluralise
 from replay.runlog.writer import list_versions
 
-MAX_RUNS = 60  # a plot with more lines is unreadable
-Shares = Mapping[str, Mapping[str, Sequence[float]]]  # shares of a line's runs, by its name and quantity
+# A plot with more lines is unreadable.
+MAX_RUNS = 60
+# By name of a line and by quantity, the shares of its runs.
+Shares = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class ParityProgress:
     def __init__(self, log: ParityLog, file: IO[str] | None = None) -> None:
         self._out = open_console(file)
         self._log = log
-        print_pairs(self._out, parity_wording.header(log))
+        print_pairs(self._out, parity_wording.format_header(log))
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)
-        self._num_settled = num_settled(log)  # before this invocation
+        # Runs that ended before this command began.
+        self._num_settled = count_settled(log)
 
-    def ended(self, number: int, row: Row, result: MatrixResult, num_running: int) -> None:
+    def ended(self, number: int, row: ParityRow, result: MatrixResult, num_running: int) -> None:
         self._bar.clear()
-        print_line(self._out, parity_wording.ended(number, row, self._log, result))
-        num_failed = sum(row.state is State.FAILED for row in self._log.rows)
+        print_line(self._out, parity_wording.format_run(number, row, self._log, result))
+        num_failed = sum(row.state is RowState.FAILED for row in self._log.rows)
         note = f"{num_running} running, {num_failed} failed"
-        self._bar.show(num_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
+        self._bar.show(count_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
 
     def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
         """Print the noise, a row per run, failures and differences, and where the results are written."""
         out = self._out
         self._bar.clear()
-        for columns in (parity_wording.noise_table(result), parity_wording.cell_table(self._log, result)):
+        for columns in (parity_wording.format_noises(result), parity_wording.format_cells(self._log, result)):
             print_line(out)
             print_table(out, columns)
         print_line(out)
-        print_pairs(out, parity_wording.failures(self._log, result) + differences)
+        print_pairs(out, parity_wording.list_failures(self._log, result) + differences)
         print_pairs(out, [("note", note)] if note else [])
         print_pairs(out, [("written", str(path)) for path in written])
-        print_pairs(out, parity_wording.summary(self._log, result))
+        print_pairs(out, parity_wording.format_summary(self._log, result))
 
 
-def num_settled(log: ParityLog) -> int:
+def count_settled(log: ParityLog) -> int:
     """Count the runs that have ended or will not be made."""
-    return sum(row.state is not State.PENDING for row in log.rows)
+    return sum(row.state is not RowState.PENDING for row in log.rows)
 
 
-def report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
+def write_report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
     """Print what is known, and write it into parity.json, parity.html and, with matplotlib, parity.svg."""
     log.write({**to_json(result), "first_differences": [text for _, text in differences]})
     written, note, picture = [log.campaign.path], "", None
-    if shares := shares_of(log, result):
+    if shares := compute_shares(log, result):
         drawn = log.folder / "parity.svg"
         try:
             from replay.comparison.plot import draw_parity
@@ -78,11 +81,11 @@ def report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: P
             written.append(drawn)
             picture = drawn.read_text(encoding="utf-8")
     html = log.folder / "parity.html"
-    html.write_text(page(log, result, differences, picture), encoding="utf-8")
+    html.write_text(render_page(log, result, differences, picture), encoding="utf-8")
     progress.finish(result, differences, [*written, html], note)
 
 
-def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
+def render_page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
     """Return parity.html, one file that needs no network and no script.
 
     differences  where differing cells first depart from the reference
@@ -91,27 +94,27 @@ def page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str 
     return render(
         "commands/parity/parity.html",
         title="replay parity",
-        summary=[*parity_wording.header(log), *parity_wording.summary(log, result)],
-        failures=parity_wording.failures(log, result) + differences,
+        summary=[*parity_wording.format_header(log), *parity_wording.format_summary(log, result)],
+        failures=parity_wording.list_failures(log, result) + differences,
         picture=picture and picture[picture.index("<svg") :],
-        noises=parity_wording.noise_table(result),
-        runs=parity_wording.cell_table(log, result),
-        commands={"run": [row.cell.name for row in log.rows], "command": parity_wording.commands(log)},
+        noises=parity_wording.format_noises(result),
+        runs=parity_wording.format_cells(log, result),
+        commands={"run": [row.cell.name for row in log.rows], "command": parity_wording.list_commands(log)},
         versions=[(name, number or "-") for name, number in list_versions().items()],
     )
 
 
-def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
+def compute_shares(log: ParityLog, result: MatrixResult) -> Shares:
     """Return what the picture shows: each run's distances as shares of their bound.
 
     A line is a run, or for more than MAX_RUNS all those with a value of an option, such as `tp 2 (96 runs)`.
     """
-    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
+    bounds = {(noise.ground, noise.quantity): noise.bound for noise in result.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
     by_run = {
         name: {
-            quantity: [one.value / bounds[cells[name].ground, quantity]]
-            for quantity, one in judged.distances.items()
+            quantity: [point.value / bounds[cells[name].ground, quantity]]
+            for quantity, point in judged.distances.items()
             if (cells[name].ground, quantity) in bounds
         }
         for name, judged in result.cells.items()
@@ -120,7 +123,7 @@ def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
         return by_run
     runs: dict[tuple[int, str], list[str]] = {}
     for name in by_run:
-        for value in enumerate(_values(cells[name])):
+        for value in enumerate(_list_values(cells[name])):
             runs.setdefault(value, []).append(name)
     return {
         f"{value} ({pluralise(len(names), 'run')})": {
@@ -131,7 +134,7 @@ def shares_of(log: ParityLog, result: MatrixResult) -> Shares:
     }
 
 
-def _values(cell: Cell) -> Iterator[str]:
+def _list_values(cell: Cell) -> Iterator[str]:
     """Yield the cell's value of every option that a built-in matrix varies."""
     actor = cell.spec.actor
     yield describe_engine(actor.backend, actor.resolved_zero_stage)

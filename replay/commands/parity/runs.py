@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import UsageError
-from replay.agreement.matrix import EDGES, arranged, edge_settings, settings_of
-from replay.agreement.noise_floor import MEASURING, CellResult, MatrixJudge, MatrixResult
-from replay.agreement.plan import Cell, Here, Plan, in_environments, plan, together
-from replay.agreement.rows import ParityLog, State, file_name
-from replay.campaign.campaign import Campaign, Job, until_interrupted
-from replay.campaign.executor import Executor, executor
-from replay.commands.parity.report import ParityProgress, report
+from replay.agreement.matrix import EDGES, arrange_settings, make_edge_settings, read_settings
+from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, MatrixJudge, MatrixResult
+from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
+from replay.agreement.rows import ParityLog, RowState, folder_name_of
+from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.command_options import words_for
+from replay.campaign.executor import Executor, open_executor
+from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import parting
 from replay.options.option_parsing import command_line, in_flags, replay_spec, toggles
 from replay.options.ray_options import RayOptions
@@ -54,35 +55,41 @@ def begin(
             "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
         )
     environments = [probe(python) for python in pythons]
-    with executor(ray) as where:
-        machine = where.machine(num_devices, "--processes")
-        campaign = _planned(matrix, common, spec, machine, num_devices, environments)
-        return _work(ParityLog(campaign=campaign), where, limits, trace=trace)
+    with open_executor(ray) as executor:
+        machine = executor.choose_machine(num_devices, "--processes")
+        campaign = _begin_campaign(matrix, common, spec, machine, num_devices, environments)
+        return _run(ParityLog(campaign=campaign), executor, limits, trace=trace)
 
 
-def _planned(
+def _begin_campaign(
     matrix: str,
     common: Mapping[str, Any],
     spec: ReplaySpec,
     machine: Machine,
     num_devices: int | None,
     environments: Sequence[Environment],
-) -> Campaign[Plan]:
-    here = _here(spec, machine)
+) -> Campaign[ParityPlan]:
+    here = _describe_context(spec, machine)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
-    settings = settings_of(matrix, here.num_devices, here.kernel)
-    planned = together(
-        [plan(settings, shared, here, partial(arranged, matrix)), *_edge_plans(matrix, shared, spec, here)]
+    settings = read_settings(matrix, here.num_devices, here.kernel)
+    planned = merge_plans(
+        [
+            plan_matrix(settings, shared, here, partial(arrange_settings, matrix)),
+            *_plan_edges(matrix, shared, spec, here),
+        ]
     )
     if environments:
-        planned = in_environments(planned, environments)
-    pythons = [word for one in environments for word in ("--python", one.python)]
-    devices = [] if num_devices is None else ["--processes", str(num_devices)]
-    words = ["--matrix", matrix, *devices, *pythons, *command_line(spec)]
+        planned = repeat_in_environments(planned, environments)
+    options = {
+        "matrix": matrix,
+        "processes": num_devices,
+        "python": [environment.python for environment in environments],
+    }
+    words = [*words_for(options), *command_line(spec)]
     return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
 
 
-def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: Here) -> Iterator[Plan]:
+def _plan_edges(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: MatrixContext) -> Iterator[ParityPlan]:
     """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.
 
     Skipped under --step: steps on so few tokens are dominated by rounding.
@@ -93,16 +100,21 @@ def _edge_plans(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: 
     common = {name: value for name, value in shared.items() if name not in of_inputs}
     common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
     chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
-    for group, settings in edge_settings(matrix, here.num_devices, here.kernel).items():
+    for group, settings in make_edge_settings(matrix, here.num_devices, here.kernel).items():
         folder = edge_folder(EDGES[group])
-        own = [one | {name: value for name, value in chosen.items() if name in shared} for one in map(dict, settings)]
+        own = [
+            setting | {name: value for name, value in chosen.items() if name in shared}
+            for setting in map(dict, settings)
+        ]
         try:
-            yield plan(own, common | {"inputs": str(folder)}, replace(_of_edges(here, folder), group=group))
+            yield plan_matrix(
+                own, common | {"inputs": str(folder)}, replace(_adapt_to_edges(here, folder), group=group)
+            )
         except UsageError as error:
-            yield Plan(cells=[], refused={group: in_flags(error)})
+            yield ParityPlan(cells=[], refused={group: in_flags(error)})
 
 
-def _of_edges(here: Here, folder: Path) -> Here:
+def _adapt_to_edges(here: MatrixContext, folder: Path) -> MatrixContext:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
@@ -111,22 +123,24 @@ def _of_edges(here: Here, folder: Path) -> Here:
     if here.is_custom:
         raise UsageError("nothing says how long the rows of a user's model may be")
     batches = [read_micro_batch(path) for path in capture_files(folder)]
-    largest, size = max(int(one.sequences_BS.max()) for one in batches), here.config.get_text_config().vocab_size
+    largest, size = max(int(batch.sequences_BS.max()) for batch in batches), here.config.get_text_config().vocab_size
     if largest >= size:
         raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
-    return replace(here, num_inputs=len(batches), must_pack=any(find_documents(one).has_shared_rows for one in batches))
+    return replace(
+        here, num_inputs=len(batches), must_pack=any(find_documents(batch).has_shared_rows for batch in batches)
+    )
 
 
-def go_on(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
+def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
     """
     log = ParityLog.read(folder)
-    with executor(ray) as where:
-        pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is State.PENDING]
-        log.campaign.refuse_elsewhere(where, pending)
-        return _work(log, where, limits, trace=trace)
+    with open_executor(ray) as executor:
+        pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is RowState.PENDING]
+        log.campaign.check_resumable(executor, pending)
+        return _run(log, executor, limits, trace=trace)
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
@@ -135,7 +149,7 @@ def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
             raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
 
 
-def _here(spec: ReplaySpec, machine: Machine) -> Here:
+def _describe_context(spec: ReplaySpec, machine: Machine) -> MatrixContext:
     """Describe the machine and the inputs. Slow: reads the inputs, and imports torch and transformers."""
     from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
@@ -147,7 +161,7 @@ def _here(spec: ReplaySpec, machine: Machine) -> Here:
     if not inputs:
         raise UsageError("every input is damaged. Try: replay inspect, with that folder")
     batches = map(read_micro_batch, inputs)
-    return Here(
+    return MatrixContext(
         device="cuda" if machine.has_gpus else "cpu",
         num_devices=machine.num_devices,
         num_inputs=len(inputs),
@@ -156,26 +170,26 @@ def _here(spec: ReplaySpec, machine: Machine) -> Here:
     )
 
 
-def _work(log: ParityLog, where: Executor, limits: RunLimits, *, trace: bool) -> int:
+def _run(log: ParityLog, executor: Executor, limits: RunLimits, *, trace: bool) -> int:
     campaign = log.campaign
-    campaign.open(where, limits)
+    campaign.open(executor, limits)
     judge, progress = MatrixJudge(), ParityProgress(log)
     differences: Pairs = []
-    with until_interrupted() as interruption:
+    with catch_interruption() as interruption:
         for references in (True, False):
             for number in log.settle(references=references):
                 progress.ended(number, log.rows[number], judge.result_of(log.rows), campaign.num_running)
         if trace:
-            differences.extend(Partings(log).of(judge.result_of(log.rows)))
+            differences.extend(FirstDifferences(log).of(judge.result_of(log.rows)))
     result = judge.result_of(log.rows)
-    report(log, result, differences, progress)
+    write_report(log, result, differences, progress)
     if interruption.happened:
         return INTERRUPTED
-    failed = any(row.state in (State.FAILED, State.PENDING) for row in log.rows)
+    failed = any(row.state in (RowState.FAILED, RowState.PENDING) for row in log.rows)
     return 0 if result.is_clean and result.cells and not failed else 1
 
 
-class Partings:
+class FirstDifferences:
     """Find the first difference of each differing run. References and equivalents are traced once and shared.
 
     Only the inputs of one gradient are run, those of the pass where the two are farthest apart.
@@ -188,7 +202,7 @@ class Partings:
     def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
         """Yield a line for each run that differs."""
         distrusted = {name for noise in result.noises for name in noise.distrusted}
-        measuring = {name for name, row in self._rows.items() if row.cell.varies in MEASURING}
+        measuring = {name for name, row in self._rows.items() if row.cell.varies in ROUNDING_VARIATIONS}
         sound = [name for name in result.cells if name in measuring - distrusted]
         for name, judged in result.cells.items():
             if judged.result is CellResult.DIFFERS:
@@ -201,12 +215,12 @@ class Partings:
 
     def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
         """Find the first difference; `index` is that of the farthest pass."""
-        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated  # behind one gradient
+        num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated
         first = index // num_inputs * num_inputs
         others = [self._rows[name].cell for name in sound if name != cell.name]
-        equivalents = [one for one in others if one.ground == cell.ground]
+        equivalents = [other for other in others if other.ground == cell.ground]
         reference = self._rows[cell.reference].cell
-        folders = [self._run(one, first, num_inputs) for one in (reference, cell, *equivalents)]
+        folders = [self._run(run_cell, first, num_inputs) for run_cell in (reference, cell, *equivalents)]
         return find_first_difference(folders[0], folders[1], folders[2:])
 
     def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
@@ -218,7 +232,7 @@ class Partings:
             inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
             measure=replace(cell.spec.measure, trace=True, warmup=0),
         )
-        home = f"traces/{first:04d}-{file_name(cell.name)}"
+        home = f"traces/{first:04d}-{folder_name_of(cell.name)}"
         child = self._campaign.run(Job(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python))
         if child.exit_code != 0:
             raise UsageError(f"the traced run of {cell.name} failed: {child.error}")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from replay.agreement.noise_floor import CellResult, JudgedCell, MatrixResult
-from replay.agreement.rows import ParityLog, Row, State
+from replay.agreement.rows import ParityLog, ParityRow, RowState
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
 from replay.processes.child_job import ChildJob
 
@@ -12,7 +12,7 @@ QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradient
 MOST_NAMED = 3
 
 
-def header(log: ParityLog) -> Pairs:
+def format_header(log: ParityLog) -> Pairs:
     roles = Counter(row.cell.role for row in log.rows)
     machine, environments = log.campaign.machine, log.campaign.plan.environments
     processes = pluralise(machine.num_devices, "GPU" if machine.has_gpus else "process")
@@ -22,47 +22,47 @@ def header(log: ParityLog) -> Pairs:
         *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(pluralise(number, role) for role, number in roles.items())),
     ]
-    if settled := sum(row.state is not State.PENDING for row in log.rows):
+    if settled := sum(row.state is not RowState.PENDING for row in log.rows):
         pairs.append(("going on", f"{settled} of {len(log.rows)} are there"))
     return pairs
 
 
-def ended(number: int, row: Row, log: ParityLog, result: MatrixResult) -> str:
+def format_run(number: int, row: ParityRow, log: ParityLog, result: MatrixResult) -> str:
     """Format one ended run.
 
     3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s
     """
     judged = result.cells.get(row.cell.name)
-    distances = [f"{name} {one.value:.3g}" for name, one in judged.distances.items()] if judged else []
-    error = [row.error] if row.state is not State.DONE else []
+    distances = [f"{name} {point.value:.3g}" for name, point in judged.distances.items()] if judged else []
+    error = [row.error] if row.state is not RowState.DONE else []
     took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
-    verdict = row.cell.varies if row.cell.varies and row.state is State.DONE else result_text(row, judged)
+    verdict = row.cell.varies if row.cell.varies and row.state is RowState.DONE else name_result(row, judged)
     said = ", ".join([verdict, *distances, *error, *took])
     return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
 
 
-def result_text(row: Row, judged: JudgedCell | None) -> str:
-    if row.state is not State.DONE:
-        return "not run" if row.state is State.PENDING else row.state.upper()
+def name_result(row: ParityRow, judged: JudgedCell | None) -> str:
+    if row.state is not RowState.DONE:
+        return "not run" if row.state is RowState.PENDING else row.state.upper()
     return judged.result if judged else "the reference"
 
 
-def noise_table(result: MatrixResult) -> Columns:
+def format_noises(result: MatrixResult) -> Columns:
     noises = result.noises
     return {
-        "dtype": [f"{one.dtype}, {one.group}" if one.group else one.dtype for one in noises],
-        "quantity": [one.quantity for one in noises],
-        "noise floor": ["-" if one.floor is None else f"{one.floor:.3g}" for one in noises],
-        "factor": [f"{one.factor:.3g}" for one in noises],
-        "bound": [f"{one.bound:.3g}" for one in noises],
-        "ceiling": [f"{one.ceiling:.2g}" for one in noises],
-        "given by": [one.equivalent or "-" for one in noises],
+        "dtype": [f"{noise.dtype}, {noise.group}" if noise.group else noise.dtype for noise in noises],
+        "quantity": [noise.quantity for noise in noises],
+        "noise floor": ["-" if noise.floor is None else f"{noise.floor:.3g}" for noise in noises],
+        "factor": [f"{noise.factor:.3g}" for noise in noises],
+        "bound": [f"{noise.bound:.3g}" for noise in noises],
+        "ceiling": [f"{noise.ceiling:.2g}" for noise in noises],
+        "given by": [noise.equivalent or "-" for noise in noises],
     }
 
 
-def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
+def format_cells(log: ParityLog, result: MatrixResult) -> Columns:
     """Return a row per finished run, in run order; a distance is the largest relative difference of any input."""
-    made = [row for row in log.rows if row.state is not State.PENDING]
+    made = [row for row in log.rows if row.state is not RowState.PENDING]
     rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in made]
     return {
         "run": [row.cell.name for row, _, _ in rows],
@@ -74,19 +74,19 @@ def cell_table(log: ParityLog, result: MatrixResult) -> Columns:
         "peak GiB": [
             format_gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows
         ],
-        **{name: [_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
-        "verdict": [result_text(row, judged) for row, judged, _ in rows],
+        **{name: [_format_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
+        "verdict": [name_result(row, judged) for row, judged, _ in rows],
     }
 
 
-def _distance(judged: JudgedCell | None, quantity: str) -> str:
+def _format_distance(judged: JudgedCell | None, quantity: str) -> str:
     distance = judged.distances.get(quantity) if judged else None
     return "-" if distance is None else f"{distance.value:.3g}"
 
 
-def failures(log: ParityLog, result: MatrixResult) -> Pairs:
+def list_failures(log: ParityLog, result: MatrixResult) -> Pairs:
     """Return what the table does not show: where and by how much a run differs, why one failed, what was refused."""
-    bounds = {(one.ground, one.quantity): one.bound for one in result.noises}
+    bounds = {(noise.ground, noise.quantity): noise.bound for noise in result.noises}
     pairs: Pairs = []
     for row in log.rows:
         judged = result.cells.get(row.cell.name)
@@ -98,27 +98,29 @@ def failures(log: ParityLog, result: MatrixResult) -> Pairs:
             ]
             pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
         pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
-        if row.state is State.FAILED:
+        if row.state is RowState.FAILED:
             pairs.append(("FAILED", f"{row.cell.name}: {row.error}"))
     pairs += [("WRONG", remark) for remark in result.remarks]
-    return pairs + _refused(log)
+    return pairs + _list_refusals(log)
 
 
-def _refused(log: ParityLog) -> Pairs:
+def _list_refusals(log: ParityLog) -> Pairs:
     """Return a line per reason for refusing runs."""
-    reasons = log.campaign.plan.refused | {row.cell.name: row.error for row in log.rows if row.state is State.REFUSED}
+    reasons = log.campaign.plan.refused | {
+        row.cell.name: row.error for row in log.rows if row.state is RowState.REFUSED
+    }
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
-    return [("refused", f"{_several(names)}: {reason}") for reason, names in by_reason.items()]
+    return [("refused", f"{_join_names(names)}: {reason}") for reason, names in by_reason.items()]
 
 
-def _several(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def commands(log: ParityLog) -> list[str]:
+def list_commands(log: ParityLog) -> list[str]:
     """Return the commands that repeat each run by itself."""
     return [
         ChildJob(spec=row.cell.spec).repeat_line(num_processes=row.cell.num_processes, python=row.cell.python)
@@ -126,11 +128,11 @@ def commands(log: ParityLog) -> list[str]:
     ]
 
 
-def summary(log: ParityLog, result: MatrixResult) -> Pairs:
-    results = Counter(result_text(row, result.cells.get(row.cell.name)) for row in log.rows)
-    known = [*CellResult, State.FAILED.upper(), State.REFUSED.upper(), "not run"]
+def format_summary(log: ParityLog, result: MatrixResult) -> Pairs:
+    results = Counter(name_result(row, result.cells.get(row.cell.name)) for row in log.rows)
+    known = [*CellResult, RowState.FAILED.upper(), RowState.REFUSED.upper(), "not run"]
     text = ", ".join(f"{results[name]} {name}" for name in known if results[name])
     pairs: Pairs = [("result", text)]
     if any(row.is_open for row in log.rows):
-        pairs.append(("go on", f"replay parity --continue {log.folder}"))
+        pairs.append(("go on", log.campaign.continue_command))
     return pairs

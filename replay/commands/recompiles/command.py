@@ -7,17 +7,21 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.going_on import going_on
-from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, sizes_of
+from replay.campaign.command_options import (
+    action_to_begin,
+    action_to_continue,
+    continue_option,
+    run_limit_option,
+    words_for,
+)
+from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, parse_buckets
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
-from replay.options.spec import check_inputs
-from replay.processes.launch import refuse_launcher
 from replay.processes.pool import RunLimits
 
 NUM_PASSES = 1000
 
 
-def _serves_recompiles(toggle: Toggle) -> bool:
+def _applies_to_recompiles(toggle: Toggle) -> bool:
     """Does the option apply to recompiles? It compiles, pads and repeats by itself, and judges nothing."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "backward", "timeout", "log_folder")
@@ -27,7 +31,7 @@ def _serves_recompiles(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_serves_recompiles)
+@partial(with_options, serves=_applies_to_recompiles)
 def recompiles(
     policies: str | None = typer.Option(
         None, metavar="A,B", help=f"Which to try, of {', '.join(NAMES)}. (default: all)"
@@ -47,12 +51,8 @@ def recompiles(
     num_passes: int | None = typer.Option(
         None, min=1, metavar="N", help=f"Passes of a job over which compiling has to pay. (default: {NUM_PASSES})"
     ),
-    go_on: Path | None = typer.Option(  # noqa: B008
-        None, "--continue", metavar="PATH", help="Run what a folder of recompiles' lacks, and report all of it."
-    ),
-    run_limit: float = typer.Option(
-        600.0, min=1.0, metavar="X", show_default=False, help="Seconds for each policy. (default: 600)"
-    ),
+    continued_folder: Path | None = continue_option("recompiles"),  # noqa: B008
+    run_limit: float = run_limit_option("each policy"),
     **given: Any,
 ) -> Action:
     """Replay the inputs' mix of lengths under policies of torch.compile, and say which to use.
@@ -61,8 +61,8 @@ def recompiles(
     """
     own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(each=run_limit, total=None, at_once=None)
-    if go_on is not None:
-        return going_on("recompiles", go_on, {**own, **given}, limits)
+    if continued_folder is not None:
+        return action_to_continue("recompiles", continued_folder, {**own, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError(
@@ -71,19 +71,8 @@ def recompiles(
     plan = RecompilesPlan(
         spec=replay_spec(given),
         policies=[policy for policy in Policy if policy is Policy.OFF or policy.value in words],
-        sizes=NUM_BUCKETS if buckets is None else sizes_of(buckets),
+        sizes=NUM_BUCKETS if buckets is None else parse_buckets(buckets),
         multiple=multiple or MULTIPLE,
         num_passes=num_passes or NUM_PASSES,
     )
-    typed = [
-        word for name, value in own.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-    def begin() -> int:
-        refuse_launcher("recompiles")
-        check_inputs(plan.spec.inputs)
-        from replay.commands.recompiles import runs
-
-        return runs.begin(plan, typed, limits)
-
-    return begin
+    return action_to_begin("recompiles", plan.spec.inputs, plan, words_for(own), limits)

@@ -41,7 +41,7 @@ class RecompilesPlan:
     num_passes: int
 
 
-def sizes_of(typed: str) -> int | list[int]:
+def parse_buckets(typed: str) -> int | list[int]:
     """Read --buckets: one number is how many, several are lengths. Raises UsageError for anything else."""
     if not PAD_TOKENS.fullmatch(typed):
         raise UsageError(
@@ -52,7 +52,7 @@ def sizes_of(typed: str) -> int | list[int]:
     return numbers[0] if len(numbers) == 1 else sorted(set(numbers))
 
 
-def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequence[int]) -> ActorSpec:
+def apply_policy(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequence[int]) -> ActorSpec:
     """Return `actor` with the options of a policy."""
     compiled = replace(actor, compile=Compile.BLOCKS)
     match policy:
@@ -65,23 +65,25 @@ def actor_under(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Seque
         case Policy.STATIC:
             return replace(compiled, compile_lengths=CompileLengths.STATIC)
         case Policy.BUCKETS:
-            padded = ",".join(map(str, sizes if len(sizes) > 1 else [*sizes, *sizes]))  # one number is a multiple
+            # One number alone would be read as a multiple, so a single length is given twice.
+            padded = ",".join(map(str, sizes if len(sizes) > 1 else [*sizes, *sizes]))
             return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=padded)
         case Policy.MULTIPLE:
             return replace(compiled, compile_lengths=CompileLengths.STATIC, pad_tokens=str(multiple))
 
 
-def own_options(actor: ActorSpec) -> list[str]:
+def find_policy_options(actor: ActorSpec) -> list[str]:
     """Return the options that make a policy."""
     own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
     return command_line(ReplaySpec(actor=own))
 
 
-def least_padding(lengths: Iterable[int], number: int) -> list[int]:
+def choose_lengths(lengths: Iterable[int], number: int) -> list[int]:
     """Return at most so many lengths: padding each of `lengths` to the next of them adds the fewest tokens."""
     counts = sorted(Counter(lengths).items())
     values = [value for value, _ in counts]
-    before = [0]  # how many lengths there are up to each value
+    # For each value, the number of lengths below it.
+    before = [0]
     for _, count in counts:
         before.append(before[-1] + count)
     best = [values[end] * before[end + 1] for end in range(len(values))]
@@ -99,18 +101,24 @@ def least_padding(lengths: Iterable[int], number: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class PolicyResult:
     """What a policy took to replay the inputs once, compiling, and once more."""
 
     policy: Policy
-    options: str = ""  # of a replay
-    num_passes: int = 0  # that were replayed, of both rounds
+    # The words that select the policy in a replay.
+    options: str = ""
+    # Passes of both rounds that were replayed.
+    num_passes: int = 0
     num_graphs: int = 0
-    recompilations: Mapping[str, int] = field(default_factory=dict)  # guards that failed, numbers as N; how often
+    # How often each guard failed; numbers in a guard stand as N.
+    recompilations: Mapping[str, int] = field(default_factory=dict)
     compile_seconds: float = 0.0
-    extra_seconds: float = 0.0  # that the first round took more than the second
-    pass_seconds: float | None = None  # mean of the second round; None: it was not finished
-    fed_tokens: int = 0  # of the first round
+    # Seconds that the first round took more than the second.
+    extra_seconds: float = 0.0
+    # Mean over the second round; None if that was not finished.
+    pass_seconds: float | None = None
+    # Tokens that the first round was fed.
+    fed_tokens: int = 0
     error: str = ""
     log: str = ""
 
@@ -119,14 +127,16 @@ class Result:
         return None if self.pass_seconds is None else self.extra_seconds + num_passes * self.pass_seconds
 
 
-def best(results: Sequence[Result], num_passes: int) -> Result | None:
+def find_best(results: Sequence[PolicyResult], num_passes: int) -> PolicyResult | None:
     """Return the policy with the fewest net seconds; None if none is known."""
-    known = [(net, number) for number, one in enumerate(results) if (net := one.net_seconds(num_passes)) is not None]
+    known = [
+        (net, number) for number, result in enumerate(results) if (net := result.net_seconds(num_passes)) is not None
+    ]
     return results[min(known)[1]] if known else None
 
 
-def pays_from(one: Result, other: Result) -> int | None:
+def find_break_even(result: PolicyResult, other: PolicyResult) -> int | None:
     """Return from how many passes on `one` takes less time than `other`; None: never."""
-    if one.pass_seconds is None or other.pass_seconds is None or one.pass_seconds >= other.pass_seconds:
+    if result.pass_seconds is None or other.pass_seconds is None or result.pass_seconds >= other.pass_seconds:
         return None
-    return max(1, round((one.extra_seconds - other.extra_seconds) / (other.pass_seconds - one.pass_seconds)))
+    return max(1, round((result.extra_seconds - other.extra_seconds) / (other.pass_seconds - result.pass_seconds)))

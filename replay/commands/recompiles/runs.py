@@ -19,17 +19,17 @@ from typing import IO
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, Job, ShapedInputs, until_interrupted
+from replay.campaign.campaign import Campaign, Job, ShapedInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.commands.recompiles.policies import (
     Policy,
+    PolicyResult,
     RecompilesPlan,
-    Result,
-    actor_under,
-    best,
-    least_padding,
-    own_options,
-    pays_from,
+    apply_policy,
+    choose_lengths,
+    find_best,
+    find_break_even,
+    find_policy_options,
 )
 from replay.options.option_parsing import command_line, in_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
@@ -49,7 +49,8 @@ from replay.runlog.writer import INTERRUPTED
 # recompiled automatic, 1 time: forward: N: tensor 'hidden_states' size mismatch at index 1. expected N, actual N
 # use        dynamic: --compile; off takes less for fewer than 513 passes
 
-MOST_REASONS = 3  # of a policy that are listed
+# The most reasons that are listed for a policy.
+MOST_REASONS = 3
 
 
 class RecompilesConsole:
@@ -63,54 +64,60 @@ class RecompilesConsole:
     def runs(self, policy: Policy) -> None:
         print_pairs(self._out, [("runs", policy.value)])
 
-    def ended(self, result: Result) -> None:
+    def ended(self, result: PolicyResult) -> None:
         if result.error:
             print_pairs(self._out, [("failed", f"{result.policy}: {result.error}")])
 
-    def finish(self, results: Sequence[Result], num_passes: int, written: Path) -> None:
+    def finish(self, results: Sequence[PolicyResult], num_passes: int, written: Path) -> None:
         """Print the table, the guards that failed, and which policy to use."""
         print_line(self._out)
-        plain = next((one.fed_tokens for one in results if one.policy is Policy.OFF), 0)
-        nets = [one.net_seconds(num_passes) for one in results]
+        plain = next((result.fed_tokens for result in results if result.policy is Policy.OFF), 0)
+        nets = [result.net_seconds(num_passes) for result in results]
         print_table(
             self._out,
             {
-                "setting": [one.policy.value for one in results],
-                "graphs": [str(one.num_graphs) for one in results],
-                "recompiled": [str(sum(one.recompilations.values())) for one in results],
-                "compiling s": [f"{one.compile_seconds:,.1f}" for one in results],
-                "padding": [_padding(one, plain) for one in results],
-                "ms a pass": [format_milliseconds(one.pass_seconds) for one in results],
+                "setting": [result.policy.value for result in results],
+                "graphs": [str(result.num_graphs) for result in results],
+                "recompiled": [str(sum(result.recompilations.values())) for result in results],
+                "compiling s": [f"{result.compile_seconds:,.1f}" for result in results],
+                "padding": [_format_padding(result, plain) for result in results],
+                "ms a pass": [format_milliseconds(result.pass_seconds) for result in results],
                 f"s for {num_passes:,}": ["-" if net is None else f"{net:,.1f}" for net in nets],
             },
         )
         print_line(self._out)
-        for one in results:
-            reasons = list(one.recompilations.items())
-            pairs = [("recompiled", f"{one.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]]
+        for result in results:
+            reasons = list(result.recompilations.items())
+            pairs = [
+                ("recompiled", f"{result.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]
+            ]
             rest = len(reasons) - MOST_REASONS
-            more = [("", f"{one.policy}: {pluralise(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
+            more = [("", f"{result.policy}: {pluralise(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
             print_pairs(self._out, [*pairs, *more])
-        print_pairs(self._out, [*_advice(results, num_passes), ("written", str(written))])
+        print_pairs(self._out, [*_advise(results, num_passes), ("written", str(written))])
 
 
-def _padding(one: Result, plain: int) -> str:
-    is_known = plain and one.pass_seconds is not None
-    return f"{max(0.0, one.fed_tokens / plain - 1):.1%}" if is_known else "-"
+def _format_padding(result: PolicyResult, plain: int) -> str:
+    is_known = plain and result.pass_seconds is not None
+    return f"{max(0.0, result.fed_tokens / plain - 1):.1%}" if is_known else "-"
 
 
-def _advice(results: Sequence[Result], num_passes: int) -> list[tuple[str, str]]:
+def _advise(results: Sequence[PolicyResult], num_passes: int) -> list[tuple[str, str]]:
     """Say which policy to use for so many passes, and from how many on it pays."""
-    chosen = best(results, num_passes)
+    chosen = find_best(results, num_passes)
     if chosen is None:
         return [("use", "not known: no policy replayed all inputs twice")]
     if chosen.policy is Policy.OFF:
-        compiled = [(first, one) for one in results if (first := pays_from(one, chosen)) is not None]
-        first, one = min(compiled, key=lambda pair: pair[0], default=(0, chosen))
-        later = f"; {one.policy} takes less from {first:,} passes on" if compiled else "; none of the others is faster"
+        compiled = [(first, result) for result in results if (first := find_break_even(result, chosen)) is not None]
+        first, later_result = min(compiled, key=lambda pair: pair[0], default=(0, chosen))
+        later = (
+            f"; {later_result.policy} takes less from {first:,} passes on"
+            if compiled
+            else "; none of the others is faster"
+        )
         return [("use", f"off, no compiling, for {num_passes:,} passes{later}")]
-    off = next(one for one in results if one.policy is Policy.OFF)
-    first_pass = pays_from(chosen, off)
+    off = next(result for result in results if result.policy is Policy.OFF)
+    first_pass = find_break_even(chosen, off)
     than = "" if first_pass is None else f"; off takes less for fewer than {first_pass:,} passes"
     return [("use", f"{chosen.policy}: {chosen.options}{than}")]
 
@@ -125,9 +132,10 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
     nothing to replay, or options contradict each other.
     """
-    inputs = _inputs_of(plan)
+    inputs = _read_inputs(plan)
     for policy in plan.policies:
-        actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=[1])  # refuses what cannot be
+        # This refuses options that a policy cannot have.
+        apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=[1])
     campaign = Campaign.begin(
         "recompiles",
         plan.spec.measure.log_folder,
@@ -138,24 +146,24 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
     return _run(campaign, inputs, limits)
 
 
-def go_on(folder: Path, limits: RunLimits) -> int:
+def resume(folder: Path, limits: RunLimits) -> int:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
-    campaign.refuse_elsewhere(ThisMachine())
-    return _run(campaign, _inputs_of(campaign.plan), limits)
+    campaign.check_resumable(ThisMachine())
+    return _run(campaign, _read_inputs(campaign.plan), limits)
 
 
-def _inputs_of(plan: RecompilesPlan) -> ShapedInputs:
-    return ShapedInputs.of(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
+def _read_inputs(plan: RecompilesPlan) -> ShapedInputs:
+    return ShapedInputs.read(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
 
 
 def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
-    where, plan = ThisMachine(), campaign.plan
-    campaign.open(where, limits)
+    plan = campaign.plan
+    campaign.open(ThisMachine(), limits)
     console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)
-    work = _Work(campaign=campaign, shapes=inputs.shapes, console=console)
-    results: list[Result] = []
-    with until_interrupted() as interruption:
+    work = _PolicyRuns(campaign=campaign, shapes=inputs.shapes, console=console)
+    results: list[PolicyResult] = []
+    with catch_interruption() as interruption:
         for policy in plan.policies:
             results.append(work.run(policy))
             console.ended(results[-1])
@@ -169,20 +177,21 @@ def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLi
 
 
 @dataclass(kw_only=True, slots=True)
-class _Work:
+class _PolicyRuns:
     campaign: Campaign[RecompilesPlan]
     shapes: Sequence[InputShape]
     console: RecompilesConsole
-    rows: RowLayout | None = None  # known from the first pass that ran
+    # How rows are fed, which the run without compiling tells.
+    rows: RowLayout | None = None
 
-    def run(self, policy: Policy) -> Result:
+    def run(self, policy: Policy) -> PolicyResult:
         """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
         plan = self.campaign.plan
         try:
             sizes = self._sizes() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
-            return Result(policy=policy, error=in_flags(error))
-        actor = actor_under(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
+            return PolicyResult(policy=policy, error=in_flags(error))
+        actor = apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
         numbers = [str(shape.number) for shape in self.shapes]
         job = Job(
             home=f"runs/{policy}",
@@ -195,14 +204,16 @@ class _Work:
             num_processes=actor.parallel.tp * actor.parallel.ring,
         )
         self.console.runs(policy)
-        with _empty_cache(self.campaign.folder / "cache"):
+        with _use_empty_cache(self.campaign.folder / "cache"):
             child = self.campaign.run(job)
         folder, _, records = read_run_below(child.logs)
         if self.rows is None and policy is Policy.OFF:
             first = [record for record in records if record.error is None and record.index < len(self.shapes)]
             fed = ((self.shapes[record.index], record.input.fed_tokens) for record in first)
             self.rows = infer_row_layout(fed) if first else None
-        return _result(policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else "")
+        return _summarize_run(
+            policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else ""
+        )
 
     def _sizes(self) -> list[int]:
         """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
@@ -210,7 +221,9 @@ class _Work:
             raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
         lengths = {shape.find_longest_row(self.rows): shape for shape in self.shapes}
         if isinstance(self.campaign.plan.sizes, int):
-            return least_padding([shape.find_longest_row(self.rows) for shape in self.shapes], self.campaign.plan.sizes)
+            return choose_lengths(
+                [shape.find_longest_row(self.rows) for shape in self.shapes], self.campaign.plan.sizes
+            )
         longest = max(lengths)
         if longest > max(self.campaign.plan.sizes):
             typed = ",".join(map(str, self.campaign.plan.sizes))
@@ -221,33 +234,33 @@ class _Work:
         return list(self.campaign.plan.sizes)
 
 
-def _result(
+def _summarize_run(
     policy: Policy, actor: ActorSpec, records: Sequence[PassRecord], child: Child, num_inputs: int, log: str
-) -> Result:
+) -> PolicyResult:
     """Sum up what a run wrote, however far it came; of several ranks the slowest counts."""
     passes: dict[int, list[PassRecord]] = {}
     for record in records:
         passes.setdefault(record.index, []).append(record)
-    failed = next((one for one in records if one.error is not None), None)
+    failed = next((record for record in records if record.error is not None), None)
     error = "" if failed is None else f"{failed.source}: {failed.error_type}: {failed.error}"
-    done = {index: ranks for index, ranks in passes.items() if all(one.error is None for one in ranks)}
-    seconds = {index: max(one.cost.seconds or 0.0 for one in ranks) for index, ranks in done.items()}
+    done = {index: ranks for index, ranks in passes.items() if all(record.error is None for record in ranks)}
+    seconds = {index: max(record.cost.seconds or 0.0 for record in ranks) for index, ranks in done.items()}
     again = {index - num_inputs: seconds[index] for index in seconds if index >= num_inputs}
     both = [index for index in again if index in seconds]
     reasons = Counter(
         _NUMBER.sub("N", reason)
         for ranks in done.values()
-        for one in ranks[:1]
-        for reason in one.compilation.recompilations
+        for record in ranks[:1]
+        for reason in record.compilation.recompilations
     )
     is_whole = len(again) == num_inputs
-    return Result(
+    return PolicyResult(
         policy=policy,
-        options=shlex.join(own_options(actor)),
+        options=shlex.join(find_policy_options(actor)),
         num_passes=len(done),
-        num_graphs=sum(max(one.compilation.new_graphs for one in ranks) for ranks in done.values()),
+        num_graphs=sum(max(record.compilation.new_graphs for record in ranks) for ranks in done.values()),
         recompilations=dict(reasons.most_common()),
-        compile_seconds=sum(max(one.compilation.compile_seconds for one in ranks) for ranks in done.values()),
+        compile_seconds=sum(max(record.compilation.compile_seconds for record in ranks) for ranks in done.values()),
         extra_seconds=sum(seconds[index] - again[index] for index in both),
         pass_seconds=sum(again.values()) / num_inputs if is_whole else None,
         fed_tokens=sum(ranks[0].input.fed_tokens for index, ranks in done.items() if index < num_inputs),
@@ -257,7 +270,7 @@ def _result(
 
 
 @contextmanager
-def _empty_cache(folder: Path) -> Iterator[None]:
+def _use_empty_cache(folder: Path) -> Iterator[None]:
     """Have processes that start now compile into an empty folder, which is removed at the end."""
     before = os.environ.get(CACHES)
     os.environ[CACHES] = str(folder.absolute())

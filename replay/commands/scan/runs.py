@@ -10,8 +10,9 @@ from typing import IO
 
 from actor_init.spec import UsageError
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import Campaign, Job, until_interrupted
-from replay.campaign.executor import Executor, executor
+from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.command_options import words_for
+from replay.campaign.executor import Executor, open_executor
 from replay.options.option_parsing import command_line
 from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
@@ -52,9 +53,9 @@ class ScanPlan:
         return cls(spec=spec, size=math.ceil(size / window) * window, num_inputs=num_inputs, damaged=list(damaged))
 
     @property
-    def groups(self) -> list["Group"]:
+    def groups(self) -> list["ScanGroup"]:
         return [
-            Group(first=self.spec.inputs.skip_inputs + first, size=min(self.size, self.num_inputs - first))
+            ScanGroup(first=self.spec.inputs.skip_inputs + first, size=min(self.size, self.num_inputs - first))
             for first in range(0, self.num_inputs, self.size)
         ]
 
@@ -74,25 +75,31 @@ class ScanPlan:
         ]
 
 
-class State(StrEnum):
-    PENDING = "pending"  # not run yet, or interrupted
-    DONE = "done"  # every pass was replayed
-    FAILED = "failed"  # a pass failed, or the run ended before its last
+class GroupState(StrEnum):
+    # The group has not been run, or was interrupted.
+    PENDING = "pending"
+    # Every pass was replayed.
+    DONE = "done"
+    # A pass failed, or the run ended before its last pass.
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ScanGroup:
     """Inputs of one run: `size` of them, behind the `first` ones of the folder."""
 
     first: int
     size: int
-    state: State = State.PENDING
-    outcome: str = ""  # that of the run's verdict
-    said: str = ""  # the verdict in words, or the error
+    state: GroupState = GroupState.PENDING
+    # Outcome of the run's verdict.
+    outcome: str = ""
+    # The verdict in words, or the error.
+    said: str = ""
     seconds: float | None = None
-    log: str | None = None  # relative to the folder of scan.json
+    # Folder of the run's log, relative to the folder of scan.json.
+    log: str | None = None
 
-    def after(self, child: Child, folder: Path) -> "Group":
+    def after(self, child: Child, folder: Path) -> "ScanGroup":
         """Return what became of it. A damaged file is no fault of the groups that come upon it."""
         log, run, records = read_run_below(child.logs)
         ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
@@ -100,15 +107,16 @@ class Group:
             first = failed[0]
             more = f", and {pluralise(len(failed) - 1, 'more pass')}" if failed[1:] else ""
             said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
-            return replace(ended, state=State.FAILED, said=said)
+            return replace(ended, state=GroupState.FAILED, said=said)
         written = None if run is None or run.end is None else run.end.verdict
         verdict = read_section(Verdict, written, source=f"{log}: verdict")
-        if verdict is None or child.exit_code not in (0, 1):  # 1: a file on the way to its inputs is damaged
-            return replace(ended, state=State.FAILED, said=child.error)
-        return replace(ended, state=State.DONE, outcome=verdict.outcome, said=_in_words(verdict))
+        # With a verdict, the exit code 1 means that a file before the group's inputs is damaged.
+        if verdict is None or child.exit_code not in (0, 1):
+            return replace(ended, state=GroupState.FAILED, said=child.error)
+        return replace(ended, state=GroupState.DONE, outcome=verdict.outcome, said=_describe_verdict(verdict))
 
 
-def _in_words(verdict: Verdict) -> str:
+def _describe_verdict(verdict: Verdict) -> str:
     counts = ", ".join(f"{number} {outcome}" for outcome, number in verdict.counts.items())
     return f"{counts}; {verdict.reason}" if verdict.reason else counts
 
@@ -129,8 +137,8 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
         window=selection.grad_accumulation,
         damaged=[text for _, text in describe_damaged_files(selection.damaged)],
     )
-    with executor(ray) as where:
-        machine = where.machine(None, "--processes")
+    with open_executor(ray) as executor:
+        machine = executor.choose_machine(None, "--processes")
         if machine.has_gpus and ray is None and num_processes > machine.num_devices:
             raise UsageError(
                 f"tp x ring needs {pluralise(num_processes, 'GPU')}, and there are {machine.num_devices}. "
@@ -140,38 +148,38 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
             "scan",
             spec.measure.log_folder,
             plan,
-            words=["--group", str(plan.size), *command_line(spec)],
+            words=[*words_for({"group": plan.size}), *command_line(spec)],
             machine=machine,
         )
-        return _run(campaign, where, limits)
+        return _run(campaign, executor, limits)
 
 
-def go_on(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
+def resume(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     """Run the groups of a scan that have not run yet, and report all of them.
 
     Raises UsageError if there is no such scan, or if it was made on another machine.
     """
     campaign = Campaign.read("scan", folder, ScanPlan)
-    with executor(ray) as where:
-        campaign.refuse_elsewhere(where, campaign.plan.jobs)
-        return _run(campaign, where, limits)
+    with open_executor(ray) as executor:
+        campaign.check_resumable(executor, campaign.plan.jobs)
+        return _run(campaign, executor, limits)
 
 
-def _run(campaign: Campaign[ScanPlan], where: Executor, limits: RunLimits) -> int:
-    campaign.open(where, limits)
+def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) -> int:
+    campaign.open(executor, limits)
     groups = campaign.plan.groups
     console = ScanConsole(campaign, groups)
-    with until_interrupted() as interruption:
+    with catch_interruption() as interruption:
         for settled in campaign.settle(campaign.plan.jobs):
-            groups[settled.place] = groups[settled.place].after(settled.child, campaign.folder)
-            console.ended(settled.place, groups[settled.place], is_new=settled.is_new)
+            groups[settled.position] = groups[settled.position].after(settled.child, campaign.folder)
+            console.ended(settled.position, groups[settled.position], is_new=settled.is_new)
     campaign.result = {"groups": groups}
     campaign.write()
     console.finish()
     if interruption.happened:
         return INTERRUPTED
     bad = (Outcome.DIFFERS, Outcome.UNSETTLED)
-    is_clean = all(group.state is State.DONE and group.outcome not in bad for group in groups)
+    is_clean = all(group.state is GroupState.DONE and group.outcome not in bad for group in groups)
     return 0 if is_clean and not campaign.plan.damaged else 1
 
 
@@ -182,7 +190,7 @@ def _run(campaign: Campaign[ScanPlan], where: Executor, limits: RunLimits) -> in
 
 
 class ScanConsole:
-    def __init__(self, campaign: Campaign[ScanPlan], groups: Sequence[Group], file: IO[str] | None = None) -> None:
+    def __init__(self, campaign: Campaign[ScanPlan], groups: Sequence[ScanGroup], file: IO[str] | None = None) -> None:
         """Print the header. `groups` are all of them, as they stand whenever something is printed."""
         self._out = open_console(file)
         self._campaign = campaign
@@ -193,9 +201,10 @@ class ScanConsole:
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)
         self._num_new = 0
-        self._num_known = 0  # that an earlier invocation ran
+        # Groups that an earlier command has run.
+        self._num_known = 0
 
-    def ended(self, number: int, group: Group, *, is_new: bool) -> None:
+    def ended(self, number: int, group: ScanGroup, *, is_new: bool) -> None:
         """Print a group's line, unless an earlier invocation did."""
         self._num_new += is_new
         self._num_known += not is_new
@@ -204,8 +213,8 @@ class ScanConsole:
         self._bar.clear()
         seconds = f", {group.seconds:.1f} s" if group.seconds is not None else ""
         total = len(self._groups)
-        print_line(self._out, f"{number + 1} of {total}, {_inputs(group)}: {_said(group)}{seconds}")
-        num_failed = sum(group.state is State.FAILED for group in self._groups)
+        print_line(self._out, f"{number + 1} of {total}, {_describe_inputs(group)}: {_describe_group(group)}{seconds}")
+        num_failed = sum(group.state is GroupState.FAILED for group in self._groups)
         note = f"{self._campaign.num_running} running, {num_failed} failed"
         self._bar.show(self._num_new, total - self._num_known, note)
 
@@ -214,9 +223,13 @@ class ScanConsole:
         self._bar.clear()
         print_line(self._out)
         groups = self._groups
-        failed = [("failed", f"{_inputs(group)}: {group.said}") for group in groups if group.state is State.FAILED]
+        failed = [
+            ("failed", f"{_describe_inputs(group)}: {group.said}")
+            for group in groups
+            if group.state is GroupState.FAILED
+        ]
         counts = Counter(group.outcome or group.state.value for group in groups)
-        is_open = any(group.state is State.PENDING for group in groups)
+        is_open = any(group.state is GroupState.PENDING for group in groups)
         print_pairs(
             self._out,
             [
@@ -224,7 +237,7 @@ class ScanConsole:
                 *failed,
                 ("written", str(self._campaign.path)),
                 ("result", ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())),
-                *([("go on", f"replay scan --continue {self._campaign.folder}")] if is_open else []),
+                *([("go on", self._campaign.continue_command)] if is_open else []),
             ],
         )
 
@@ -232,9 +245,9 @@ class ScanConsole:
         return [("damaged", text) for text in self._campaign.plan.damaged]
 
 
-def _inputs(group: Group) -> str:
+def _describe_inputs(group: ScanGroup) -> str:
     return f"inputs {group.first + 1} to {group.first + group.size}"
 
 
-def _said(group: Group) -> str:
+def _describe_group(group: ScanGroup) -> str:
     return f"{group.outcome}, {group.said}" if group.outcome else f"failed: {group.said}"

@@ -11,33 +11,31 @@ from typing import Any, get_type_hints
 import typer
 
 from actor_init.spec import UsageError
-from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, all_but, skipped
-from replay.options.option_parsing import Action
+from capture.facts import flag_of
+from replay.campaign.command_options import words_for
+from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
+from replay.options.option_parsing import Action, with_parameters
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_left_by
 
 
-def _with_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
+def _add_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the `**given` of `command` with one parameter for each option that SuiteSpec declares."""
-    signature, hints = inspect.signature(command), get_type_hints(SuiteSpec)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    declared = [
+    hints = get_type_hints(SuiteSpec)
+    parameters = [
         inspect.Parameter(
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=hints[option.name],
-            default=typer.Option(option.default, f"--{option.name.replace('_', '-')}", **option.metadata),
+            default=typer.Option(option.default, flag_of(option.name), **option.metadata),
         )
         for option in fields(SuiteSpec)
         if option.metadata
     ]
-    every = declared + [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in every}
-    return command
+    return with_parameters(command, parameters, come_first=True)
 
 
-@_with_options_of_spec
+@_add_options_of_spec
 @with_ray_options
 def suite(
     context: typer.Context,
@@ -58,7 +56,7 @@ def suite(
     storage: str | None = typer.Option(
         None, metavar="PATH", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
     ),
-    go_on: str | None = typer.Option(
+    continued: str | None = typer.Option(
         None,
         "--continue",
         metavar="PATH|NAME",
@@ -76,30 +74,30 @@ def suite(
     deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
     1: one is not, or failed.
     """
-    if go_on is not None:
-        folder = Path(go_on)
-        is_name = folder.name == go_on and not folder.is_dir()
+    if continued is not None:
+        folder = Path(continued)
+        is_name = folder.name == continued and not folder.is_dir()
         _refuse_options_of_the_suite(context, is_name=is_name)
-        return partial(_go_on, folder, go_on if is_name else None, log_folder, storage, ray, plot)
+        return partial(_resume, folder, continued if is_name else None, log_folder, storage, ray, plot)
     _check_storage(storage, save_every, ray, saves=save_state)
     if skip and only:
         raise UsageError("--skip and --only exclude each other. Give one of the two")
     groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
     spec = SuiteSpec(
         **given,
-        skip=skipped(skip, [group for group, is_given in groups.items() if is_given]) | all_but(only),
+        skip=find_skipped(skip, [group for group, is_given in groups.items() if is_given]) | find_others(only),
         save_every=(save_every or SAVE_EVERY) if save_state else None,
         storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
     )
-    return partial(_begin, spec, log_folder, _words(context), ray, plot)
+    return partial(_begin, spec, log_folder, words_for(_read_options(context, "COMMANDLINE", "ENVIRONMENT")), ray, plot)
 
 
 def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
     """Raise UsageError for an option that --continue takes from the suite that was begun."""
-    allowed = ["go_on", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
-    typed = [name for name in _typed(context, "COMMANDLINE") if name not in allowed]
+    allowed = ["continued", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
+    typed = [name for name in _read_options(context, "COMMANDLINE") if name not in allowed]
     if typed:
-        other = f"--{typed[0].replace('_', '-')}"
+        other = flag_of(typed[0])
         raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {other}")
 
 
@@ -115,20 +113,10 @@ def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions 
         raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
 
 
-def _typed(context: typer.Context, *sources: str) -> dict[str, Any]:
+def _read_options(context: typer.Context, *sources: str) -> dict[str, Any]:
     """Return the values of the options that come from there, by parameter name."""
     given = {name: context.get_parameter_source(name) for name in context.params}
     return {name: context.params[name] for name, source in given.items() if source and source.name in sources}
-
-
-def _words(context: typer.Context) -> list[str]:
-    """Return the options that were given, in the environment or as typed."""
-    words: list[str] = []
-    for name, value in _typed(context, "COMMANDLINE", "ENVIRONMENT").items():
-        flag = f"--{name.replace('_', '-')}"
-        for each in value if isinstance(value, list) else [value]:
-            words += [flag] * (each is not False) if isinstance(each, bool) else [flag, str(each)]
-    return words
 
 
 def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions | None, plot: Path | None) -> int:
@@ -136,12 +124,12 @@ def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions 
         raise UsageError(
             f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
         )
-    from replay.commands.suite.folder import begin
+    from replay.commands.suite.runs import begin
 
     return begin(spec, log_folder, words, ray, plot)
 
 
-def _go_on(
+def _resume(
     folder: Path,
     name: str | None,
     log_folder: Path,
@@ -152,13 +140,13 @@ def _go_on(
     if name is None:
         check_left_by("suite", folder)
     else:
-        folder = _folder_named(name, log_folder, storage)
-    from replay.commands.suite.folder import go_on
+        folder = _find_suite_folder(name, log_folder, storage)
+    from replay.commands.suite.runs import resume
 
-    return go_on(folder, ray, plot)
+    return resume(folder, ray, plot)
 
 
-def _folder_named(name: str, logs: Path, storage: str | None) -> Path:
+def _find_suite_folder(name: str, logs: Path, storage: str | None) -> Path:
     """Return the folder of the suite called `name`; if it is not below `logs`, it is made from the copy in `storage`.
 
     Raises UsageError if it is in neither.

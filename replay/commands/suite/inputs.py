@@ -27,24 +27,26 @@ from replay.output.text import pluralise
 #
 # Shape letters: S tokens of a text.
 
-COLUMN = "text"
-MAX_LENGTH = 1024  # tokens of a text; longer ones are cut and counted
+TEXT_COLUMN = "text"
+# The most tokens of a text. Longer ones are cut and counted.
+MAX_LENGTH = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class ConvertedTexts:
     num_texts: int
-    num_cut: int  # longer than MAX_LENGTH
-    num_left_out: int  # texts of fewer than two tokens, which have none to predict
+    num_cut: int
+    # Texts of fewer than two tokens have none to predict.
+    num_left_out: int
 
 
-def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> Written:
+def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> ConvertedTexts:
     """Write the first `most` texts of `dataset` as captures into `folder`, with the model's config beside them.
 
     Labels are the tokens themselves. Raises UsageError for a file without texts, or a model without a tokenizer.
     """
-    texts = _texts(dataset)
-    tokenizer = _tokenizer(dataset, model)
+    texts = _read_texts(dataset)
+    tokenizer = _load_tokenizer(dataset, model)
     num_texts = num_cut = num_left_out = 0
     for text in texts:
         ids = tokenizer(text)["input_ids"]
@@ -63,10 +65,10 @@ def write_texts(dataset: Path, model: str | None, folder: Path, most: int) -> Wr
         raise UsageError(f"--dataset {dataset} holds no text of two tokens or more. Give a file with texts")
     config = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))
     write_actor_config(folder, config, model)
-    return Written(num_texts=num_texts, num_cut=num_cut, num_left_out=num_left_out)
+    return ConvertedTexts(num_texts=num_texts, num_cut=num_cut, num_left_out=num_left_out)
 
 
-def _tokenizer(dataset: Path, model: str | None) -> Any:
+def _load_tokenizer(dataset: Path, model: str | None) -> Any:
     from transformers import AutoTokenizer
 
     needed = f"--dataset {dataset} holds texts, which need the model's tokenizer"
@@ -80,16 +82,16 @@ def _tokenizer(dataset: Path, model: str | None) -> Any:
         raise UsageError(f"{needed}, and --model {model} holds none. {advice}") from error
 
 
-def _texts(dataset: Path) -> Iterator[str]:
+def _read_texts(dataset: Path) -> Iterator[str]:
     match dataset.suffix:
         case ".jsonl" | ".json":
-            return _of_jsonl(dataset)
+            return _read_jsonl(dataset)
         case ".parquet":
-            return _of_parquet(dataset)
+            return _read_parquet(dataset)
     raise UsageError(f"--dataset {dataset} is no folder of captures, .jsonl or .parquet. Give one of these")
 
 
-def _of_jsonl(dataset: Path) -> Iterator[str]:
+def _read_jsonl(dataset: Path) -> Iterator[str]:
     with dataset.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -100,10 +102,10 @@ def _of_jsonl(dataset: Path) -> Iterator[str]:
                 raise UsageError(f"--dataset {dataset}: line {number} is not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise UsageError(f'--dataset {dataset}: line {number} is no object. Give lines as {{"text": "..."}}')
-            yield _checked(dataset, f"line {number}", row)
+            yield _read_text(dataset, f"line {number}", row)
 
 
-def _of_parquet(dataset: Path) -> Iterator[str]:
+def _read_parquet(dataset: Path) -> Iterator[str]:
     try:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
@@ -117,23 +119,27 @@ def _of_parquet(dataset: Path) -> Iterator[str]:
         raise UsageError(f"--dataset {dataset} is not parquet: {error}") from error
     with file:
         _check_columns(dataset, file.schema_arrow.names)
-        rows = (row for batch in file.iter_batches(columns=[COLUMN]) for row in batch.to_pylist())
+        rows = (row for batch in file.iter_batches(columns=[TEXT_COLUMN]) for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
-            yield _checked(dataset, f"row {number}", row)
+            yield _read_text(dataset, f"row {number}", row)
 
 
-def _checked(dataset: Path, where: str, row: dict[str, Any]) -> str:
+def _read_text(dataset: Path, where: str, row: dict[str, Any]) -> str:
     _check_columns(dataset, list(row), f" in {where}")
-    if not isinstance(row[COLUMN], str):
-        raise UsageError(f"--dataset {dataset}: {COLUMN} in {where} is a {type(row[COLUMN]).__name__}. Give a string")
-    text: str = row[COLUMN]
+    if not isinstance(row[TEXT_COLUMN], str):
+        raise UsageError(
+            f"--dataset {dataset}: {TEXT_COLUMN} in {where} is a {type(row[TEXT_COLUMN]).__name__}. Give a string"
+        )
+    text: str = row[TEXT_COLUMN]
     return text
 
 
 def _check_columns(dataset: Path, columns: list[str], where: str = "") -> None:
-    if COLUMN not in columns:
+    if TEXT_COLUMN not in columns:
         there = f"the columns are {', '.join(columns)}" if columns else "there is no column"
-        raise UsageError(f"--dataset {dataset} has no column {COLUMN}{where}: {there}. Try: one renamed to {COLUMN}")
+        raise UsageError(
+            f"--dataset {dataset} has no column {TEXT_COLUMN}{where}: {there}. Try: one renamed to {TEXT_COLUMN}"
+        )
 
 
 DEFAULT_SAMPLES = 8
@@ -145,7 +151,8 @@ class SuiteInputs:
 
     num_inputs: int
     loss: LossName
-    said: str  # where they came from, in words
+    # Where the inputs come from, in words.
+    said: str
 
     def steps_an_epoch(self, inputs_a_step: int) -> int:
         return max(1, self.num_inputs // inputs_a_step)
@@ -164,7 +171,9 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     unfinished = Path(tempfile.mkdtemp(prefix=".inputs-unfinished-", dir=folder.parent))
     try:
         num_found, loss, said = (
-            _copied(dataset, unfinished, most) if dataset.is_dir() else _written(spec, dataset, unfinished, most)
+            _copy_captures(dataset, unfinished, most)
+            if dataset.is_dir()
+            else _convert_texts(spec, dataset, unfinished, most)
         )
         num_inputs = num_found - (num_found % inputs_a_step if num_found > inputs_a_step else 0)
         for surplus in capture_files(unfinished)[num_inputs:]:
@@ -176,7 +185,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{pluralise(num_inputs, 'input')} {said}")
 
 
-def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
+def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
     num_copied = 0
     for path in capture_files(dataset):
         try:
@@ -195,7 +204,7 @@ def _copied(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]
     return num_copied, LossName.STAND_IN, "of the sample" if dataset == default_folder() else f"of {dataset}"
 
 
-def _written(spec: SuiteSpec, dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
+def _convert_texts(spec: SuiteSpec, dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
     written = write_texts(dataset, spec.model, folder, most)
     said = f"made of the texts in {dataset}"
     said += f"; {written.num_cut} cut to {MAX_LENGTH} tokens" if written.num_cut else ""

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from actor_init.as_json import AnyFloat
-from replay.commands.suite.plan import DDP, DEEPSPEED, Planned
+from replay.commands.suite.plan import DDP, DEEPSPEED, PlannedTraining
 from replay.comparison.differences import Point, Quantity
 from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
@@ -21,7 +21,7 @@ from replay.runlog.summary import find_peak_bytes
 from replay.tolerances.run_bounds import FROM_DDP, FROM_DEEPSPEED, INITIAL_FROM_DDP
 
 
-class Status(StrEnum):
+class TrainingStatus(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     NOT_RUN = "not run"
@@ -32,26 +32,33 @@ class NoCurve:
     """Why a configuration has no curve."""
 
     reason: str
-    is_refusal: bool = False  # its replay refused the options before it started
+    # Whether the replay refused its options before it started.
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TrainingStep:
     """One optimizer step over all ranks; a line of <name>.jsonl."""
 
-    step: int  # from 1
-    loss: AnyFloat  # mean over its micro-batches
-    norm: AnyFloat  # gradient norm over all ranks, before clipping
-    seconds: AnyFloat  # of its passes, each on its slowest rank
-    memory_bytes: int  # highest peak of any rank; see memory_kind in the run's run.json
-    inputs: list[str]  # digests of its micro-batches, sorted
+    # Counted from 1.
+    step: int
+    # Mean over the micro-batches of the step.
+    loss: AnyFloat
+    # Gradient norm over all ranks, before clipping.
+    norm: AnyFloat
+    # Sum over the passes of the step, each on its slowest rank.
+    seconds: AnyFloat
+    # Highest peak of any rank. What is measured is `memory_kind` in the run's run.json.
+    memory_bytes: int
+    # Digests of the micro-batches of the step, sorted.
+    inputs: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class LossCurve:
     """The loss curve of one training run."""
 
-    steps: Sequence[Step]
+    steps: Sequence[TrainingStep]
 
     @property
     def losses(self) -> list[float]:
@@ -87,20 +94,20 @@ class Curve:
         return reason if repeats else f"{reason}, on other inputs. Try: --steps {2 * steps_an_epoch}"
 
 
-def curve_of(run: PastRun) -> Curve:
+def read_curve(run: PastRun) -> LossCurve:
     """Return the steps of a run with --step. An incomplete last window is not a step."""
     size = run.actor.num_accumulated
     windows: dict[int, list[PassRecord]] = {}
     for record in run.records:
         windows.setdefault(record.index // size, []).append(record)
-    return Curve(steps=[_step(number, window) for number, window in windows.items() if _norms(window)])
+    return LossCurve(steps=[_combine_step(number, window) for number, window in windows.items() if _list_norms(window)])
 
 
-def _norms(window: Sequence[PassRecord]) -> list[float]:
+def _list_norms(window: Sequence[PassRecord]) -> list[float]:
     return [record.result.grad_norm for record in window if record.result.grad_norm is not None]
 
 
-def _step(number: int, window: Sequence[PassRecord]) -> Step:
+def _combine_step(number: int, window: Sequence[PassRecord]) -> TrainingStep:
     """Combine a window into a step. Ranks that share a micro-batch report the same loss, so the mean over all is
     correct.
     """
@@ -111,10 +118,10 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
         assert record.input.input_digest is not None
         by_pass.setdefault(record.index, []).append(record.cost.seconds)
         by_data_rank[record.index, record.data_rank] = record.input.input_digest
-    return Step(
+    return TrainingStep(
         step=number + 1,
         loss=fmean(record.result.loss for record in window if record.result.loss is not None),
-        norm=_norms(window)[0],
+        norm=_list_norms(window)[0],
         seconds=sum(max(ranks) for ranks in by_pass.values()),
         memory_bytes=max(map(find_peak_bytes, window)),
         inputs=sorted(by_data_rank.values()),
@@ -125,11 +132,13 @@ def _step(number: int, window: Sequence[PassRecord]) -> Step:
 class CurveComparison:
     """One configuration's curve compared with the reference curves that ran."""
 
-    curve: Curve
+    curve: LossCurve
     from_ddp: Quantity | None
     from_deepspeed: Quantity | None
-    faults: Sequence[str] = ()  # the run did not train, or trained differently
-    beyond: Sequence[str] = ()  # bounds that rounding may exceed too
+    # Why the run did not train, or trained differently.
+    faults: Sequence[str] = ()
+    # Bounds that are exceeded, which rounding alone may do.
+    beyond: Sequence[str] = ()
 
     @property
     def complaints(self) -> list[str]:
@@ -139,11 +148,11 @@ class CurveComparison:
 
 def compare_curves(
     name: str,
-    curve: Curve,
+    curve: LossCurve,
     *,
     steps_an_epoch: int,
-    ddp: Curve | None,
-    deepspeed: Curve | None,
+    ddp: LossCurve | None,
+    deepspeed: LossCurve | None,
     is_standard: bool,
 ) -> CurveComparison:
     """Compare a curve with `ddp` and `deepspeed`, which are None if they did not run or are this curve."""
@@ -167,7 +176,7 @@ def compare_curves(
     return CurveComparison(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
 
 
-def _difference(reference: Curve, other: Curve) -> Quantity:
+def _difference(reference: LossCurve, other: LossCurve) -> Quantity:
     points = [
         Point(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
         for a, b in zip(reference.steps, other.steps, strict=False)
@@ -179,7 +188,7 @@ def _beyond(value: float, bound: float, what: str) -> list[str]:
     return [] if value < bound or math.isinf(bound) else [f"{what} {value:.3g}, bound {bound:g}"]
 
 
-def _other_inputs(curve: Curve, other: Curve, name: str) -> list[str]:
+def _other_inputs(curve: LossCurve, other: LossCurve, name: str) -> list[str]:
     differing = [a.step for a, b in zip(curve.steps, other.steps, strict=False) if a.inputs != b.inputs]
     return [f"step {differing[0]} was on other inputs than {name}'s"] if differing else []
 
@@ -188,53 +197,53 @@ def _other_inputs(curve: Curve, other: Curve, name: str) -> list[str]:
 class TrainingResult:
     """The judgement on a configuration's curve, or the reason why it has none."""
 
-    planned: Planned
-    status: Status
+    planned: PlannedTraining
+    status: TrainingStatus
     reason: str = ""
     judgement: CurveComparison | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the entry of suite.json; the steps are in <name>.jsonl."""
-        entry: dict[str, Any] = {"status": self.status, "reason": self.reason}
+        summary: dict[str, Any] = {"status": self.status, "reason": self.reason}
         if self.judgement is None:
-            return entry
+            return summary
         curve, from_ddp, from_deepspeed = self.judgement.curve, self.judgement.from_ddp, self.judgement.from_deepspeed
-        entry |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
-        entry |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
-        entry |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
+        summary |= {"complaints": self.judgement.complaints, "num_processes": self.planned.num_processes}
+        summary |= {"initial": curve.losses[0], "final": curve.losses[-1], "min": min(curve.losses), "mean": curve.mean}
+        summary |= {"seconds_a_step": curve.seconds_a_step, "peak_bytes": curve.peak_bytes}
         if from_ddp is not None:
             initial = from_ddp.points[0].difference
             of_max, of_mean = from_ddp.max_difference, from_ddp.mean_difference
-            entry["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
+            summary["difference_from_ddp"] = {"initial": initial, "max": of_max, "mean": of_mean}
         if from_deepspeed is not None:
-            entry["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
-        return entry
+            summary["relative_difference_from_deepspeed"] = from_deepspeed.max_relative
+        return summary
 
 
-def outcomes(
-    plan: Sequence[Planned],
-    trained: Mapping[str, Curve | NoCurve],
+def judge_trainings(
+    plan: Sequence[PlannedTraining],
+    trained: Mapping[str, LossCurve | NoCurve],
     *,
     steps_an_epoch: int,
 ) -> list[TrainingResult]:
     """Return the results in the order of `plan`. A configuration that is not among `trained` was not reached."""
-    curves = {name: curve for name, curve in trained.items() if isinstance(curve, Curve)}
+    curves = {name: curve for name, curve in trained.items() if isinstance(curve, LossCurve)}
     results = []
-    for one in plan:
-        curve = trained.get(one.name, NoCurve(reason=one.reason or "not reached", is_refusal=True))
-        if isinstance(curve, Curve):
+    for planned in plan:
+        curve = trained.get(planned.name, NoCurve(reason=planned.reason or "not reached", is_refusal=True))
+        if isinstance(curve, LossCurve):
             judgement = compare_curves(
-                one.name,
+                planned.name,
                 curve,
                 steps_an_epoch=steps_an_epoch,
-                ddp=curves.get(DDP) if one.name != DDP else None,
-                deepspeed=curves.get(DEEPSPEED) if one.name != DEEPSPEED else None,
-                is_standard=one.configuration.is_standard,
+                ddp=curves.get(DDP) if planned.name != DDP else None,
+                deepspeed=curves.get(DEEPSPEED) if planned.name != DEEPSPEED else None,
+                is_standard=planned.configuration.is_standard,
             )
-            status = Status.FAILED if judgement.complaints else Status.PASSED
-            results.append(TrainingResult(planned=one, status=status, judgement=judgement))
+            status = TrainingStatus.FAILED if judgement.complaints else TrainingStatus.PASSED
+            results.append(TrainingResult(planned=planned, status=status, judgement=judgement))
         else:
-            may_refuse = one.name not in trained or not one.configuration.is_standard
-            status = Status.NOT_RUN if curve.is_refusal and may_refuse else Status.FAILED
-            results.append(TrainingResult(planned=one, status=status, reason=curve.reason))
+            may_refuse = planned.name not in trained or not planned.configuration.is_standard
+            status = TrainingStatus.NOT_RUN if curve.is_refusal and may_refuse else TrainingStatus.FAILED
+            results.append(TrainingResult(planned=planned, status=status, reason=curve.reason))
     return results

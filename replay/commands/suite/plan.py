@@ -17,54 +17,58 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
 DDP, DEEPSPEED = "ddp", "deepspeed"
-SAVE_EVERY = 10  # steps between two states, unless --save-every says so
+# Steps between two states, where --save-every does not say how many.
+SAVE_EVERY = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Configuration:
+class SuiteConfiguration:
     name: str
     backend: str
     zero_stage: int | None = None
     tp: bool = False
     ring: bool = False
-    is_standard: bool = True  # see Training
+    # Standard configurations decide whether the suite passes.
+    is_standard: bool = True
 
     @property
     def groups(self) -> set[str]:
         return {self.backend, *(["tp"] if self.tp else []), *(["ring"] if self.ring else [])}
 
 
-def configurations() -> tuple[Configuration, ...]:
+def read_configurations() -> tuple[SuiteConfiguration, ...]:
     """Return what the backends declare: the reference, the standard configurations, the others."""
     every = [
-        Configuration(
-            name=f"{name}{one.suffix}",
+        SuiteConfiguration(
+            name=f"{name}{training.suffix}",
             backend=name,
-            zero_stage=one.zero_stage,
-            tp=one.tp,
-            ring=one.ring,
-            is_standard=one.is_standard,
+            zero_stage=training.zero_stage,
+            tp=training.tp,
+            ring=training.ring,
+            is_standard=training.is_standard,
         )
         for name, declared in BACKENDS.items()
-        for one in declared.suite_trainings
+        for training in declared.suite_trainings
     ]
-    return tuple(sorted(every, key=lambda one: (one.name != DDP, not one.is_standard)))
+    return tuple(sorted(every, key=lambda configuration: (configuration.name != DDP, not configuration.is_standard)))
 
 
-CONFIGURATIONS = configurations()
+CONFIGURATIONS = read_configurations()
 
 
-def all_but(names: Sequence[str]) -> frozenset[str]:
+def find_others(names: Sequence[str]) -> frozenset[str]:
     """Return the configurations without these names; none if there are no names. Raises UsageError for unknown ones."""
-    every = {one.name for one in CONFIGURATIONS}
+    every = {configuration.name for configuration in CONFIGURATIONS}
     if unknown := sorted(set(names) - every):
         raise UsageError(f"--only {unknown[0]} is no configuration. Give one of {', '.join(sorted(every))}")
     return frozenset(every - set(names)) if names else frozenset()
 
 
-def skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
+def find_skipped(names: Sequence[str], groups: Sequence[str]) -> frozenset[str]:
     """Return the configurations with these names, and those that belong to a group (deepspeed, fsdp2, tp, ring)."""
-    return frozenset(names) | {one.name for one in CONFIGURATIONS if not one.groups.isdisjoint(groups)}
+    return frozenset(names) | {
+        configuration.name for configuration in CONFIGURATIONS if not configuration.groups.isdisjoint(groups)
+    }
 
 
 def _option(default: Any, help: str, **shape: Any) -> Any:
@@ -107,11 +111,13 @@ class SuiteSpec:
     )
     run_limit: float = _option(1800.0, "Seconds that one configuration may take.", min=1, metavar="X")
     skip: frozenset[str] = field(default_factory=frozenset)
-    save_every: int | None = None  # steps; None: no states are kept
-    storage: str | None = None  # folder or URI for the states; None: beside the logs
+    # Steps between two states; None where no states are kept.
+    save_every: int | None = None
+    # Folder or URI for the states; None for a folder beside the logs.
+    storage: str | None = None
 
     def __post_init__(self) -> None:
-        names = [one.name for one in CONFIGURATIONS]
+        names = [configuration.name for configuration in CONFIGURATIONS]
         if unknown := sorted(self.skip - set(names)):
             raise UsageError(f"--skip {unknown[0]} is no configuration. Give one of {', '.join(names)}")
         if set(names) <= self.skip:
@@ -121,10 +127,10 @@ class SuiteSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedTraining:
     """A configuration on this machine. It is not run if `reason` says why."""
 
-    configuration: Configuration
+    configuration: SuiteConfiguration
     num_processes: int
     num_data_ranks: int
     reason: str = ""
@@ -134,24 +140,25 @@ class Planned:
         return self.configuration.name
 
 
-def planned(spec: SuiteSpec, machine: Machine) -> list[Planned]:
+def plan_trainings(spec: SuiteSpec, machine: Machine) -> list[PlannedTraining]:
     """Plan each configuration with as many of the machine's devices as it can use."""
     plan = []
-    for one in CONFIGURATIONS:
-        share = (spec.tp if one.tp else 1) * (spec.ring if one.ring else 1)
+    for configuration in CONFIGURATIONS:
+        share = (spec.tp if configuration.tp else 1) * (spec.ring if configuration.ring else 1)
         fits, wanted = machine.num_devices // share, spec.data_ranks or 1
-        num_data_ranks = spec.data_ranks or fits or 1  # on a CPU, processes stand in for GPUs
+        # On a CPU, processes stand in for GPUs.
+        num_data_ranks = spec.data_ranks or fits or 1
         reason = ""
         if machine.has_gpus and fits < wanted:
             limit = "this machine has" if spec.processes is None else "--processes is"
             num_data_ranks, reason = 0, f"needs {share * wanted} GPUs, {limit} {machine.num_devices}"
-        if _is_custom(spec) and (one.tp or one.ring):
-            reason = f"{'tp' if one.tp else 'ring'} is not there for --model {spec.model}"
-        if one.name in spec.skip:
+        if _is_custom(spec) and (configuration.tp or configuration.ring):
+            reason = f"{'tp' if configuration.tp else 'ring'} is not there for --model {spec.model}"
+        if configuration.name in spec.skip:
             reason = "skipped"
         plan.append(
-            Planned(
-                configuration=one,
+            PlannedTraining(
+                configuration=configuration,
                 num_processes=num_data_ranks * share,
                 num_data_ranks=num_data_ranks,
                 reason=reason,
@@ -164,21 +171,21 @@ def _is_custom(spec: SuiteSpec) -> bool:
     return ActorSpec(model=spec.model).is_custom
 
 
-def num_ranks_of(spec: SuiteSpec) -> int:
+def count_ranks(spec: SuiteSpec) -> int:
     """Return the most processes that a configuration has on a CPU, where processes stand in for GPUs."""
     machine = Machine(num_devices=spec.processes or PROCESSES_ON_A_CPU, has_gpus=False)
-    return max(one.num_processes for one in planned(spec, machine) if not one.reason)
+    return max(training.num_processes for training in plan_trainings(spec, machine) if not training.reason)
 
 
-def num_inputs_a_step(plan: list[Planned]) -> int:
+def count_inputs_per_step(plan: list[PlannedTraining]) -> int:
     """Return the smallest number divisible by every number of data ranks, so that skipping a configuration changes
     none.
     """
-    return lcm(*(one.num_data_ranks for one in plan if one.num_data_ranks))
+    return lcm(*(training.num_data_ranks for training in plan if training.num_data_ranks))
 
 
-def run_spec_of(
-    one: Planned,
+def build_run_spec(
+    training: PlannedTraining,
     spec: SuiteSpec,
     *,
     inputs: Path,
@@ -193,7 +200,7 @@ def run_spec_of(
 
     Raises UsageError if its options contradict each other.
     """
-    of, is_custom = one.configuration, _is_custom(spec)
+    of, is_custom = training.configuration, _is_custom(spec)
     num_passes = spec.steps * inputs_a_step
     return ReplaySpec(
         actor=ActorSpec(
@@ -205,12 +212,12 @@ def run_spec_of(
             zero_stage=of.zero_stage,
             gradient_checkpointing=spec.gradient_checkpointing,
             learning_rate=spec.learning_rate,
-            grad_accumulation=inputs_a_step // one.num_data_ranks,
+            grad_accumulation=inputs_a_step // training.num_data_ranks,
             parallel=ParallelSpec(tp=spec.tp if of.tp else 1, ring=spec.ring if of.ring else 1),
         ),
         inputs=InputsSpec(
             inputs=inputs,
-            max_inputs=num_passes // one.num_data_ranks,
+            max_inputs=num_passes // training.num_data_ranks,
             epochs=ceil(num_passes / num_inputs),
             shuffle_inputs=True,
         ),
@@ -219,7 +226,7 @@ def run_spec_of(
     )
 
 
-def spec_of_init_weights(spec: SuiteSpec, *, inputs: Path, loss: LossName, folder: Path) -> ReplaySpec:
+def build_init_weights_spec(spec: SuiteSpec, *, inputs: Path, loss: LossName, folder: Path) -> ReplaySpec:
     """Return the replay that writes the weights, as all configurations begin, into `folder`: in fp32, as they are."""
     return ReplaySpec(
         actor=ActorSpec(backend=DDP, model=spec.model, num_layers=spec.num_layers, dtype=Dtype.FP32),

@@ -6,18 +6,22 @@ from typing import Any
 
 import typer
 
-from replay.campaign.going_on import going_on
+from replay.campaign.command_options import (
+    action_to_begin,
+    action_to_continue,
+    continue_option,
+    run_limit_option,
+    words_for,
+)
 from replay.commands.worst.configuration import WorstPlan
 from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
-from replay.options.spec import check_inputs
-from replay.processes.launch import refuse_launcher
 from replay.processes.pool import RunLimits
 
 NUM_MEASURED = 12  # inputs
 NUM_SHOWN = 10
 
 
-def _serves_worst(toggle: Toggle) -> bool:
+def _applies_to_worst(toggle: Toggle) -> bool:
     """Does the option apply to worst? It chooses and orders the inputs itself, and judges nothing."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "backward", "step", "timeout", "log_folder", "full_names")
@@ -26,7 +30,7 @@ def _serves_worst(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_serves_worst)
+@partial(with_options, serves=_applies_to_worst)
 def worst(
     measured: int | None = typer.Option(
         None,
@@ -44,12 +48,8 @@ def worst(
         "--predict num-layers=32,ranks=8. May be given more than once.",
     ),
     show: int | None = typer.Option(None, min=0, metavar="N", help=f"Inputs to list. (default: {NUM_SHOWN})"),
-    go_on: Path | None = typer.Option(  # noqa: B008
-        None, "--continue", metavar="PATH", help="Run what a folder of worst's lacks, and report all of it."
-    ),
-    run_limit: float = typer.Option(
-        1800.0, min=1.0, metavar="X", show_default=False, help="Seconds for each run. (default: 1800)"
-    ),
+    continued_folder: Path | None = continue_option("worst"),  # noqa: B008
+    run_limit: float = run_limit_option("each run", seconds=1800.0),
     **given: Any,
 ) -> Action:
     """Rank all inputs by the time and memory that they will take, from a few that are measured.
@@ -59,9 +59,9 @@ def worst(
     of a peak or 10 % of a time.
     """
     limits = RunLimits(each=run_limit, total=None, at_once=None)
-    if go_on is not None:
-        own = {"measured": measured, "check": check or None, "predict": predict or None, "show": show}
-        return going_on("worst", go_on, {**own, **given}, limits)
+    if continued_folder is not None:
+        typed = {"measured": measured, "check": check or None, "predict": predict or None, "show": show, **given}
+        return action_to_continue("worst", continued_folder, typed, limits)
     plan = WorstPlan(
         spec=replay_spec(given),
         num_measured=measured or NUM_MEASURED,
@@ -69,16 +69,7 @@ def worst(
         checks=check,
         predict=predict or [],
     )
-    others = plan.others  # refuses what cannot be
-    typed = ["--measured", str(measured)] if measured is not None else []
-    typed += ["--check"] if check else []
-    typed += [word for other in others for word in ("--predict", other.text)]
-
-    def begin() -> int:
-        refuse_launcher("worst")
-        check_inputs(plan.spec.inputs)
-        from replay.commands.worst import runs
-
-        return runs.begin(plan, typed, limits)
-
-    return begin
+    # Reading them refuses configurations that cannot be.
+    others = plan.others
+    words = words_for({"measured": measured, "check": check, "predict": [other.text for other in others]})
+    return action_to_begin("worst", plan.spec.inputs, plan, words, limits)

@@ -5,33 +5,34 @@ from dataclasses import dataclass, replace
 from actor_init.spec import ActorSpec, UsageError
 from replay.options.spec import ReplaySpec
 
-NAMES = ("num-layers", "zero-stage", "ranks", "tp", "ring")
+PREDICTED_OPTIONS = ("num-layers", "zero-stage", "ranks", "tp", "ring")
 EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Configuration:
+class OtherConfiguration:
     """Another configuration: `actor` is all of it, `alone` is what one rank can run of it, to be measured."""
 
     text: str
     actor: ActorSpec
     alone: ActorSpec
-    ranks: int  # that each feed inputs of their own
+    # Data ranks, each of which is fed inputs of its own.
+    ranks: int
 
     @property
     def num_processes(self) -> int:
         return self.ranks * self.actor.parallel.tp * self.actor.parallel.ring
 
 
-def parsed(text: str, actor: ActorSpec) -> Configuration:
-    """Read `num-layers=32,ranks=8` as a change of `actor`. Raises UsageError for anything else, or what is refused."""
+def parse_configuration(text: str, actor: ActorSpec) -> OtherConfiguration:
+    """Read `num-layers=32,ranks=8` as a change of `actor`. Raises UsageError for anything else."""
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
-        if name not in NAMES or name in given or not number.isascii() or not number.isdigit():
+        if name not in PREDICTED_OPTIONS or name in given or not number.isascii() or not number.isdigit():
             raise UsageError(
-                f"--predict {text!r}: {part!r} is not allowed. Give each of {', '.join(NAMES)} at most once, "
-                f"as {EXAMPLE}"
+                f"--predict {text!r}: {part!r} is not allowed. "
+                f"Give each of {', '.join(PREDICTED_OPTIONS)} at most once, as {EXAMPLE}"
             )
         given[name] = int(number)
         if given[name] < 1 and name != "zero-stage":
@@ -43,7 +44,7 @@ def parsed(text: str, actor: ActorSpec) -> Configuration:
         actor.parallel, tp=given.get("tp", actor.parallel.tp), ring=given.get("ring", actor.parallel.ring)
     )
     whole = replace(alone, num_layers=given.get("num-layers", actor.num_layers), parallel=parallel)
-    return Configuration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
+    return OtherConfiguration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,6 @@ class WorstPlan:
     predict: list[str]
 
     @property
-    def others(self) -> list[Configuration]:
+    def others(self) -> list[OtherConfiguration]:
         """Return the other configurations. Raises UsageError for one that cannot be."""
-        return [parsed(text, self.spec.actor) for text in self.predict]
+        return [parse_configuration(text, self.spec.actor) for text in self.predict]

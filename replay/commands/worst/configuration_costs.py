@@ -17,7 +17,7 @@ from actor_init.declarations.backends import find_declaration
 from actor_init.declarations.backends.declaration import ShardedMemory
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
-from replay.commands.worst.configuration import Configuration
+from replay.commands.worst.configuration import OtherConfiguration
 from replay.options.spec import ReplaySpec
 from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass
 from replay.resolution.job_defaults import find_source
@@ -53,11 +53,12 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OtherModel:
+class OtherPredictor:
     """Predicts another configuration's passes."""
 
-    other: Configuration
-    model: CostModel  # of one rank's passes
+    other: OtherConfiguration
+    # Predicts the passes of one rank.
+    model: CostModel
     num_layers: int
     num_parameters: int
     memory: ShardedMemory
@@ -68,7 +69,7 @@ class OtherModel:
         costs = [cost for shape in shapes if (cost := self._cost(shape)) is not None]
         if len(costs) < len(shapes):
             return None
-        whole = _most(costs)
+        whole = _find_maximum(costs)
         tp = self.other.actor.parallel.tp
         if tp == 1:
             return Bounds(least=whole, most=whole)
@@ -99,8 +100,8 @@ class OtherModel:
 
 
 def predict_configuration(
-    other: Configuration, spec: ReplaySpec, base: Sequence[MeasuredPass], measure: Measure, *, accumulates: bool
-) -> OtherModel:
+    other: OtherConfiguration, spec: ReplaySpec, base: Sequence[MeasuredPass], measure: Measure, *, accumulates: bool
+) -> OtherPredictor:
     """Measure as much of another configuration as one rank can run, and return what predicts its passes.
 
     base         measured with the actor of `spec`
@@ -111,15 +112,15 @@ def predict_configuration(
     source = find_source(replace(spec, actor=replace(other.actor, parallel=spec.actor.parallel)))
     if source.adapter is not None and (other.ranks > 1 or other.actor.parallel.tp > 1):
         raise UsageError(f"--predict {other.text!r}: ranks and tp are predicted for models without an adapter alone")
-    measured_layers = num_layers_of(spec)
+    measured_layers = count_layers(spec)
     num_layers = source.config.get_text_config().num_hidden_layers
     measured = base if other.alone == spec.actor else measure(other.alone)
     if num_layers != measured_layers:
         fewer = measured_layers // 2 or 2
         more = measure(replace(other.alone, num_layers=fewer))
         share = (num_layers - measured_layers) / (fewer - measured_layers)
-        measured = [_extrapolated(one, another, share) for one, another in zip(measured, more, strict=True)]
-    return OtherModel(
+        measured = [_extrapolate(base_pass, another, share) for base_pass, another in zip(measured, more, strict=True)]
+    return OtherPredictor(
         other=other,
         model=CostModel.fit(measured),
         num_layers=num_layers,
@@ -129,20 +130,20 @@ def predict_configuration(
     )
 
 
-def num_layers_of(spec: ReplaySpec) -> int:
+def count_layers(spec: ReplaySpec) -> int:
     return int(find_source(spec).config.get_text_config().num_hidden_layers)
 
 
-def _extrapolated(one: MeasuredPass, other: MeasuredPass, share: float) -> MeasuredPass:
+def _extrapolate(base: MeasuredPass, other: MeasuredPass, share: float) -> MeasuredPass:
     """Return the cost on the line from one to the other, so many times their distance from the first."""
     seconds, peaks = (
         {name: before[name] + share * (after[name] - before[name]) for name in before}
-        for before, after in ((one.cost.seconds, other.cost.seconds), (one.cost.peaks, other.cost.peaks))
+        for before, after in ((base.cost.seconds, other.cost.seconds), (base.cost.peaks, other.cost.peaks))
     )
-    return replace(one, cost=Cost(seconds=seconds, peaks=peaks))
+    return replace(base, cost=Cost(seconds=seconds, peaks=peaks))
 
 
-def _most(costs: Sequence[Cost]) -> Cost:
+def _find_maximum(costs: Sequence[Cost]) -> Cost:
     """Return the most of each phase: a pass takes as long as its slowest rank."""
     return Cost(
         seconds={name: max(cost.seconds[name] for cost in costs) for name in costs[0].seconds},

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from replay.commands.worst.configuration import Configuration
+from replay.commands.worst.configuration import OtherConfiguration
 from replay.commands.worst.configuration_costs import Bounds
-from replay.commands.worst.measuring import Fits, Measuring, Ranked, Room
+from replay.commands.worst.measuring import Fits, MeasuringRun, MemoryRoom, RankedInput
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import (
     Columns,
@@ -36,7 +36,8 @@ from replay.profiling.prediction import (
     PredictionErrors,
 )
 
-SAID_FROM = 0.005  # share by which a fit has to be farther off its own points than off those held out
+# The error on all measured inputs is printed where it exceeds that on the held-out ones by this share.
+SAID_FROM = 0.005
 
 
 class WorstConsole:
@@ -57,7 +58,7 @@ class WorstConsole:
     def line(self, name: str, text: str) -> None:
         print_pairs(self._out, [(name, text)])
 
-    def measured(self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: Measuring) -> None:
+    def measured(self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: MeasuringRun) -> None:
         where = f", in {measuring.log}" if measuring.log else ""
         self.line("measured", f"{len(measured)} of {pluralise(self._num_inputs, 'input')}{where}")
         for place, error in sorted(measuring.failed.items()):
@@ -67,9 +68,9 @@ class WorstConsole:
 
     def ranked(
         self,
-        ranked: Sequence[Ranked],
+        ranked: Sequence[RankedInput],
         model: CostModel,
-        room: Room,
+        room: MemoryRoom,
         num_ranks: int,
         measured: Sequence[MeasuredPass],
         num_shown: int,
@@ -85,14 +86,18 @@ class WorstConsole:
             self.line("error", "not known: there are too few inputs to hold some out of the fit")
         else:
             held_out = pluralise(model.error.num_inputs, "input")
-            text = f"{_said(model.error)}, on {held_out} held out of a fit to the others"
-            guesses = [(guess, one.cost) for one in measured if (guess := model.predict(one.shape)) is not None]
+            text = f"{_describe_error(model.error)}, on {held_out} held out of a fit to the others"
+            guesses = [
+                (guess, measurement.cost)
+                for measurement in measured
+                if (guess := model.predict(measurement.shape)) is not None
+            ]
             own = PredictionErrors.compare(guesses)
             more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
             if max(more) > SAID_FROM:
                 text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
             self.line("error", text)
-        highest = max(ranked, key=lambda one: (one.cost.peak_bytes, one.shape.real_tokens))
+        highest = max(ranked, key=lambda ranking: (ranking.cost.peak_bytes, ranking.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(
             "largest", f"{self._described(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"
@@ -100,22 +105,24 @@ class WorstConsole:
         self.line(
             "slowest", f"{self._described(ranked[0].shape)}: {format_milliseconds(ranked[0].cost.total_seconds)} ms"
         )
-        total = sum(one.cost.total_seconds for one in ranked)
+        total = sum(ranking.cost.total_seconds for ranking in ranked)
         self.line("all", f"{pluralise(len(ranked), 'input')} one after the other: {total:,.1f} s")
         if num_shown:
-            known = {one.shape.number: one.cost for one in measured}
+            known = {measurement.shape.number: measurement.cost for measurement in measured}
             print_line(self._out)
-            print_table(self._out, self._table(ranked[:num_shown], [known.get(one.shape.number) for one in ranked]))
+            print_table(
+                self._out, self._table(ranked[:num_shown], [known.get(ranking.shape.number) for ranking in ranked])
+            )
             print_line(self._out)
 
     def checked(
         self,
-        pairs: Sequence[tuple[Ranked, Cost]],
+        pairs: Sequence[tuple[RankedInput, Cost]],
         error: PredictionErrors | None,
         failed: Sequence[tuple[InputShape, str]],
         ended: str,
     ) -> None:
-        print_table(self._out, self._table([one for one, _ in pairs], [cost for _, cost in pairs]))
+        print_table(self._out, self._table([ranking for ranking, _ in pairs], [cost for _, cost in pairs]))
         print_line(self._out)
         for shape, said in failed:
             self.line("failed", f"{self._described(shape)}: {said}")
@@ -123,21 +130,22 @@ class WorstConsole:
             self.line("failed", f"the run that checks ended early: {ended}")
         if error is not None:
             self.line(
-                "checked", f"{_judged(error)}, on {pluralise(error.num_inputs, 'input')}, the worst and some others"
+                "checked",
+                f"{_judge_error(error)}, on {pluralise(error.num_inputs, 'input')}, the worst and some others",
             )
 
     def other(
-        self, other: Configuration, num_layers: int, slowest: Bounds, highest: Bounds, room: Room, fits: Fits
+        self, other: OtherConfiguration, num_layers: int, slowest: Bounds, highest: Bounds, room: MemoryRoom, fits: Fits
     ) -> None:
         """Print a prediction for another configuration."""
         least, most = highest.least.peak_bytes, highest.most.peak_bytes
-        seconds = _between(
+        seconds = _format_range(
             format_milliseconds(slowest.least.total_seconds), format_milliseconds(slowest.most.total_seconds)
         )
         several = other.num_processes > 1
         without = ", without communication between ranks" if several else ""
         of_rank = " a rank" if several else ""
-        peak = _between(format_gibibytes(least), format_gibibytes(most))
+        peak = _format_range(format_gibibytes(least), format_gibibytes(most))
         here = "" if room.memory is None else f", {fits.value} in {format_gibibytes(room.memory.free_bytes)} GiB"
         self.line(
             "predicted",
@@ -145,26 +153,26 @@ class WorstConsole:
             f"{seconds} ms{without}",
         )
 
-    def other_checked(self, other: Configuration, error: PredictionErrors | None, failed: Sequence[str]) -> None:
+    def other_checked(self, other: OtherConfiguration, error: PredictionErrors | None, failed: Sequence[str]) -> None:
         for said in failed:
             self.line("failed", f"{other.text}: {said}")
         if error is not None:
             passes = pluralise(error.num_inputs, "pass")
-            self.line("checked", f"{other.text}: {_judged(error)}, on {passes}, the slowest and some others")
+            self.line("checked", f"{other.text}: {_judge_error(error)}, on {passes}, the slowest and some others")
 
     def finish(self, written: Path) -> None:
         self.line("written", str(written))
 
-    def _table(self, ranked: Sequence[Ranked], measured: Sequence[Cost | None]) -> Columns:
+    def _table(self, ranked: Sequence[RankedInput], measured: Sequence[Cost | None]) -> Columns:
         rows = list(zip(ranked, measured, strict=False))
         return {
-            "input": [self._name(one.shape) for one, _ in rows],
-            "rows": [f"{one.shape.rows:,}" for one, _ in rows],
-            "tokens": [f"{one.shape.real_tokens:,}" for one, _ in rows],
-            "longest": [f"{max(one.shape.documents):,}" for one, _ in rows],
-            "ms": [format_milliseconds(one.cost.total_seconds) for one, _ in rows],
+            "input": [self._name(ranking.shape) for ranking, _ in rows],
+            "rows": [f"{ranking.shape.rows:,}" for ranking, _ in rows],
+            "tokens": [f"{ranking.shape.real_tokens:,}" for ranking, _ in rows],
+            "longest": [f"{max(ranking.shape.documents):,}" for ranking, _ in rows],
+            "ms": [format_milliseconds(ranking.cost.total_seconds) for ranking, _ in rows],
             "measured": [format_milliseconds(cost.total_seconds if cost else None) for _, cost in rows],
-            "GiB": [format_gibibytes(one.cost.peak_bytes) for one, _ in rows],
+            "GiB": [format_gibibytes(ranking.cost.peak_bytes) for ranking, _ in rows],
             "measured GiB": [format_gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
         }
 
@@ -175,7 +183,7 @@ class WorstConsole:
         return shape.source if self._full_names else shorten_names(shape.source)
 
 
-def _room(peak: float, num_ranks: int, room: Room, fits: Fits) -> str:
+def _room(peak: float, num_ranks: int, room: MemoryRoom, fits: Fits) -> str:
     """Say how a peak and the memory here go together."""
     if room.has_shown(peak):
         ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
@@ -214,17 +222,17 @@ def _formula(fit: CostFit, unit: float, name: str) -> str:
     return f"{' + '.join(parts) or f'0 {name}'}{floor}"
 
 
-def _said(error: PredictionErrors) -> str:
+def _describe_error(error: PredictionErrors) -> str:
     return (
         f"at most {error.most_of_peak:.1%} of a peak and {error.most_of_seconds:.1%} of a time "
         f"(medians {error.median_of_peak:.1%} and {error.median_of_seconds:.1%})"
     )
 
 
-def _judged(error: PredictionErrors) -> str:
+def _judge_error(error: PredictionErrors) -> str:
     bounds = f"{MOST_OF_PEAK:.0%} and {MOST_OF_SECONDS:.0%}"
-    return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_said(error)}"
+    return f"{'within' if error.is_near else 'beyond'} {bounds}: off by {_describe_error(error)}"
 
 
-def _between(least: str, most: str) -> str:
+def _format_range(least: str, most: str) -> str:
     return most if least == most else f"{least} to {most}"

@@ -16,25 +16,32 @@ from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import find_reason_to_leave_out
 
-NUM_COUNTING = 3  # repetitions of an input
-MOST_IN_A_WINDOW = 2  # passes: the second one holds the first one's gradient, as every later one does
+# Repetitions of an input that are measured.
+NUM_COUNTING = 3
+# Passes. The second one holds the gradient of the first, as every later one does, so more tell nothing new.
+MOST_IN_A_WINDOW = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measuring:
+class MeasuringRun:
     """What a run measured, by the place of an input among those that it was given."""
 
     costs: Mapping[int, Cost]
-    fed_tokens: Mapping[int, int]  # on the rank where they are most
-    failed: Mapping[int, str]  # errors of passes
-    overhead: float  # the most that the allocator reserved, as a share of the most that it gave out
-    ended: str  # why the run ended early; empty: it did not
-    log: str  # the run's folder; empty if it did not get that far
+    # On the rank that is fed the most.
+    fed_tokens: Mapping[int, int]
+    # Errors of passes, in words.
+    failed: Mapping[int, str]
+    # The most that the allocator reserved, as a multiple of the most that it gave out.
+    overhead: float
+    # Why the run ended early; empty if it did not.
+    ended: str
+    # Folder of the run's log; empty if the run did not get that far.
+    log: str
 
 
 def measure(
     campaign: Campaign[Any], spec: ReplaySpec, numbers: Sequence[int], *, num_data_ranks: int = 1, window: int = 1
-) -> Measuring:
+) -> MeasuringRun:
     """Replay the inputs with these numbers in this order, each a few times in a row, unless `campaign` knows it.
 
     window   passes in one gradient
@@ -64,11 +71,13 @@ def measure(
         if record.error is not None:
             failed.setdefault(record.index // num_repeats, f"{record.error_type}: {record.error}")
     is_whole = child.exit_code in (0, 1) and run_file is not None and run_file.exit_code is not None
-    return Measuring(
-        costs={place: _cost(repeated) for place, repeated in counting.items()},
-        fed_tokens={place: max(one.input.fed_tokens for one in repeated[-1]) for place, repeated in counting.items()},
+    return MeasuringRun(
+        costs={place: _combine_repetitions(repeated) for place, repeated in counting.items()},
+        fed_tokens={
+            place: max(record.input.fed_tokens for record in repeated[-1]) for place, repeated in counting.items()
+        },
         failed=failed,
-        overhead=_overhead(records),
+        overhead=_compute_overhead(records),
         ended="" if is_whole else child.error or f"no end in its log, see {child.output}",
         log=str(folder) if folder is not None else "",
     )
@@ -80,23 +89,25 @@ def _whole_passes(records: Sequence[PassRecord], num_ranks: int) -> Iterator[tup
     for record in records:
         passes.setdefault(record.index, []).append(record)
     for index, ranks in sorted(passes.items()):
-        if len(ranks) == num_ranks and all(one.error is None for one in ranks):
+        if len(ranks) == num_ranks and all(record.error is None for record in ranks):
             yield index, ranks
 
 
-def _cost(repeated: Sequence[Sequence[PassRecord]]) -> Cost:
+def _combine_repetitions(repeated: Sequence[Sequence[PassRecord]]) -> Cost:
     clean = [ranks for ranks in repeated if find_reason_to_leave_out(ranks) is None] or repeated[-1:]
     phases = clean[-1][0].cost.phases
     return Cost(
-        seconds={name: min(max(one.cost.phases[name].seconds for one in ranks) for ranks in clean) for name in phases},
+        seconds={
+            name: min(max(record.cost.phases[name].seconds for record in ranks) for ranks in clean) for name in phases
+        },
         peaks={
-            name: float(max(one.cost.phases[name].peak_allocated_bytes for ranks in clean for one in ranks))
+            name: float(max(record.cost.phases[name].peak_allocated_bytes for ranks in clean for record in ranks))
             for name in phases
         },
     )
 
 
-def _overhead(records: Sequence[PassRecord]) -> float:
+def _compute_overhead(records: Sequence[PassRecord]) -> float:
     costs = [cost for record in records for cost in record.cost.phases.values()]
     reserved = max((cost.peak_reserved_bytes or 0 for cost in costs), default=0)
     return max(1.0, reserved / max((cost.peak_allocated_bytes for cost in costs), default=1)) if reserved else 1.0
@@ -104,7 +115,7 @@ def _overhead(records: Sequence[PassRecord]) -> float:
 
 # Ask how much memory a new process gets on this machine's device, and say whether a predicted peak fits it.
 
-SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 _PROGRAM = """
 import json, torch
 if torch.cuda.is_available():
@@ -115,44 +126,46 @@ if torch.cuda.is_available():
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class DeviceMemory:
     """Memory that a new process may fill. On CUDA its context and what others hold are not in `free_bytes`."""
 
     device: str
     free_bytes: int
     total_bytes: int
-    is_shared: bool  # by the ranks on this machine: a CPU's
+    # Whether the ranks on this machine share the memory, as they do on a CPU.
+    is_shared: bool
 
 
-def memory_here(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory | None:
+def read_device_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceMemory | None:
     """Return the memory of the first GPU, asked in a process of its own, or the RAM; None if that is not known."""
     import torch
 
     if torch.cuda.is_available():
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=SECONDS, check=False
+            [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
         try:
             said = json.loads(done.stdout.strip().splitlines()[-1])
         except (ValueError, IndexError):
             return None
-        return Memory(device=said["device"], free_bytes=said["free"], total_bytes=said["total"], is_shared=False)
+        return DeviceMemory(device=said["device"], free_bytes=said["free"], total_bytes=said["total"], is_shared=False)
     try:
         lines = (proc / "meminfo").read_text().splitlines()
     except OSError:
         return None
     sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
-    limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
+    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
     if limit is not None and used is not None:
         free, total = min(free, max(0, limit - used)), min(total, limit)
-    return Memory(device="CPU", free_bytes=free, total_bytes=total, is_shared=True)
+    return DeviceMemory(device="CPU", free_bytes=free, total_bytes=total, is_shared=True)
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # no such file, or no limit
+    # There is no such file, or no limit.
+    except (OSError, ValueError):
         return None
 
 
@@ -164,19 +177,23 @@ class Fits(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranked:
+class RankedInput:
     shape: InputShape
-    cost: Cost  # predicted
+    # The predicted cost.
+    cost: Cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class MemoryRoom:
     """The memory here, and what lies between a predicted peak and it."""
 
-    memory: Memory | None  # None: the system does not say
-    overhead: float  # what the allocator reserves, as a share of what it gives out
+    # None where the system does not tell it.
+    memory: DeviceMemory | None
+    # What the allocator reserves, as a multiple of what it gives out.
+    overhead: float
     error: PredictionErrors | None
-    ran_out_at: float | None = None  # the least predicted peak of an input that ran out of memory when it was measured
+    # The lowest predicted peak of the measured inputs that ran out of memory.
+    ran_out_at: float | None = None
 
     def has_shown(self, peak: float) -> bool:
         """Did an input with no higher peak run out of memory here?"""

@@ -9,7 +9,7 @@ import pytest
 
 from actor_init.declarations.backends.deepspeed_config import build_config
 from actor_init.spec import ActorSpec, UsageError
-from replay.agreement.plan import Here, Role, plan
+from replay.agreement.plan import MatrixContext, Role, plan_matrix
 from replay.options.option_parsing import in_flags
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
@@ -80,16 +80,16 @@ def test_other_backends_have_no_such_file() -> None:
 
 
 def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several(tmp_path: Path) -> None:
-    here = Here(device="cpu", num_devices=1, num_inputs=2, config=CONFIG, must_pack=False)
+    here = MatrixContext(device="cpu", num_devices=1, num_inputs=2, config=CONFIG, must_pack=False)
     path = str(written(tmp_path, {"zero_optimization": {"overlap_comm": True}}))
     bad = tmp_path / "bad.json"
     bad.write_text('{"gradient_clipping": 1}')
     settings = [{"backend": backend, "dtype": "fp32", "zero_stage": 3} for backend in ("deepspeed", "fsdp2")]
-    cells = plan(settings, {"deepspeed_config": path}, here).cells
+    cells = plan_matrix(settings, {"deepspeed_config": path}, here).cells
     given = {cell.spec.actor.backend: cell.spec.actor.deepspeed_config for cell in cells if cell.role is Role.CELL}
     assert given == {"deepspeed": Path(path)}
     assert not any(cell.spec.actor.deepspeed_config for cell in cells if cell.spec.actor.backend == "fsdp2")
-    listed = plan([{"dtype": "fp32", "deepspeed_config": one} for one in (path, str(bad))], {}, here)
+    listed = plan_matrix([{"dtype": "fp32", "deepspeed_config": one} for one in (path, str(bad))], {}, here)
     assert f"deepspeed fp32 packed auto deepspeed-config {path}" in [cell.name for cell in listed.cells]
     assert "gradient_clipping is 1" in listed.refused[f"deepspeed fp32 packed auto deepspeed-config {bad}"]
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
-from replay.agreement.matrix import Named, edge_settings, settings_of
-from replay.agreement.plan import Here, Role, plan
-from replay.commands.suite.plan import CONFIGURATIONS, configurations
+from replay.agreement.matrix import BuiltInMatrix, make_edge_settings, read_settings
+from replay.agreement.plan import MatrixContext, Role, plan_matrix
+from replay.commands.suite.plan import CONFIGURATIONS, read_configurations
 from replay.options.option_parsing import in_flags, replay_spec
 from replay.options.spec import ReplaySpec
 from replay.output.text import describe_engine
@@ -86,21 +86,21 @@ def test_help_lists_it() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("matrix", list(Named))
+@pytest.mark.parametrize("matrix", list(BuiltInMatrix))
 def test_every_named_matrix_has_cells_of_it_that_differ_in_nothing_that_it_lacks(matrix: str) -> None:
-    cells = [one for one in settings_of(matrix, 2) if one["backend"] == "toy"]
+    cells = [one for one in read_settings(matrix, 2) if one["backend"] == "toy"]
     assert {one.get("data", 1) for one in cells} == {1, 2}
     assert not any({"zero_stage", "tp", "ring"} & one.keys() for one in cells)
-    edges = edge_settings(matrix, 2, Attention.SDPA)
+    edges = make_edge_settings(matrix, 2, Attention.SDPA)
     assert all("toy" in {one["backend"] for one in group} for group in edges.values())
 
 
 @pytest.mark.usefixtures("registered")
 def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
     config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
-    here = Here(device="cpu", num_devices=2, num_inputs=8, config=config, must_pack=False)
+    here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=config, must_pack=False)
     with liger_on_a_cpu():
-        found = plan(settings_of("quick", 2), {}, here)
+        found = plan_matrix(read_settings("quick", 2), {}, here)
     cells = {cell.name for cell in found.cells if cell.role is Role.CELL and cell.spec.actor.backend == "toy"}
     assert {"toy fp32 packed sdpa", "toy fp32 padded sdpa", "toy fp32 packed sdpa data 2"} <= cells
     refused = {name: reason for name, reason in found.refused.items() if name.startswith("toy")}
@@ -140,7 +140,7 @@ def test_texts_and_specs_know_it() -> None:
 @pytest.mark.usefixtures("registered")
 def test_the_suite_trains_it_as_it_declares() -> None:
     before = [one.name for one in CONFIGURATIONS]
-    assert [one.name for one in configurations()] == [*before, "toy"]
+    assert [one.name for one in read_configurations()] == [*before, "toy"]
 
 
 def test_without_its_entry_nobody_knows_it() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Attention, Compile, Dtype, UsageError
-from replay.agreement.matrix import arranged, full, name_of, num_processes_of, pairs_first, settings_of, typed
+from replay.agreement.matrix import (
+    arrange_settings,
+    count_processes,
+    make_full_tables,
+    name_of,
+    order_by_pairs,
+    read_settings,
+    to_options,
+)
 from replay.options.option_parsing import replay_spec
 
 TWO_TABLES = """
@@ -33,7 +41,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_a_matrix_is_the_sum_of_its_tables_products_each_once(tmp_path: Path) -> None:
-    assert settings_of(written(tmp_path, TWO_TABLES), 1) == [
+    assert read_settings(written(tmp_path, TWO_TABLES), 1) == [
         {"backend": "deepspeed", "packing": True},
         {"backend": "deepspeed", "packing": False},
         {"backend": "fsdp2", "packing": True},
@@ -57,12 +65,12 @@ def test_a_matrix_is_the_sum_of_its_tables_products_each_once(tmp_path: Path) ->
 )
 def test_a_file_that_is_no_matrix_is_refused_with_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        settings_of(written(tmp_path, text), 1)
+        read_settings(written(tmp_path, text), 1)
 
 
 def test_a_word_that_names_no_matrix_is_refused() -> None:
     with pytest.raises(UsageError, match="--matrix quik is neither one of quick, pairs, full nor a file"):
-        settings_of("quik", 1)
+        read_settings("quik", 1)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +85,15 @@ def test_a_word_that_names_no_matrix_is_refused() -> None:
 )
 def test_a_value_of_another_kind_is_refused_for_its_cell(setting: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        replay_spec(typed(setting))
+        replay_spec(to_options(setting))
 
 
 def test_a_setting_is_what_the_command_line_would_give() -> None:
     setting = {"backend": "fsdp2", "packing": False, "compile": "blocks", "tp": 2, "data": 2, "attention": "eager"}
-    actor = replay_spec(typed(setting)).actor
+    actor = replay_spec(to_options(setting)).actor
     assert (actor.backend, actor.packing, actor.compile) == ("fsdp2", False, Compile.BLOCKS)
     assert (actor.parallel.tp, actor.attention) == (2, Attention.EAGER)
-    assert num_processes_of(setting) == 4
+    assert count_processes(setting) == 4
     assert name_of(setting) == "fsdp2 bf16 padded eager compiled data 2 tp 2"
     assert name_of({"dtype": "fp32", "gradient_checkpointing": True}) == (
         "deepspeed fp32 packed auto gradient-checkpointing"
@@ -93,7 +101,7 @@ def test_a_setting_is_what_the_command_line_would_give() -> None:
 
 
 def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
-    found = settings_of("full", 2)
+    found = read_settings("full", 2)
     stages = {"deepspeed": 4, "fsdp2": 2}
     layouts = sum(ring * tp * data <= 2 for ring, tp, data in product((1, 2), repeat=3))
     num_kernels, num_compiled, num_dtypes, num_packing, num_deepcompile = 5, 2, 3, 2, 2
@@ -107,27 +115,27 @@ def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
 
 
 def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
-    settings = settings_of("full", 2)
-    ordered, num_covering = pairs_first(settings)
+    settings = read_settings("full", 2)
+    ordered, num_covering = order_by_pairs(settings)
     pairs = {pair for one in settings for pair in combinations(sorted(one.items()), 2)}
     early = {pair for one in ordered[:num_covering] for pair in combinations(sorted(one.items()), 2)}
     assert early == pairs
     assert len(ordered) == len(settings)
     assert all(one in ordered for one in settings)
-    assert arranged("pairs", settings) == ordered[:num_covering]
-    assert arranged("full", settings) == ordered
-    assert arranged("quick", settings) == settings
+    assert arrange_settings("pairs", settings) == ordered[:num_covering]
+    assert arrange_settings("full", settings) == ordered
+    assert arrange_settings("quick", settings) == settings
     assert num_covering < len(settings) / 10
 
 
 def test_wherever_a_full_matrix_is_broken_off_each_value_was_seen_about_as_often() -> None:
-    settings = settings_of("full", 4)
-    ordered, _ = pairs_first(settings)
+    settings = read_settings("full", 4)
+    ordered, _ = order_by_pairs(settings)
     for option, values in (("backend", ("deepspeed", "fsdp2")), ("tp", (1, 2, 4)), ("zero_stage", (0, 1, 2, 3))):
         seen = Counter(one.get(option) for one in ordered[:200])
         assert min(seen[value] for value in values) > 20, seen
 
 
 def test_full_uses_splits_that_divide_the_devices() -> None:
-    [first, *_] = full(6, Attention.SDPA)
+    [first, *_] = make_full_tables(6, Attention.SDPA)
     assert first["tp"] == [1, 2, 3, 6]

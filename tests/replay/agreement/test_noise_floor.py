@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
-from replay.agreement.noise_floor import CellResult, Distance, Noise, distances, noise_of, result_of
+from replay.agreement.noise_floor import (
+    CellResult,
+    FarthestPoint,
+    NoiseFloor,
+    judge_distances,
+    measure_distances,
+    measure_noise,
+)
 from replay.comparison.differences import compare
 from replay.runlog.reader import PastRun
 from replay.tolerances.difference import estimate_chance_beyond, estimate_rounding_ceiling
@@ -20,13 +27,13 @@ CONFIG = {"num_hidden_layers": 4, "hidden_size": 64}
 SPACING = 2.0**-23
 
 
-def far(value: float, num_points: int = 16) -> Distance:
-    return Distance(value=value, source="x.pkl", place=0, num_points=num_points)
+def far(value: float, num_points: int = 16) -> FarthestPoint:
+    return FarthestPoint(value=value, source="x.pkl", place=0, num_points=num_points)
 
 
-def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> Noise:
+def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> NoiseFloor:
     named = {f"equivalent {number}": far(value, num_points) for number, value in enumerate(values)}
-    return noise_of(dtype, "loss", named, estimate_rounding_ceiling(dtype, CONFIG, 100))
+    return measure_noise(dtype, "loss", named, estimate_rounding_ceiling(dtype, CONFIG, 100))
 
 
 def test_the_floor_is_the_largest_distance_of_an_equivalent_run() -> None:
@@ -104,15 +111,15 @@ def test_each_quantity_is_held_against_its_own_bound(
     loss: float, norm: float, verdict: CellResult, deciding: list[str]
 ) -> None:
     noises = {
-        name: noise_of(Dtype.BF16, name, {"kernel": far(floor)}, 1e-2)
+        name: measure_noise(Dtype.BF16, name, {"kernel": far(floor)}, 1e-2)
         for name, floor in (("loss", 1e-5), ("gradient norm", 1e-4))
     }
-    assert result_of({"loss": far(loss), "gradient norm": far(norm)}, noises) == (verdict, deciding)
+    assert judge_distances({"loss": far(loss), "gradient norm": far(norm)}, noises) == (verdict, deciding)
 
 
 def test_without_a_measured_floor_nothing_is_judged_but_what_is_equal() -> None:
-    assert result_of({"loss": far(1e-6)}, {}) == (CellResult.NOT_JUDGED, ["loss"])
-    assert result_of({"loss": far(0.0)}, {}) == (CellResult.EQUAL, [])
+    assert judge_distances({"loss": far(1e-6)}, {}) == (CellResult.NOT_JUDGED, ["loss"])
+    assert judge_distances({"loss": far(0.0)}, {}) == (CellResult.EQUAL, [])
 
 
 def test_a_row_of_one_sure_token_is_measured_by_what_the_others_are(tmp_path: Path) -> None:
@@ -120,14 +127,14 @@ def test_a_row_of_one_sure_token_is_measured_by_what_the_others_are(tmp_path: Pa
         write_log(tmp_path / name, [passed(0, "x", row_log_probs=[-30.0, sure])])
         for name, sure in (("a", -1e-6), ("b", -2e-6))
     ]
-    found = distances(compare(*map(PastRun.read, logs)))
+    found = measure_distances(compare(*map(PastRun.read, logs)))
     assert found["log-probs"].value == pytest.approx(1e-6 / 15)  # and not 1, though it doubled
     assert found["log-probs"].num_points == 2
 
 
 def test_no_number_where_there_was_one_is_infinitely_far(tmp_path: Path) -> None:
     logs = [write_log(tmp_path / str(loss), [passed(0, "x", loss)]) for loss in (2.0, math.nan)]
-    assert distances(compare(*map(PastRun.read, logs)))["loss"].value == math.inf
+    assert measure_distances(compare(*map(PastRun.read, logs)))["loss"].value == math.inf
 
 
 def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_found() -> None:
@@ -138,9 +145,12 @@ def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_
         measured = {
             str(scale): far(max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8)), 8) for scale in (0.2, 1, 0.5, 1)
         }
-        one = noise_of(Dtype.BF16, "loss", measured, estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100))
+        one = measure_noise(Dtype.BF16, "loss", measured, estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100))
         for _, scale in product(range(40), (0.2, 1)):
             clean = max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8))
-            assert result_of({"loss": far(clean)}, {"loss": one})[0] in (CellResult.EQUAL, CellResult.WITHIN_NOISE)
-        num_found += result_of({"loss": far(4e-4)}, {"loss": one})[0] is CellResult.DIFFERS
+            assert judge_distances({"loss": far(clean)}, {"loss": one})[0] in (
+                CellResult.EQUAL,
+                CellResult.WITHIN_NOISE,
+            )
+        num_found += judge_distances({"loss": far(4e-4)}, {"loss": one})[0] is CellResult.DIFFERS
     assert num_found == 100

@@ -7,13 +7,13 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from actor_init.spec import Attention, Dtype, UsageError
-from replay.agreement.matrix import settings_of
-from replay.agreement.plan import Cell, Here, Plan, Role, plan
+from replay.agreement.matrix import read_settings
+from replay.agreement.plan import Cell, MatrixContext, ParityPlan, Role, plan_matrix
 from replay.options.option_parsing import replay_spec
 from tests.helpers.planning import CONFIG, planned
 
 
-def named(found: Plan) -> dict[str, Cell]:
+def named(found: ParityPlan) -> dict[str, Cell]:
     assert len({cell.name for cell in found.cells}) == len(found.cells)
     return {cell.name: cell for cell in found.cells}
 
@@ -30,7 +30,7 @@ def test_every_dtype_has_a_reference_and_equivalents_before_its_cells() -> None:
 
 
 def test_every_backend_has_cells_and_of_the_quick_matrix_only_kernels_that_are_not_here_are_refused() -> None:
-    found = planned(settings_of("quick", 2))
+    found = planned(read_settings("quick", 2))
     cells = [cell.spec.actor for cell in found.cells if cell.role is Role.CELL]
     assert {actor.backend for actor in cells} == {"deepspeed", "fsdp2", "ddp"}
     kernels = {Attention.FLASH, Attention.CUDNN, Attention.VARLEN}
@@ -122,8 +122,8 @@ def test_a_cell_with_what_the_reference_is_spared_has_a_name_of_its_own() -> Non
 
 def test_the_matrix_arranges_what_can_run_alone() -> None:
     settings: list[dict[str, Any]] = [{"attention": "flash"}, *({"zero_stage": stage} for stage in (2, 3, 0))]
-    facts = Here(device="cpu", num_devices=1, num_inputs=8, config=CONFIG, must_pack=False)
-    found = plan(settings, {}, facts, lambda able: [able[2], able[0]])
+    facts = MatrixContext(device="cpu", num_devices=1, num_inputs=8, config=CONFIG, must_pack=False)
+    found = plan_matrix(settings, {}, facts, lambda able: [able[2], able[0]])
     assert [cell.name for cell in found.cells if cell.role is Role.CELL] == [
         "deepspeed stage 0 bf16 packed auto",
         "deepspeed stage 2 bf16 packed auto",
@@ -144,7 +144,7 @@ def test_accumulation_is_held_against_a_reference_that_accumulates_as_many_over_
 
 
 def test_a_model_without_sdpa_has_an_eager_reference_and_no_equivalent_of_a_kernel_that_is_not_there() -> None:
-    found = planned(settings_of("quick", 1, Attention.EAGER), config=Gemma2Config(), num_devices=1)
+    found = planned(read_settings("quick", 1, Attention.EAGER), config=Gemma2Config(), num_devices=1)
     cells = named(found)
     assert cells["fsdp2 fp32 padded eager"].role is Role.REFERENCE
     assert {cell.spec.actor.attention for cell in found.cells} == {Attention.EAGER}
@@ -157,7 +157,7 @@ def test_a_model_without_sdpa_has_an_eager_reference_and_no_equivalent_of_a_kern
 
 
 def test_the_quick_matrix_has_every_stage_accumulation_and_checkpointing_of_every_backend() -> None:
-    actors = [cell.spec.actor for cell in planned(settings_of("quick", 2)).cells if cell.role is Role.CELL]
+    actors = [cell.spec.actor for cell in planned(read_settings("quick", 2)).cells if cell.role is Role.CELL]
     assert {(one.backend, one.resolved_zero_stage) for one in actors} == {
         *(("deepspeed", stage) for stage in range(4)),
         *(("fsdp2", stage) for stage in (2, 3)),
@@ -168,7 +168,7 @@ def test_the_quick_matrix_has_every_stage_accumulation_and_checkpointing_of_ever
 
 
 def test_fp16_is_in_full_where_the_device_and_the_backend_have_it() -> None:
-    settings = [one for one in settings_of("full", 1) if one["dtype"] == Dtype.FP16 and one["attention"] == "sdpa"]
+    settings = [one for one in read_settings("full", 1) if one["dtype"] == Dtype.FP16 and one["attention"] == "sdpa"]
     found = planned(settings, num_devices=1)
     assert {cell.spec.actor.backend for cell in found.cells} == {"fsdp2", "ddp"}
     assert any("DeepSpeed has no fp16 on a CPU" in reason for reason in found.refused.values())
@@ -182,18 +182,18 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
 
 
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
-    from replay.commands.parity.runs import _edge_plans
+    from replay.commands.parity.runs import _plan_edges
 
     spec = replay_spec({"dtype": "fp32", "model": "somewhere"})
-    here = Here(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
-    plans = list(_edge_plans("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
+    here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
+    plans = list(_plan_edges("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
     assert [{cell.group for cell in one.cells} for one in plans] == [{"edge rows"}, {"edge documents"}]
     rows, documents = ([cell.spec for cell in one.cells] for one in plans)
     assert {one.actor.packing for one in rows} == {True, False}
     assert {one.actor.packing for one in documents} == {True}
     assert {one.actor.model for one in [*rows, *documents]} == {"somewhere"}
-    few = Here(device="cpu", num_devices=2, num_inputs=8, config=LlamaConfig(vocab_size=20), must_pack=False)
-    said = [reason for one in _edge_plans("quick", {}, spec, few) for reason in one.refused.values()]
+    few = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=LlamaConfig(vocab_size=20), must_pack=False)
+    said = [reason for one in _plan_edges("quick", {}, spec, few) for reason in one.refused.values()]
     assert [reason.partition(" go up to ")[0] for reason in said] == ["their token ids"] * 2
     assert all(reason.endswith("and the model's vocabulary is of 20") for reason in said)
-    assert list(_edge_plans(str(tmp_path), {}, spec, here)) == []
+    assert list(_plan_edges(str(tmp_path), {}, spec, here)) == []

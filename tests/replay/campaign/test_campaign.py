@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import JOURNAL, Campaign, Job, until_interrupted
+from replay.campaign.campaign import JOURNAL, Campaign, Job, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Child, Machine, RunLimits, Task
@@ -45,10 +45,10 @@ class Where(ThisMachine):
     is_alone: bool = True
     ran: list[str] = field(default_factory=list)
 
-    def runner(self, root: Path, machine: Machine, at_once: int | None) -> Any:
+    def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> Any:
         return self
 
-    def runs_alone(self, machine: Machine, at_once: int | None) -> bool:
+    def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
         return self.is_alone
 
     num_running = 0
@@ -73,9 +73,9 @@ def begun(tmp_path: Path, num_jobs: int = 4) -> Campaign[Plan]:
 def settled(campaign: Campaign[Plan], where: Where, jobs: Sequence[Job] | None = None) -> dict[int, tuple[Any, ...]]:
     campaign.open(where, LIMITS)
     results = {}
-    with until_interrupted():
+    with catch_interruption():
         for one in campaign.settle(campaign.plan.jobs if jobs is None else jobs):
-            results[one.place] = (one.child.exit_code, one.child.seconds, one.child.logs, one.child.error)
+            results[one.position] = (one.child.exit_code, one.child.seconds, one.child.logs, one.child.error)
     return results
 
 
@@ -119,7 +119,7 @@ def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path:
         replace(job, python="/opt/python"),
         replace(job, spec=replace(job.spec, actor=replace(job.spec.actor, num_layers=1))),
     ]
-    assert [campaign.known(one) is not None for one in [*known, *others]] == [True, False, False, False]
+    assert [campaign.find_settled(one) is not None for one in [*known, *others]] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywh
     campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
     campaign.write()
     again = Campaign.read("scan", campaign.folder, Plan)
-    again.refuse_elsewhere(ThisMachine(), again.plan.jobs[:3])
+    again.check_resumable(ThisMachine(), again.plan.jobs[:3])
     with pytest.raises(UsageError) as refused:
-        again.refuse_elsewhere(ThisMachine(), again.plan.jobs)
+        again.check_resumable(ThisMachine(), again.plan.jobs)
     assert says in str(refused.value)

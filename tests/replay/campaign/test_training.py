@@ -18,7 +18,7 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.on_ray.node_files import FileChange
-from replay.campaign.training import Trainings
+from replay.campaign.training import RayTrainings
 from replay.command_line.cli import main
 from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.node_actors import NodeAgent
@@ -114,7 +114,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
     with open_cluster(nodes.address) as cluster:
         when(cluster, may_go, nodes.lose, nodes.add)
         rank = doomed(doomed_training.doomed, tmp_path)
-        run = Trainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
+        run = RayTrainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
         [(_, child)] = run([(None, task_of(tmp_path, spec))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
@@ -176,7 +176,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
     with open_cluster(nodes.address) as cluster:
         when(cluster, lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose)
         rank = doomed(doomed_training.hang, tmp_path)
-        [(_, child)] = Trainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
+        [(_, child)] = RayTrainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
             [(None, task_of(tmp_path, ReplaySpec()))]
         )
         workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("rank*")]
@@ -209,7 +209,7 @@ def is_alive(process: int) -> bool:
 def test_a_storage_that_cannot_be_used_is_one_line(nodes: TwoNodes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with open_cluster(nodes.address) as cluster, pytest.raises(UsageError) as caught:
-        Trainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
+        RayTrainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
     assert in_flags(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
     assert str(caught.value).endswith("Give a folder where you may write")
     agent = NodeAgent(str(tmp_path))

@@ -22,10 +22,10 @@ from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
 from replay.commands.minimise.cutting import Candidate
-from replay.commands.minimise.failure import Failure, Kind, failure_of, masked
-from replay.commands.minimise.folder import _run_script
+from replay.commands.minimise.failure import FailureKind, ReplayFailure, find_failure, mask
+from replay.commands.minimise.folder import _format_run_script
 from replay.commands.minimise.standalone import Standalone
-from replay.commands.minimise.trials import ParityCell, Trial
+from replay.commands.minimise.trials import MinimiseTrial, ParityCell
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, FindingStatus
@@ -59,31 +59,31 @@ def error(index: int, kind: str, text: str, **changes: Any) -> PassRecord:
 
 def test_a_failure_is_read_from_the_log_of_a_replay(tmp_path: Path) -> None:
     raised = [passed(0, "a"), error(1, "IndexError", "index 70 is out of bounds"), error(2, "KeyError", "x")]
-    found = failure_of(child_of(tmp_path / "raised", 1, raised))
+    found = find_failure(child_of(tmp_path / "raised", 1, raised))
     assert found is not None
     assert (found.kind, found.error_type, found.message) == ("exception", "IndexError", "index N is out of bounds")
     assert (found.index, found.source) == (1, "1.pkl")
 
     odd = [passed(0, "a"), passed(1, "b", loss=float("nan"), first_non_finite="output of layers.1, row 3, token 9")]
-    found = failure_of(child_of(tmp_path / "odd", 0, odd))
+    found = find_failure(child_of(tmp_path / "odd", 0, odd))
     assert found is not None
     assert (found.kind, found.quantities, found.row, found.token) == ("not finite", ("loss",), 3, 9)
 
-    found = failure_of(child_of(tmp_path / "late", None, [passed(0, "a")]))
+    found = find_failure(child_of(tmp_path / "late", None, [passed(0, "a")]))
     assert found is not None
     assert (found.kind, found.index) == ("hang", 1)
 
-    found = failure_of(child_of(tmp_path / "killed", -signal.SIGKILL, [passed(0, "a")]))
+    found = find_failure(child_of(tmp_path / "killed", -signal.SIGKILL, [passed(0, "a")]))
     assert found is not None
     assert (found.kind, found.error_type) == ("died", "SIGKILL")
 
     ended = {"kind": "failed", "rank": 1, "index": 2, "source": "c.pkl", "error": "ValueError: 5 rows"}
-    found = failure_of(child_of(tmp_path / "ranks", 1, [passed(0, "a")], failure=ended))
+    found = find_failure(child_of(tmp_path / "ranks", 1, [passed(0, "a")], failure=ended))
     assert found is not None
     assert (found.error_type, found.message, found.index, found.source) == ("ValueError", "N rows", 2, "c.pkl")
 
-    assert failure_of(child_of(tmp_path / "fine", 0, [passed(0, "a")])) is None
-    assert failure_of(child_of(tmp_path / "refused", 2, [passed(0, "a")])) is None
+    assert find_failure(child_of(tmp_path / "fine", 0, [passed(0, "a")])) is None
+    assert find_failure(child_of(tmp_path / "refused", 2, [passed(0, "a")])) is None
 
 
 def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
@@ -94,22 +94,22 @@ def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
     ]
     first = PassVerdict(index=4, source="e.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
     verdict = replace(VERDICT, outcome=Outcome.DIFFERS, first=first)
-    found = failure_of(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict.to_dict()))
+    found = find_failure(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict.to_dict()))
     assert found is not None
     assert (found.kind, found.quantities, found.row, found.index) == ("differs", ("log-probs",), 1, 4)
     assert found.bound == 1e-4
 
 
 def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
-    assert masked("row 4 of /a/b/c.pkl: shape [2, 40]\n  at 0x7f2a") == masked("row 1 of x.pkl: shape [1, 7] at 0x11")
-    one = Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
-    assert one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N rows", index=5))
-    assert not one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N tokens"))
-    assert not one.is_same_as(Failure(kind=Kind.EXCEPTION, error_type="KeyError", message="N rows"))
-    differs = Failure(kind=Kind.DIFFERS, quantities=("loss", "log-probs"))
-    assert differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("log-probs",)))
-    assert not differs.is_same_as(Failure(kind=Kind.DIFFERS, quantities=("gradient norm",)))
-    assert not differs.is_same_as(Failure(kind=Kind.UNSETTLED, quantities=("loss",)))
+    assert mask("row 4 of /a/b/c.pkl: shape [2, 40]\n  at 0x7f2a") == mask("row 1 of x.pkl: shape [1, 7] at 0x11")
+    one = ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
+    assert one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=5))
+    assert not one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N tokens"))
+    assert not one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="KeyError", message="N rows"))
+    differs = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss", "log-probs"))
+    assert differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("log-probs",)))
+    assert not differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("gradient norm",)))
+    assert not differs.is_same_as(ReplayFailure(kind=FailureKind.UNSETTLED, quantities=("loss",)))
 
 
 def cell_of(**changes: Any) -> ParityCell:
@@ -153,7 +153,7 @@ def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_r
         inputs=replace(cell.spec.inputs, reverse_rows=is_reversed),
         measure=replace(cell.spec.measure, details=True),
     )
-    lines = _run_script(Candidate.of([], spec, 2), cell).splitlines()
+    lines = _format_run_script(Candidate.of([], spec, 2), cell).splitlines()
     there = replace(spec.inputs, inputs=Path("inputs"))
     traced = replace(spec.measure, details=False, trace=True)
     assert [line for line in lines if line.startswith("# ")] == (
@@ -221,7 +221,7 @@ def fails_for_the_token(inputs: Path) -> list[PassRecord]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr(ThisMachine, "runner", lambda *_: made)
+    monkeypatch.setattr(ThisMachine, "make_runner", lambda *_: made)
     none = Standalone(shows=False, why="not asked for")
     monkeypatch.setattr(folder_module, "write_standalone", lambda *_, **__: none)
     return made
@@ -236,9 +236,9 @@ def written(logs: Path) -> Path:
     return path.parent
 
 
-def trials_of(folder: Path) -> list[Trial]:
+def trials_of(folder: Path) -> list[MinimiseTrial]:
     whole = json.loads((folder / "minimise.json").read_text())
-    return [from_json(Trial, trial, source="a trial") for trial in whole["result"]["trials"]]
+    return [from_json(MinimiseTrial, trial, source="a trial") for trial in whole["result"]["trials"]]
 
 
 def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: Runs, capsys: Captured) -> None:

@@ -10,7 +10,7 @@ from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError, Origin
 from capture.file_format.optimizer_step import OptimizerStep, choose_sampled_tokens
-from replay.commands.minimise.cutting import Cut, Shape, cut_call
+from replay.commands.minimise.cutting import CaptureShape, Cut, cut_call
 from replay.verdict.pass_values import read_token_positions
 
 ROWS, COLUMNS, ACTIONS = 3, 10, 6
@@ -138,15 +138,15 @@ def test_nothing_is_no_capture() -> None:
 
 def test_shapes_tell_padding_and_what_cannot_be_cut() -> None:
     real = ((0, 8), (0, COLUMNS), (2, COLUMNS))
-    assert Shape.of(call_of()) == Shape(num_rows=ROWS, num_columns=COLUMNS, name="a.pkl", real=real)
+    assert CaptureShape.of(call_of()) == CaptureShape(num_rows=ROWS, num_columns=COLUMNS, name="a.pkl", real=real)
     packed: dict[str, Tensor] = {
         "input_ids": torch.ones(1, 6, dtype=torch.int64),
         "cu_seq_lens_q": torch.tensor([0, 2, 6]),
     }
-    shape = Shape.of(call_of(tensors=packed, notes={}))
+    shape = CaptureShape.of(call_of(tensors=packed, notes={}))
     assert not shape.can_cut_rows
     assert not shape.can_cut_columns
-    pairs = Shape.of(
+    pairs = CaptureShape.of(
         call_of(tensors={"input_ids": torch.ones(4, 6, dtype=torch.int64)}, notes={"chosen": torch.ones(2)})
     )
     assert not pairs.can_cut_rows

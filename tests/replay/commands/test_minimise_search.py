@@ -8,13 +8,13 @@ from itertools import combinations
 import pytest
 
 from actor_init.spec import UsageError
-from replay.commands.minimise.cutting import Candidate, Cut, Shape
-from replay.commands.minimise.failure import Failure, Kind
-from replay.commands.minimise.search import OutOfRunsError, Search, bisect, ddmin
+from replay.commands.minimise.cutting import Candidate, CaptureShape, Cut
+from replay.commands.minimise.failure import FailureKind, ReplayFailure
+from replay.commands.minimise.search import MinimiseSearch, OutOfRunsError, bisect, ddmin
 from tests.helpers.typed import spec_of
 
 NUM_FILES, NUM_ROWS, LENGTH, LAYERS = 12, 4, 64, 16
-FAILURE = Failure(kind=Kind.EXCEPTION, error_type="IndexError", message="N")
+FAILURE = ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N")
 AT = (7, 2, 40)  # file, row, column
 
 
@@ -33,7 +33,7 @@ class Planted:
     fails: Callable[[Candidate], bool]
     typed: Sequence[str] = ()
     num_processes: int = 1
-    first: Failure = replace(FAILURE, index=7)
+    first: ReplayFailure = replace(FAILURE, index=7)
     files: int = 1
     rows: int = 1
     tokens: int = 2
@@ -105,9 +105,9 @@ PLANTED = {
 }
 
 
-def shapes_of(num_files: int) -> list[Shape]:
+def shapes_of(num_files: int) -> list[CaptureShape]:
     return [
-        Shape(
+        CaptureShape(
             num_rows=NUM_ROWS,
             num_columns=LENGTH,
             real=((0, LENGTH), (0, LENGTH), (10, LENGTH), (0, LENGTH)),
@@ -123,11 +123,11 @@ class Runs:
     """Answers for the processes, and counts the runs; each refuses what `replay` would."""
 
     fails: Callable[[Candidate], bool]
-    found: Failure = FAILURE
+    found: ReplayFailure = FAILURE
     most: int = 1000
     tried: list[Candidate] = field(default_factory=list)
 
-    def __call__(self, candidate: Candidate, what: str) -> Failure | None:
+    def __call__(self, candidate: Candidate, what: str) -> ReplayFailure | None:
         if candidate not in self.tried:
             if len(self.tried) == self.most:
                 raise OutOfRunsError
@@ -135,9 +135,9 @@ class Runs:
         return self.found if self.fails(candidate) else None
 
 
-def search_of(planted: Planted, runs: Runs) -> Search:
+def search_of(planted: Planted, runs: Runs) -> MinimiseSearch:
     whole = [Cut(source=n, rows=tuple(range(NUM_ROWS)), first=0, end=LENGTH) for n in range(NUM_FILES)]
-    return Search(
+    return MinimiseSearch(
         best=Candidate.of(whole, spec_of(planted.typed), planted.num_processes),
         failure=planted.first,
         shapes=shapes_of(NUM_FILES),
@@ -187,7 +187,7 @@ def test_bisection_goes_up_and_down() -> None:
 
 
 def test_what_was_recorded_of_all_rows_loses_no_row_token_or_layer() -> None:
-    first = Failure(kind=Kind.DIFFERS, quantities=("loss",), index=7)
+    first = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss",), index=7)
     runs = Runs(fails=lambda c: any(one.source == 7 for one in c.cuts), found=first)
     search = search_of(Planted(fails=runs.fails, first=first), runs)
     search.run()
@@ -196,7 +196,7 @@ def test_what_was_recorded_of_all_rows_loses_no_row_token_or_layer() -> None:
 
 
 def test_a_log_prob_that_differs_keeps_the_tokens_before_it() -> None:
-    first = Failure(kind=Kind.DIFFERS, quantities=("log-probs",), index=7)
+    first = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("log-probs",), index=7)
     runs = Runs(fails=lambda c: has(c, *AT), found=first)
     search = search_of(Planted(fails=runs.fails, first=first), runs)
     search.run()

@@ -15,10 +15,10 @@ import torch
 
 from actor_init.inputs.packing import prepare_inputs
 from replay.agreement.noise_floor import CellResult, MatrixJudge
-from replay.agreement.rows import ParityLog, State
+from replay.agreement.rows import ParityLog, RowState
 from replay.command_line import cli
 from replay.commands.parity import runs as parting
-from replay.commands.parity.text import commands
+from replay.commands.parity.text import list_commands
 from replay.options.spec import ReplaySpec
 from replay.processes import pool
 from replay.processes.pool import Child, Task
@@ -377,7 +377,7 @@ def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> 
     verdicts = MatrixJudge().result_of(log.rows).cells
     assert {one.result for one in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
     assert [*verdicts] == RUNS[1:]
-    for number, (line, row) in enumerate(zip(commands(log), log.rows, strict=True)):
+    for number, (line, row) in enumerate(zip(list_commands(log), log.rows, strict=True)):
         assert row.log is not None
         program, *words = shlex.split(line, comments=True)
         assert program == "replay"
@@ -405,7 +405,7 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     monkeypatch.setattr("replay.runner.run_pass.prepare_inputs", positions_go_on)
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
-    assert {row.state for row in log.rows} == {State.DONE}
+    assert {row.state for row in log.rows} == {RowState.DONE}
     verdicts = MatrixJudge().result_of(log.rows).cells
     assert [name for name, one in verdicts.items() if one.result is CellResult.DIFFERS] == [RUNS[4], RUNS[5]]
     lines = capsys.readouterr().out.splitlines()

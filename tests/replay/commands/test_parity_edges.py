@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from actor_init.spec import Attention
-from replay.agreement.matrix import edges, quick
+from replay.agreement.matrix import make_edge_tables, make_quick_tables
 from replay.agreement.noise_floor import CellResult
 from replay.agreement.plan import Role
 from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for
@@ -48,7 +48,7 @@ def test_clean_runs_give_no_alarm(campaign: Campaign) -> None:
 
 @pytest.mark.parametrize("fault", MORE_FAULTS.values(), ids=lambda fault: fault.name)
 def test_each_is_put_into_a_cell_that_the_quick_matrix_has(fault: Fault) -> None:
-    tables = edges(fault.group, 2, Attention.SDPA) if fault.group else quick(2, Attention.SDPA)
+    tables = make_edge_tables(fault.group, 2, Attention.SDPA) if fault.group else make_quick_tables(2, Attention.SDPA)
     assert any(
         all(value in table.get(name, [True, False] if name == "packing" else [1]) for name, value in fault.cell.items())
         for table in tables

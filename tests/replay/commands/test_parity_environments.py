@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import UsageError
-from replay.agreement.plan import Plan, Role, in_environments
+from replay.agreement.plan import ParityPlan, Role, repeat_in_environments
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.commands.parity.text import commands, header
+from replay.commands.parity.text import format_header, list_commands
 from replay.options.option_parsing import in_flags
 from replay.options.spec import ReplaySpec
 from replay.processes.child_job import ChildJob
@@ -24,8 +24,8 @@ OLD = Environment(python="/old/bin/python", versions={"torch": "2.8.0", "transfo
 NEW = Environment(python="/new/bin/python", versions={"torch": "2.8.0", "transformers": "5.23.0", "deepspeed": None})
 
 
-def plan() -> Plan:
-    return in_environments(planned([{"backend": "ddp", "dtype": "fp32"}]), [OLD, NEW])
+def plan() -> ParityPlan:
+    return repeat_in_environments(planned([{"backend": "ddp", "dtype": "fp32"}]), [OLD, NEW])
 
 
 def program(path: Path, text: str) -> str:
@@ -79,9 +79,9 @@ def test_the_log_keeps_the_environments_and_says_their_versions(tmp_path: Path) 
     again = ParityLog.read(campaign.folder)
     assert again.campaign.plan == campaign.plan
     assert again.campaign.plan.environments == [OLD, NEW]
-    said = dict(header(again))
+    said = dict(format_header(again))
     assert said["env 2"] == "/new/bin/python: torch 2.8.0, transformers 5.23.0, no deepspeed"
-    shown = commands(again)
+    shown = list_commands(again)
     assert shown[0].startswith("/old/bin/python -m replay --backend fsdp2")
     assert [repeated_by(line) for line in shown] == [
         (cell.spec, cell.num_processes, cell.python) for cell in again.campaign.plan.cells

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import Dtype
-from replay.agreement.matrix import settings_of
-from replay.agreement.noise_floor import CellResult, Distance, JudgedCell, MatrixResult, Noise
+from replay.agreement.matrix import read_settings
+from replay.agreement.noise_floor import CellResult, FarthestPoint, JudgedCell, MatrixResult, NoiseFloor
 from replay.agreement.plan import Cell, Role
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
@@ -22,7 +22,7 @@ BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     """The full matrix of two devices, whose nth cell is n away from its reference."""
     with liger_on_a_cpu():
-        found = planned([dict(one) for one in settings_of("full", 2)])
+        found = planned([dict(one) for one in read_settings("full", 2)])
     campaign = Campaign(
         folder=Path(), name="parity", command="", machine=Machine(num_devices=2, has_gpus=False), plan=found
     )
@@ -31,13 +31,13 @@ def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     judged = {
         cell.name: JudgedCell(
             result=CellResult.EQUAL,
-            distances={"loss": Distance(value=float(number), source="x", place=0, num_points=1)},
+            distances={"loss": FarthestPoint(value=float(number), source="x", place=0, num_points=1)},
             deciding=(),
         )
         for number, cell in enumerate(cells)
     }
     noises = [
-        Noise(
+        NoiseFloor(
             dtype=dtype,
             quantity="loss",
             floor=1.0,
@@ -57,12 +57,12 @@ def test_each_run_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cells, log, result = made()
     monkeypatch.setattr(parity_report, "MAX_RUNS", len(cells))
     expected = {cell.name: {"loss": [number / BOUNDS[cell.spec.actor.dtype]]} for number, cell in enumerate(cells)}
-    assert parity_report.shares_of(log, result) == expected
+    assert parity_report.compute_shares(log, result) == expected
 
 
 def test_of_many_runs_each_value_of_an_option_has_a_line(tmp_path: Path) -> None:
     cells, log, result = made()
-    found = parity_report.shares_of(log, result)
+    found = parity_report.compute_shares(log, result)
     values = [line.partition(" (")[0] for line in found]
     stages = [f"deepspeed, ZeRO stage {stage}" for stage in range(4)]
     stages += ["fsdp2, ZeRO stage 2", "fsdp2, ZeRO stage 3"]

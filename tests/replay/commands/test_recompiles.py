@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from actor_init.spec import ActorSpec, UsageError
 from replay.command_line.cli import main
-from replay.commands.recompiles.policies import Policy, Result, best, least_padding, pays_from
+from replay.commands.recompiles.policies import Policy, PolicyResult, choose_lengths, find_best, find_break_even
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import CompilationSection
@@ -75,7 +75,7 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     assert "size mismatch at index N. expected N, actual N" in guard
     assert found["dynamic"]["recompilations"] == {}
     assert found["multiple"]["fed_tokens"] == sum(-(-length // 64) * 64 for length in lengths)
-    first, second = least_padding(lengths, 2)
+    first, second = choose_lengths(lengths, 2)
     assert found["buckets"]["fed_tokens"] == sum(first if length <= first else second for length in lengths)
     assert found["buckets"]["options"] == f"--pad-tokens {first},{second} --compile --compile-lengths static"
     assert found["off"]["compile_seconds"] == 0 < found["dynamic"]["compile_seconds"]
@@ -136,17 +136,17 @@ def test_a_policy_that_does_not_finish_is_said_and_the_others_count(
 
 
 def test_the_policy_with_the_least_net_time_is_used() -> None:
-    off = Result(policy=Policy.OFF, pass_seconds=0.1)
-    dynamic = Result(policy=Policy.DYNAMIC, pass_seconds=0.08, extra_seconds=10.0)
-    static = Result(policy=Policy.STATIC, pass_seconds=0.07, extra_seconds=100.0)
-    cut = Result(policy=Policy.BUCKETS, error="late")
+    off = PolicyResult(policy=Policy.OFF, pass_seconds=0.1)
+    dynamic = PolicyResult(policy=Policy.DYNAMIC, pass_seconds=0.08, extra_seconds=10.0)
+    static = PolicyResult(policy=Policy.STATIC, pass_seconds=0.07, extra_seconds=100.0)
+    cut = PolicyResult(policy=Policy.BUCKETS, error="late")
     every = [off, dynamic, static, cut]
-    assert best(every, 100) is off
-    assert best(every, 1000) is dynamic
-    assert best(every, 100_000) is static
-    assert best([cut], 5) is None
-    assert pays_from(dynamic, off) == 500
-    assert pays_from(off, dynamic) is None
+    assert find_best(every, 100) is off
+    assert find_best(every, 1000) is dynamic
+    assert find_best(every, 100_000) is static
+    assert find_best([cut], 5) is None
+    assert find_break_even(dynamic, off) == 500
+    assert find_break_even(off, dynamic) is None
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 9])
@@ -160,7 +160,7 @@ def test_buckets_add_the_least_padding_there_is(number: int) -> None:
     choices = [
         (*chosen, 100) for several in range(number) for chosen in combinations(every[:-1], min(several, len(every) - 1))
     ]
-    found = least_padding(lengths, number)
+    found = choose_lengths(lengths, number)
     assert len(found) <= number
     assert fed(tuple(found)) == min(map(fed, choices))
 

@@ -13,10 +13,25 @@ import pytest
 from actor_init.spec import Dtype, UsageError
 from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main, parse_command_line
-from replay.commands.suite.folder import _read_curve
 from replay.commands.suite.inputs import prepare_inputs
-from replay.commands.suite.loss_curve import Curve, NoCurve, Status, Step, compare_curves, curve_of, outcomes
-from replay.commands.suite.plan import CONFIGURATIONS, SuiteSpec, num_inputs_a_step, planned, run_spec_of, skipped
+from replay.commands.suite.loss_curve import (
+    LossCurve,
+    NoCurve,
+    TrainingStatus,
+    TrainingStep,
+    compare_curves,
+    judge_trainings,
+    read_curve,
+)
+from replay.commands.suite.plan import (
+    CONFIGURATIONS,
+    SuiteSpec,
+    build_run_spec,
+    count_inputs_per_step,
+    find_skipped,
+    plan_trainings,
+)
+from replay.commands.suite.runs import _read_curve
 from replay.options.spec import LossName
 from replay.processes.pool import Child, Machine, Task
 from replay.resolution.selection import select
@@ -37,20 +52,20 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def curve(losses: Sequence[float], inputs: str = "ab") -> Curve:
-    return Curve(
+def curve(losses: Sequence[float], inputs: str = "ab") -> LossCurve:
+    return LossCurve(
         steps=[
-            Step(step=number, loss=loss, norm=1.0, seconds=number / 4, memory_bytes=number, inputs=list(inputs))
+            TrainingStep(step=number, loss=loss, norm=1.0, seconds=number / 4, memory_bytes=number, inputs=list(inputs))
             for number, loss in enumerate(losses, start=1)
         ]
     )
 
 
-def moved(*differences: float) -> Curve:
+def moved(*differences: float) -> LossCurve:
     return curve([loss + difference for loss, difference in zip(FALLING, differences, strict=True)])
 
 
-def complaints(name: str, of: Curve, ddp: Curve | None = None, deepspeed: Curve | None = None) -> list[str]:
+def complaints(name: str, of: LossCurve, ddp: LossCurve | None = None, deepspeed: LossCurve | None = None) -> list[str]:
     return compare_curves(
         name, of, steps_an_epoch=2, ddp=ddp, deepspeed=deepspeed, is_standard=not name.endswith("autotp")
     ).complaints
@@ -65,11 +80,13 @@ def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ra
 ) -> None:
     write_passes(tmp_path, {0: "tttt", 1: "ttttt"})
     spec = SuiteSpec(steps=5)
-    plan = planned(spec, Machine(num_devices=num_devices, has_gpus=has_gpus))
-    inputs_a_step = num_inputs_a_step(plan)
+    plan = plan_trainings(spec, Machine(num_devices=num_devices, has_gpus=has_gpus))
+    inputs_a_step = count_inputs_per_step(plan)
     steps: dict[str, list[list[Path]]] = {}
     for one in (one for one in plan if not one.reason):
-        run = run_spec_of(one, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN)
+        run = build_run_spec(
+            one, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN
+        )
         ranks = [select(run.inputs, rank, one.num_data_ranks).inputs for rank in range(one.num_data_ranks)]
         rounds = list(zip(*ranks, strict=True))
         size = run.actor.num_accumulated
@@ -81,19 +98,19 @@ def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ra
 
 
 def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes_for_it() -> None:
-    on_two = {one.name: one for one in planned(SuiteSpec(), Machine(num_devices=2, has_gpus=True))}
+    on_two = {one.name: one for one in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=True))}
     assert {one.name: one.reason for one in on_two.values() if one.reason} == {
         "fsdp2-tp-ring": "needs 4 GPUs, this machine has 2"
     }
-    on_cpu = {one.name: one for one in planned(SuiteSpec(), Machine(num_devices=2, has_gpus=False))}
+    on_cpu = {one.name: one for one in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=False))}
     assert (on_cpu["fsdp2-tp-ring"].num_processes, on_cpu["fsdp2-tp-ring"].reason) == (4, "")
-    of_four = planned(SuiteSpec(processes=1), Machine(num_devices=1, has_gpus=True))
+    of_four = plan_trainings(SuiteSpec(processes=1), Machine(num_devices=1, has_gpus=True))
     assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --processes is 1"]
 
 
 def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
     for machine in (Machine(num_devices=4, has_gpus=True), Machine(num_devices=2, has_gpus=False)):
-        plan = {one.name: one for one in planned(SuiteSpec(data_ranks=2), machine)}
+        plan = {one.name: one for one in plan_trainings(SuiteSpec(data_ranks=2), machine)}
         ranks = {name: plan[name].num_processes for name in ("ddp", "deepspeed-autotp", "fsdp2-tp")}
         assert ranks == {"ddp": 2, "deepspeed-autotp": 4, "fsdp2-tp": 4}
         assert {one.num_data_ranks for one in plan.values() if not one.reason} == {2}
@@ -102,15 +119,15 @@ def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
 
 def test_skipping_changes_no_other_configuration() -> None:
     machine = Machine(num_devices=4, has_gpus=True)
-    whole = planned(SuiteSpec(), machine)
-    some = planned(SuiteSpec(skip=skipped(["ddp"], ["tp"])), machine)
+    whole = plan_trainings(SuiteSpec(), machine)
+    some = plan_trainings(SuiteSpec(skip=find_skipped(["ddp"], ["tp"])), machine)
     assert {one.name for one in some if one.reason == "skipped"} == {
         *("ddp", "fsdp2-tp", "fsdp2-tp-ring", "deepspeed-autotp")
     }
     assert [one for one in some if not one.reason] == [
-        one for one in whole if not skipped(["ddp"], ["tp"]) & {one.name}
+        one for one in whole if not find_skipped(["ddp"], ["tp"]) & {one.name}
     ]
-    assert num_inputs_a_step(some) == num_inputs_a_step(whole) == 4
+    assert count_inputs_per_step(some) == count_inputs_per_step(whole) == 4
 
 
 # curves
@@ -124,7 +141,7 @@ def test_a_step_is_its_micro_batches_on_all_data_ranks_and_its_slowest_ranks(tmp
         for rank, loss in enumerate(ranks)
     ]
     typed = "--step yes --grad-accumulation 2"
-    found = curve_of(PastRun.read(write_log(tmp_path / "log", records, typed=typed)))
+    found = read_curve(PastRun.read(write_log(tmp_path / "log", records, typed=typed)))
     assert found.losses == [3.5, 2.5]
     assert [step.norm for step in found.steps] == [8.0, 10.0]
     assert [step.seconds for step in found.steps] == [4.0, 4.0]
@@ -202,25 +219,25 @@ def test_the_standard_configurations_stay_near_deepspeed_at_every_step(
         (curve(FALLING, inputs="ac"), "step 1 was on other inputs than ddp's"),
     ],
 )
-def test_a_curve_that_is_none_is_complained_of(of: Curve, says: str) -> None:
+def test_a_curve_that_is_none_is_complained_of(of: LossCurve, says: str) -> None:
     assert complaints("fsdp2-ring", of) == ([says] if "ddp" not in says else [])
     assert says in complaints("fsdp2-ring", of, ddp=curve(FALLING))
 
 
 def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to_none() -> None:
-    plan = planned(SuiteSpec(skip=frozenset(["fsdp2"])), Machine(num_devices=4, has_gpus=True))
+    plan = plan_trainings(SuiteSpec(skip=frozenset(["fsdp2"])), Machine(num_devices=4, has_gpus=True))
     refusal = NoCurve(reason="cannot be had", is_refusal=True)
     no_curves = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": NoCurve(reason="crashed")}
     curves = {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}
-    found = outcomes(plan, {**curves, **no_curves}, steps_an_epoch=1)
+    found = judge_trainings(plan, {**curves, **no_curves}, steps_an_epoch=1)
     assert {one.planned.name: (one.status, one.reason) for one in found} == {
-        "ddp": (Status.PASSED, ""),
-        "deepspeed": (Status.FAILED, ""),
-        "fsdp2": (Status.NOT_RUN, "skipped"),
-        "fsdp2-tp": (Status.FAILED, "cannot be had"),
-        "fsdp2-ring": (Status.FAILED, "crashed"),
-        "fsdp2-tp-ring": (Status.NOT_RUN, "not reached"),
-        "deepspeed-autotp": (Status.NOT_RUN, "cannot be had"),
+        "ddp": (TrainingStatus.PASSED, ""),
+        "deepspeed": (TrainingStatus.FAILED, ""),
+        "fsdp2": (TrainingStatus.NOT_RUN, "skipped"),
+        "fsdp2-tp": (TrainingStatus.FAILED, "cannot be had"),
+        "fsdp2-ring": (TrainingStatus.FAILED, "crashed"),
+        "fsdp2-tp-ring": (TrainingStatus.NOT_RUN, "not reached"),
+        "deepspeed-autotp": (TrainingStatus.NOT_RUN, "cannot be had"),
     }
 
 
@@ -375,7 +392,7 @@ class HereRunner:
 @pytest.fixture
 def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
     made = HereRunner()
-    monkeypatch.setattr(ThisMachine, "runner", lambda *_: made)
+    monkeypatch.setattr(ThisMachine, "make_runner", lambda *_: made)
     return made
 
 
@@ -465,7 +482,7 @@ def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
     """Rounding does not explain a loss that does not fall."""
     monkeypatch.setattr("replay.commands.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
     if not falls:
-        monkeypatch.setattr(Curve, "why_it_does_not_fall", lambda *_: "it does not fall")
+        monkeypatch.setattr(LossCurve, "why_it_does_not_fall", lambda *_: "it does not fall")
     assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "failed     fsdp2: initial difference from ddp 0, bound 0\n" in out

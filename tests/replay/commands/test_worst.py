@@ -22,7 +22,7 @@ from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main
-from replay.commands.worst.measuring import Memory, memory_here
+from replay.commands.worst.measuring import DeviceMemory, read_device_memory
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import ReplaySpec, default_folder
 from replay.processes import pool
@@ -133,8 +133,8 @@ def law(monkeypatch: pytest.MonkeyPatch) -> Law:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
-    memory = Memory(device="a device", free_bytes=int(num_bytes), total_bytes=2**40, is_shared=False)
-    monkeypatch.setattr("replay.commands.worst.runs.memory_here", lambda: memory)
+    memory = DeviceMemory(device="a device", free_bytes=int(num_bytes), total_bytes=2**40, is_shared=False)
+    monkeypatch.setattr("replay.commands.worst.runs.read_device_memory", lambda: memory)
 
 
 def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
@@ -392,17 +392,17 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
 def test_memory_on_a_cpu_is_bounded_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 5 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
-    memory = memory_here(tmp_path, tmp_path)
+    memory = read_device_memory(tmp_path, tmp_path)
     assert memory is not None
     assert (memory.free_bytes, memory.total_bytes, memory.is_shared) == (800 * 1024, 1000 * 1024, True)
     (tmp_path / "memory.max").write_text("600000\n")
     (tmp_path / "memory.current").write_text("200000\n")
-    memory = memory_here(tmp_path, tmp_path)
+    memory = read_device_memory(tmp_path, tmp_path)
     assert memory is not None
     assert (memory.free_bytes, memory.total_bytes) == (400000, 600000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory_here(tmp_path, tmp_path) == replace(memory, free_bytes=800 * 1024, total_bytes=1000 * 1024)
-    assert memory_here(tmp_path / "none") is None
+    assert read_device_memory(tmp_path, tmp_path) == replace(memory, free_bytes=800 * 1024, total_bytes=1000 * 1024)
+    assert read_device_memory(tmp_path / "none") is None
 
 
 def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

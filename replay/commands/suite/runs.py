@@ -24,29 +24,29 @@ from actor_init.saving.huggingface import check_folder
 from actor_init.spec import Dtype, UsageError
 from capture.file_format.atomic_write import write_atomically
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import JOURNAL, Campaign, Job, until_interrupted
-from replay.campaign.executor import Executor, executor
+from replay.campaign.campaign import JOURNAL, Campaign, Job, catch_interruption
+from replay.campaign.executor import Executor, open_executor
 from replay.commands.suite.inputs import SuiteInputs, prepare_inputs
 from replay.commands.suite.loss_curve import (
-    Curve,
     CurveComparison,
+    LossCurve,
     NoCurve,
-    Status,
-    Step,
     TrainingResult,
-    curve_of,
-    outcomes,
+    TrainingStatus,
+    TrainingStep,
+    judge_trainings,
+    read_curve,
 )
 from replay.commands.suite.plan import (
     DDP,
     DEEPSPEED,
-    Planned,
+    PlannedTraining,
     SuiteSpec,
-    num_inputs_a_step,
-    num_ranks_of,
-    planned,
-    run_spec_of,
-    spec_of_init_weights,
+    build_init_weights_spec,
+    build_run_spec,
+    count_inputs_per_step,
+    count_ranks,
+    plan_trainings,
 )
 from replay.comparison.plot import check_plot, draw_curves
 from replay.options.option_parsing import in_flags
@@ -72,16 +72,16 @@ class Suite:
     campaign: Campaign[SuitePlan]
 
     @classmethod
-    def begin(cls, spec: SuiteSpec, logs: Path, where: Executor, *, words: Sequence[str] = ()) -> Self:
+    def begin(cls, spec: SuiteSpec, logs: Path, executor: Executor, *, words: Sequence[str] = ()) -> Self:
         """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs.
 
         words  options of the command line
         """
-        machine = where.machine(spec.processes, "--processes")
-        inputs_a_step = num_inputs_a_step(planned(spec, machine))
+        machine = executor.choose_machine(spec.processes, "--processes")
+        inputs_a_step = count_inputs_per_step(plan_trainings(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
-            inputs_folder = _own_inputs(spec, folder)
+            inputs_folder = _choose_inputs_folder(spec, folder)
             plan = SuitePlan(spec=spec, inputs=prepare_inputs(spec, inputs_folder, inputs_a_step))
             suite = cls(campaign=Campaign.begin_in(folder, "suite", plan, words=words, machine=machine))
             if (copy := suite._copy) is not None:
@@ -100,7 +100,7 @@ class Suite:
         if not suite.inputs_folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {suite.inputs_folder} are gone. Try: replay suite")
         for training in suite.runnable:
-            known = suite.campaign.known(suite.job(training))
+            known = suite.campaign.find_settled(suite.job(training))
             child = None if known is None else known.child
             # what a copy from the storage holds of a training that failed does not say why
             if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
@@ -120,21 +120,21 @@ class Suite:
         return self.campaign.plan.inputs
 
     @property
-    def plan(self) -> list[Planned]:
-        return planned(self.spec, self.campaign.machine)
+    def plan(self) -> list[PlannedTraining]:
+        return plan_trainings(self.spec, self.campaign.machine)
 
     @property
-    def runnable(self) -> list[Planned]:
+    def runnable(self) -> list[PlannedTraining]:
         return [training for training in self.plan if not training.reason]
 
     @property
     def inputs_a_step(self) -> int:
-        return num_inputs_a_step(self.plan)
+        return count_inputs_per_step(self.plan)
 
-    def job(self, training: Planned) -> Job:
+    def job(self, training: PlannedTraining) -> Job:
         """Return the training of a configuration."""
         begin = str(self.init_weights) if self.spec.save_init_weights else self.spec.init_weights
-        spec = run_spec_of(
+        spec = build_run_spec(
             training,
             replace(self.spec, init_weights=begin, save_init_weights=False),
             inputs=self.inputs_folder,
@@ -149,18 +149,18 @@ class Suite:
     @property
     def job_of_init_weights(self) -> Job:
         """Return the run that writes the weights with which all configurations begin."""
-        spec = spec_of_init_weights(
+        spec = build_init_weights_spec(
             self.spec, inputs=self.inputs_folder, loss=self.inputs.loss, folder=self.init_weights
         )
         return Job(home="runs/init-weights", spec=spec)
 
     @property
-    def curves(self) -> dict[str, Curve | NoCurve]:
+    def curves(self) -> dict[str, LossCurve | NoCurve]:
         """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
-        known = [(training, self.campaign.known(self.job(training))) for training in self.runnable]
+        known = [(training, self.campaign.find_settled(self.job(training))) for training in self.runnable]
         return {training.name: self.curve_after(training, settled.child) for training, settled in known if settled}
 
-    def curve_after(self, training: Planned, child: Child) -> Curve | NoCurve:
+    def curve_after(self, training: PlannedTraining, child: Child) -> LossCurve | NoCurve:
         """Return the curve that a training left, or why there is none.
 
         It is read from the log, and kept in a file, unless that was done before. Raises UsageError for a damaged file.
@@ -171,7 +171,7 @@ class Suite:
         if path.exists():
             return _read_curve(path)
         try:
-            curve = curve_of(PastRun.read(child.logs))
+            curve = read_curve(PastRun.read(child.logs))
         except UsageError as error:
             return NoCurve(reason=in_flags(error))
         if len(curve.steps) != self.spec.steps:
@@ -208,7 +208,7 @@ class Suite:
     @property
     def inputs_folder(self) -> Path:
         """Return the folder of the inputs, which all nodes share if --storage is given."""
-        return _own_inputs(self.spec, self.folder) if self._copy is None else self._copy / INPUTS
+        return _choose_inputs_folder(self.spec, self.folder) if self._copy is None else self._copy / INPUTS
 
     @property
     def _copy(self) -> Path | None:
@@ -217,24 +217,24 @@ class Suite:
         return Path(str(self.storage)) if is_folder else None
 
     def discard(self) -> None:
-        for folder in (_own_inputs(self.spec, self.folder), self.folder, self._copy):
+        for folder in (_choose_inputs_folder(self.spec, self.folder), self.folder, self._copy):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_inputs(spec: SuiteSpec, folder: Path) -> Path:
+def _choose_inputs_folder(spec: SuiteSpec, folder: Path) -> Path:
     return (spec.output_dir or folder).resolve() / INPUTS
 
 
-def _read_curve(path: Path) -> Curve:
+def _read_curve(path: Path) -> LossCurve:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        steps = [parse_json(Step, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
+        steps = [parse_json(TrainingStep, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} is damaged: {in_flags(error)}. Remove it, and: replay suite --continue {path.parent}"
         ) from error
-    return Curve(steps=steps)
+    return LossCurve(steps=steps)
 
 
 # Print the progress and the answer of `replay suite`: a line or two a training, the table of losses, the verdict.
@@ -246,12 +246,12 @@ class SuiteConsole:
         self._out = open_console(file)
         self._bar = ProgressBar(self._out.file)
         self._suite = suite
-        self._say(_header(suite))
+        self._say(_format_header(suite))
 
     def wrote_init_weights(self) -> None:
-        self._say([("weights", f"all begin with {_shown(self._suite.init_weights)}")])
+        self._say([("weights", f"all begin with {_shorten(self._suite.init_weights)}")])
 
-    def begins(self, training: Planned, num_done: int, num_all: int) -> None:
+    def begins(self, training: PlannedTraining, num_done: int, num_all: int) -> None:
         """Say which configuration is trained now; the bar shows how many of those to train are done."""
         passes = pluralise(self._suite.inputs_a_step // training.num_data_ranks, "pass")
         ranks = pluralise(training.num_data_ranks, "data rank")
@@ -259,46 +259,46 @@ class SuiteConsole:
         self._say([("training", said)])
         self._bar.show(num_done, num_all, "configurations trained")
 
-    def ended(self, curve: Curve | NoCurve) -> None:
+    def ended(self, curve: LossCurve | NoCurve) -> None:
         if isinstance(curve, NoCurve):
             self._say([("", f"no curve: {curve.reason}")])
         else:
             self._say([("", f"loss {curve.losses[0]:.5f} to {curve.losses[-1]:.5f}")])
 
-    def interrupted(self, trained: Mapping[str, Curve | NoCurve]) -> None:
-        done = [training.name for training in self._suite.plan if isinstance(trained.get(training.name), Curve)]
-        self._say([("finished", ", ".join(done) or "none"), *_go_on(self._suite)])
+    def interrupted(self, trained: Mapping[str, LossCurve | NoCurve]) -> None:
+        done = [training.name for training in self._suite.plan if isinstance(trained.get(training.name), LossCurve)]
+        self._say([("finished", ", ".join(done) or "none"), *_format_continue(self._suite)])
 
     def finish(self, results: Sequence[TrainingResult]) -> None:
         """Print the answer; see docs/suite.md."""
         self._bar.clear()
         print_line(self._out)
-        print_table(self._out, _table(results))
+        print_table(self._out, _format_table(results))
         print_line(self._out)
-        print_pairs(self._out, _verdict(self._suite, results))
+        print_pairs(self._out, _format_verdict(self._suite, results))
 
     def _say(self, lines: Pairs) -> None:
         self._bar.clear()
         print_pairs(self._out, lines)
 
 
-def _header(suite: Suite) -> Pairs:
+def _format_header(suite: Suite) -> Pairs:
     spec, machine = suite.spec, suite.campaign.machine
     device = pluralise(machine.num_devices, "GPU") if machine.has_gpus else "a CPU, where processes stand in for GPUs"
     each = f"{pluralise(spec.steps, 'step')} of {pluralise(suite.inputs_a_step, 'input')}"
     return [
-        ("suite", str(_shown(suite.folder))),
+        ("suite", str(_shorten(suite.folder))),
         ("inputs", f"{suite.inputs.said}; {each}, learning rate {spec.learning_rate:g}, {spec.dtype}"),
         ("device", device),
         *([("states", f"every {pluralise(spec.save_every, 'step')} in {suite.storage}")] if spec.save_every else []),
     ]
 
 
-def _go_on(suite: Suite) -> Pairs:
-    return [("go on", f"replay suite --continue {_shown(suite.folder)}")]
+def _format_continue(suite: Suite) -> Pairs:
+    return [("go on", f"replay suite --continue {_shorten(suite.folder)}")]
 
 
-def _table(results: Sequence[TrainingResult]) -> Columns:
+def _format_table(results: Sequence[TrainingResult]) -> Columns:
     """Return a row per configuration; differences are of a step's loss, from the same step under ddp and deepspeed."""
     curves: list[tuple[str, Callable[[CurveComparison], str]]] = [
         ("initial", lambda judged: f"{judged.curve.losses[0]:.5f}"),
@@ -325,16 +325,16 @@ def _table(results: Sequence[TrainingResult]) -> Columns:
     }
 
 
-def _verdict(suite: Suite, results: Sequence[TrainingResult]) -> Pairs:
+def _format_verdict(suite: Suite, results: Sequence[TrainingResult]) -> Pairs:
     pairs: Pairs = []
     for result in results:
         reasons = result.judgement.complaints if result.judgement else [result.reason]
         pairs += [(result.status.value, f"{result.planned.name}: {reason}") for reason in reasons]
-    if any(result.status is Status.FAILED and not result.judgement for result in results):
-        pairs += _go_on(suite)
+    if any(result.status is TrainingStatus.FAILED and not result.judgement for result in results):
+        pairs += _format_continue(suite)
     standard = [result for result in results if result.planned.configuration.is_standard]
-    passed = [result for result in standard if result.status is Status.PASSED]
-    has_failed = any(result.status is Status.FAILED for result in results)
+    passed = [result for result in standard if result.status is TrainingStatus.PASSED]
+    has_failed = any(result.status is TrainingStatus.FAILED for result in results)
     text = f"{len(passed)} of {len(standard)} standard configurations"
     if not has_failed:
         text += ": each loss falls, and none is further from the others than its bound"
@@ -344,10 +344,10 @@ def _verdict(suite: Suite, results: Sequence[TrainingResult]) -> Pairs:
     for result in results:
         if result.planned.name in (DDP, DEEPSPEED) and not result.judgement:
             pairs.append(("note", f"{result.planned.name} has no curve, so none was compared with it"))
-    return [*pairs, ("failed" if has_failed else "passed", text), ("log", str(_shown(suite.folder)))]
+    return [*pairs, ("failed" if has_failed else "passed", text), ("log", str(_shorten(suite.folder)))]
 
 
-def _shown(folder: Path) -> Path:
+def _shorten(folder: Path) -> Path:
     """Return the path relative to the current folder, if it is below it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
@@ -365,11 +365,11 @@ def begin(spec: SuiteSpec, logs: Path, words: Sequence[str], ray: RayOptions | N
     """
     if plot is not None:
         check_plot(plot)
-    with executor(ray, num_ranks_of(spec)) as where:
-        return _run(Suite.begin(spec, logs, where, words=words), where, plot)
+    with open_executor(ray, count_ranks(spec)) as executor:
+        return _run(Suite.begin(spec, logs, executor, words=words), executor, plot)
 
 
-def go_on(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
+def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
     """Train the configurations of a suite that have no curve yet, and judge all of them.
 
     Raises UsageError if there is no such suite, or if it was begun on another machine or with other versions.
@@ -377,26 +377,26 @@ def go_on(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
     if plot is not None:
         check_plot(plot)
     suite = Suite.read(folder)
-    with executor(ray, num_ranks_of(suite.spec)) as where:
-        suite.campaign.refuse_elsewhere(where, map(suite.job, suite.runnable))
-        return _run(suite, where, plot)
+    with open_executor(ray, count_ranks(suite.spec)) as executor:
+        suite.campaign.check_resumable(executor, map(suite.job, suite.runnable))
+        return _run(suite, executor, plot)
 
 
-def _run(suite: Suite, where: Executor, plot: Path | None) -> int:
+def _run(suite: Suite, executor: Executor, plot: Path | None) -> int:
     limits = RunLimits(each=suite.spec.run_limit, total=None, at_once=None)
-    suite.campaign.open(where, limits, storage=suite.storage)
+    suite.campaign.open(executor, limits, storage=suite.storage)
     console = SuiteConsole(suite)
     curves = suite.curves
     missing = [training for training in suite.runnable if training.name not in curves]
-    with until_interrupted() as interruption:
+    with catch_interruption() as interruption:
         if missing and suite.spec.save_init_weights:
             _save_init_weights(suite, console)
         for number, training in enumerate(missing):
             console.begins(training, number, len(missing))
             curves[training.name] = _train(suite, training, is_first=not curves)
             console.ended(curves[training.name])
-    results = _results(suite, curves)
-    has_failed = any(result.status is Status.FAILED for result in results)
+    results = _judge_suite(suite, curves)
+    has_failed = any(result.status is TrainingStatus.FAILED for result in results)
     status = "interrupted" if interruption.happened else "failed" if has_failed else "passed"
     suite.write(status, {result.planned.name: result.summary() for result in results})
     if interruption.happened:
@@ -419,7 +419,7 @@ def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
     console.wrote_init_weights()
 
 
-def _train(suite: Suite, training: Planned, *, is_first: bool) -> Curve | NoCurve:
+def _train(suite: Suite, training: PlannedTraining, *, is_first: bool) -> LossCurve | NoCurve:
     """Train one configuration.
 
     Raises UsageError for what the reference configuration refuses, since all others would refuse it too.
@@ -434,5 +434,5 @@ def _train(suite: Suite, training: Planned, *, is_first: bool) -> Curve | NoCurv
     return curve
 
 
-def _results(suite: Suite, curves: Mapping[str, Curve | NoCurve]) -> list[TrainingResult]:
-    return outcomes(suite.plan, curves, steps_an_epoch=suite.inputs.steps_an_epoch(suite.inputs_a_step))
+def _judge_suite(suite: Suite, curves: Mapping[str, LossCurve | NoCurve]) -> list[TrainingResult]:
+    return judge_trainings(suite.plan, curves, steps_an_epoch=suite.inputs.steps_an_epoch(suite.inputs_a_step))
