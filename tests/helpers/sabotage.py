@@ -138,7 +138,7 @@ def own_keys_alone(world: World) -> Iterator[None]:
         keys = torch.arange(ring.first_key, ring.end_key)
         return visible(ring, sliding_window) & (keys >= ring.local_index_L[0])
 
-    with patch.object(ring_attention, "_visible_llama3", own_visible):
+    with patch.object(ring_attention, "_compute_llama3_mask", own_visible):
         yield
 
 

@@ -232,7 +232,7 @@ def test_a_users_own_model_has_the_usual_head() -> None:
 def test_a_device_without_the_counters_is_refused_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Meter, "held_bytes", lambda _: None)  # as on macOS
+    monkeypatch.setattr(Meter, "read_held_bytes", lambda _: None)  # as on macOS
 
     assert main(["--memory-snapshot", "--log-folder", str(tmp_path)]) == 2
 

@@ -105,7 +105,7 @@ def half(**environment: str) -> Call:
 
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.resolution.job_defaults.dtypes_of", lambda call: ["float16"])
+    monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
     on_cpu, on_cuda = (choose_from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
