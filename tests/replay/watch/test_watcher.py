@@ -356,7 +356,7 @@ def test_a_stranger_that_calls_a_rank_s_port_is_turned_away(monkeypatch: pytest.
         call(family, host, port, f"{'0' * 32} 1\n")
         return call(family, host, port, greeting)
 
-    monkeypatch.setattr(side_channel, "_call", after_a_stranger)
+    monkeypatch.setattr(side_channel, "_call_rank", after_a_stranger)
     first, second = connected(2)
     second.send({"kind": "word"})
     assert first.receive(LIMIT) == [(1, {"kind": "word"})]
@@ -370,7 +370,7 @@ def test_ranks_that_cannot_reach_each_other_go_on_without_and_say_so(
     def refused(*_: Any) -> Any:
         raise ConnectionRefusedError("refused")
 
-    monkeypatch.setattr(side_channel, "_call", refused)
+    monkeypatch.setattr(side_channel, "_call_rank", refused)
     monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 1.0)
     threads = Threads(2)
     found: dict[int, Peers] = {}
