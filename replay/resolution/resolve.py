@@ -68,45 +68,53 @@ def resolve(
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
+    # Rank 0 chooses for all ranks: their files and their hardware may differ.
     spec, job_choices = world.from_first((spec, choose_from_job(spec, first_call, selection, world.device.type)))
-    run = replace(spec, actor=apply_choices(spec.actor, job_choices))
+    filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
 
-    source = find_source_on_all(run, world)
-    source = replace(source, frozen=world.from_first(find_frozen_in_job(run, source, first_call)))
+    source = find_source_on_all(filled_spec, world)
+    source = replace(source, frozen=world.from_first(find_frozen_in_job(filled_spec, source, first_call)))
 
-    kernel: ChosenKernel = world.from_first(choose_job_kernel(run.actor, first_call, world.device, source.config))
-    actor_before_probes = replace(run.actor, attention=kernel.attention)
+    kernel: ChosenKernel = world.from_first(
+        choose_job_kernel(filled_spec.actor, first_call, world.device, source.config)
+    )
+    actor_before_probes = replace(filled_spec.actor, attention=kernel.attention)
     is_packing_typed = spec.actor.packing is not None
     actor, layout = choose_layout(
         actor_before_probes,
         source.config,
         world,
         is_given=is_packing_typed,
-        trains=run.inputs.passes is not Passes.ROLLOUT,
+        trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
-    why_whole_logits = explain_whole_logits(run, objective)
+    why_whole_logits = explain_whole_logits(filled_spec, objective)
     head = choose_head(actor, source, world, wants_logits=why_whole_logits)
     source = replace(source, layout=layout, head=head)
-    # The word of an open attention option; `actor` keeps it open, to tell below who chose the kernel.
+    # In `named_actor` the attention option names the chosen kernel. In `actor` the option is still open if nobody has
+    # chosen before, which tells `_explain_attention` who chose.
     named_actor, kernel_name = with_kernel(actor, world.device, source.config)
 
-    defaults = [*_choose_engine_defaults(actor), *_choose_inputs_default(run.inputs), *_choose_clip_default(run)]
+    defaults = [
+        *_choose_engine_defaults(actor),
+        *_choose_inputs_default(filled_spec.inputs),
+        *_choose_clip_default(filled_spec),
+    ]
     choices = [
         *(_explain_packing(choice, actor, layout) if choice.setting == PACKING else choice for choice in job_choices),
         _explain_attention(kernel, kernel_name, spec.actor, actor_before_probes, actor),
-        *_explain_model(run, source),
+        *_explain_model(filled_spec, source),
         _explain_head(actor, source, why_whole_logits),
         *_list_choices_of_open_actor(actor),
         *defaults,
     ]
     return ResolvedReplay(
         actor=_apply_defaults(named_actor, "actor", defaults),
-        inputs=_apply_defaults(run.inputs, "inputs", defaults),
-        measure=run.measure,
-        state=run.state,
-        objective=_apply_defaults(run.objective, "objective", defaults),
+        inputs=_apply_defaults(filled_spec.inputs, "inputs", defaults),
+        measure=filled_spec.measure,
+        state=filled_spec.state,
+        objective=_apply_defaults(filled_spec.objective, "objective", defaults),
         source=source,
         device=world.device,
         kernel=kernel_name,

@@ -51,7 +51,7 @@ class Header:
     objective: Objective | None
     first_call: Call | None
     earlier: EarlierPasses
-    same_weights: WeightChecker
+    weight_checker: WeightChecker
     dropout: Sequence[str]
     config_differences: list[str]
     world: World
@@ -150,7 +150,7 @@ class Header:
         weights = (
             {}
             if first_call.weights is None
-            else {"recorded": format_weights(self.same_weights.check(first_call.weights))}
+            else {"recorded": format_weights(self.weight_checker.check(first_call.weights))}
         )
         return weights | ({"dropout": f"{', '.join(self.dropout)}, {origin}"} if self.dropout else {})
 

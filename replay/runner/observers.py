@@ -40,7 +40,7 @@ class PositionMarker(PassObserver):
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
-    def phase_begins(self, phase: Phase) -> None:
+    def before_phase(self, phase: Phase) -> None:
         self._tracker.enter_phase(phase)
 
 
@@ -237,7 +237,7 @@ class AllocationHistoryMarker(PassObserver):
         self._history = history
         self._model = model
 
-    def phase_begins(self, phase: Phase) -> None:
+    def before_phase(self, phase: Phase) -> None:
         if phase is Phase.WAITING:
             self._history.note_forward_end()
         elif phase is Phase.SETTLING:

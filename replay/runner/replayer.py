@@ -153,9 +153,14 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns the record of the pass. What a later decision of all ranks may
-    ask for besides works on the latest pass: `add_first_non_finite` and `add_second_run` run it once more. After a pass
-    that failed, `reopen_after_failure` opens the actor again.
+    `replay` reads a capture, runs its pass and returns the record of the pass. When all ranks have seen the records of
+    all, they may decide to run the latest pass once more: `add_first_non_finite` searches it for its first NaN or
+    infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the actor
+    again.
+
+    trace       writes what each layer computed; None: the run is not traced
+    rounds      the inputs that all data ranks replay at the same time; empty: unknown
+    log_folder  gets the log-probs of all tokens and sketches of gradients, if the run keeps them; None: none are kept
     """
 
     def __init__(
@@ -165,7 +170,7 @@ class Replayer:
         actor: ReopenableActor,
         meter: Meter,
         tracker: Tracker,
-        same_weights: WeightChecker,
+        weight_checker: WeightChecker,
         trace: TraceWriter | None = None,
         rounds: Sequence[InputRound] = (),
         log_folder: Path | None = None,
@@ -175,12 +180,12 @@ class Replayer:
         self.source = spec.source
         self.actor = actor
         self.tracker = tracker
-        self.same_weights = same_weights
+        self.weight_checker = weight_checker
         self.trace = trace
         self.window = AccumulationWindow(size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
-        # Inputs of this rank whose accumulation windows have ended.
+        # How many inputs of this rank belong to accumulation windows that have ended.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
         self._first_uses = FirstUseCounter(world.device, spec.kernel)
@@ -190,6 +195,7 @@ class Replayer:
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self._has_dropout = bool(find_acting_dropouts(strip_config(self.source.config)))
+        # Rows that stay padded, as in the job, have labels that padding predicts: a model's own loss counts those.
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
 
     def reopen_after_failure(self) -> None:
@@ -261,7 +267,7 @@ class Replayer:
             call = read_call(path)
             batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
             record = replace(record, input=_describe_input(batch))
-            weights = self.same_weights.check(call.weights)
+            weights = self.weight_checker.check(call.weights)
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
             recorded = doubt_router_loss(recorded, call, self.source.config)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
@@ -287,7 +293,7 @@ class Replayer:
         and what the observers saw go into the record, and details and trace are written.
         """
         gradients = call.step.gradients if call.step is not None else None
-        recorded_samples = self.same_weights.match_samples(gradients) if gradients is not None else {}
+        recorded_samples = self.weight_checker.match_samples(gradients) if gradients is not None else {}
         self.window.enter_pass(record.index, recorded_samples)
         inputs = self._prepare_inputs(record.index, call, batch)
         self._latest_inputs = inputs
@@ -349,8 +355,8 @@ class Replayer:
         runs_backward = batch.trains and measure.backward
         ends_window = self.window.ends_with_next_pass(runs_backward=runs_backward)
         objective_record = self._read_objective_record(call, batch)
-        laid_out_batch = with_rows_reversed(batch) if has_reversed_rows else batch
-        actor_inputs = prepare_actor_inputs(laid_out_batch, self.spec.actor, self.source, self.world)
+        fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
+        actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
         if objective_record is None:
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_stand_in_loss, actor_inputs)
@@ -417,7 +423,7 @@ class Replayer:
         return compute_loss
 
     def _search_before_step(self, inputs: PassInputs) -> str | None:
-        """Search the forward alone: the window's gradient is still to be stepped with."""
+        """Search the forward alone: a backward would change the gradient that the optimizer is about to step with."""
         forward = replace(inputs, runs_backward=False)
         return self.non_finite_search.find_first(self.actor.backend, forward, has_stepped=False)
 

@@ -145,7 +145,7 @@ class Conclusion:
 
 
 def describe_setting(
-    spec: ResolvedReplay, same_weights: WeightChecker, world: World, facts: Mapping[str, object]
+    spec: ResolvedReplay, weight_checker: WeightChecker, world: World, facts: Mapping[str, object]
 ) -> VerdictSettings:
     """Return what the passes are judged in: numbers, ranks and kernels of this run."""
     source = spec.source
@@ -166,7 +166,7 @@ def describe_setting(
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
-        is_mixture=is_mixture(same_weights.names),
+        is_mixture=is_mixture(weight_checker.names),
         environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
     )
 

@@ -82,8 +82,8 @@ class RunRepeater:
         actor = ReopenableActor(spec.actor, spec.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
-        same_weights = WeightChecker(spec.source)
-        replayer = Replayer(spec, self.world, actor, meter, self.tracker, same_weights, rounds=rounds)
+        weight_checker = WeightChecker(spec.source)
+        replayer = Replayer(spec, self.world, actor, meter, self.tracker, weight_checker, rounds=rounds)
         passes: list[PassEvidence] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):

@@ -121,7 +121,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
         resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
-        same_weights = WeightChecker(source)
+        weight_checker = WeightChecker(source)
         session = Session(
             world=world,
             spec=resolved,
@@ -133,8 +133,8 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             meter=prepared.meter,
             logbook=Logbook(folder, world.rank),
             console=console,
-            same_weights=same_weights,
-            setting=describe_setting(resolved, same_weights, world, actor.backend.facts()),
+            weight_checker=weight_checker,
+            setting=describe_setting(resolved, weight_checker, world, actor.backend.facts()),
             saver=Saver(
                 spec=resolved, source=source, world=world, log_folder=folder, states=states, num_steps=earlier.num_steps
             ),

@@ -93,7 +93,7 @@ class PassObserver:
     def before_pass(self, inputs: PassInputs) -> None:
         """Prepare for a pass, before the ranks wait for each other."""
 
-    def phase_begins(self, phase: Phase) -> None:
+    def before_phase(self, phase: Phase) -> None:
         """Note that a phase begins. The clock runs meanwhile, so this must not wait for the device."""
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
@@ -188,7 +188,7 @@ class NullClock:
 
 @dataclass(frozen=True, slots=True)
 class ObserverNotifier:
-    """Tells the observers of a pass, one after another, how far it has come."""
+    """Tells the observers of a pass, one after another, how far the pass has come."""
 
     observers: Sequence[PassObserver]
     clock: Clock
@@ -210,9 +210,9 @@ class ObserverNotifier:
             # The frames of the error's traceback hold the tensors of the pass.
             del error
 
-    def phase_begins(self, phase: Phase) -> None:
+    def before_phase(self, phase: Phase) -> None:
         for observer in self.observers:
-            observer.phase_begins(phase)
+            observer.before_phase(phase)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._notify_after(Phase.FORWARD, lambda observer: observer.after_forward(log_probs_BA, loss))
@@ -262,37 +262,38 @@ def run_pass(
     try:
         with notifier.follow_pass(inputs), torch.set_grad_enabled(inputs.builds_graph):
             clock.wait_for_all_ranks()
+            # From the random states of the job, dropout draws the masks that it drew there.
             if inputs.random_states:
                 restore_random_states(inputs.random_states)
 
-            notifier.phase_begins(Phase.FORWARD)
+            notifier.before_phase(Phase.FORWARD)
             clock.start()
             with clock.phase("forward"):
                 log_probs_BA = backend.forward(inputs.actor_inputs, trains=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
             notifier.after_forward(log_probs_BA, loss)
 
-            notifier.phase_begins(Phase.WAITING)
+            notifier.before_phase(Phase.WAITING)
             clock.wait_for_slowest_rank()
 
             if inputs.runs_backward:
-                notifier.phase_begins(Phase.BACKWARD)
+                notifier.before_phase(Phase.BACKWARD)
                 with clock.phase("backward"):
-                    # A weight of 1 is not multiplied with: the product would be one more kernel in a measured phase.
+                    # Nothing is multiplied by a weight of 1: the product would be one more kernel in a measured phase.
                     backend.backward(loss if inputs.loss_weight == 1 else loss * inputs.loss_weight)
             notifier.after_backward()
 
             if inputs.takes_step:
                 notifier.before_step(loss)
-                notifier.phase_begins(Phase.STEP)
+                notifier.before_phase(Phase.STEP)
                 with clock.phase("step"):
                     grad_norm = backend.end_window(step=True)
 
-            notifier.phase_begins(Phase.SETTLING)
+            notifier.before_phase(Phase.SETTLING)
             cost = clock.stop()
             notifier.after_measurement()
 
-            notifier.phase_begins(Phase.ENDING)
+            notifier.before_phase(Phase.ENDING)
             # Training never ends a window without a step, so what this takes is not measured.
             if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=False)

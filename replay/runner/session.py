@@ -92,7 +92,7 @@ class Session:
     meter: Meter
     logbook: Logbook
     console: Console | None
-    same_weights: WeightChecker
+    weight_checker: WeightChecker
     setting: VerdictSettings
     saver: Saver
     earlier: EarlierPasses
@@ -114,7 +114,7 @@ class Session:
                 objective=self.objective,
                 first_call=first_call,
                 earlier=self.earlier,
-                same_weights=self.same_weights,
+                weight_checker=self.weight_checker,
                 dropout=self.setting.dropout,
                 config_differences=find_config_differences(
                     self.spec.actor, source, read_actor_config(find_inputs_folder(self.spec.inputs))
@@ -157,7 +157,7 @@ class Session:
             actor,
             self.meter,
             tracker,
-            self.same_weights,
+            self.weight_checker,
             trace,
             self.selection.rounds,
             self.folder,

@@ -195,7 +195,7 @@ def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) 
 # A call a line. Each hands on what was typed where a room wants what was resolved.
 ROOMS_BELOW = """
 runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
-runner: Replayer(spec, world, source, actor, meter, tracker, same_weights)
+runner: Replayer(spec, world, source, actor, meter, tracker, weight_checker)
 runner: rounding_floor.make_fp32_variant(spec)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
 tracing: TraceWriter.open(path, spec, source, world, backend)
@@ -229,7 +229,7 @@ actor: ReopenableActor
 backend: Backend
 meter: Meter
 tracker: Tracker
-same_weights: WeightChecker
+weight_checker: WeightChecker
 path: Path
 resolved: ResolvedReplay
 """

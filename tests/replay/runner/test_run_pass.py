@@ -94,7 +94,7 @@ class Marker(PassObserver):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def phase_begins(self, phase: Phase) -> None:
+    def before_phase(self, phase: Phase) -> None:
         self.events.append(f"at {phase.name.lower()}")
 
     def close(self, error: BaseException | None) -> None:
