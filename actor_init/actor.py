@@ -29,12 +29,12 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     as trainers do, so that time and memory match theirs; only the logits that predict an action token are converted to
     fp32. Raises UsageError for a model whose head is not as `inputs.head` says.
     """
-    packed: dict[str, Any] = {}
-    apart: AbstractContextManager[None] = nullcontext()
+    arguments: dict[str, Any] = {}
+    mask_context: AbstractContextManager[None] = nullcontext()
     if inputs.ring is not None:
-        packed = {"ring": inputs.ring}
+        arguments = {"ring": inputs.ring}
     elif inputs.cu_seq_lens is not None:
-        packed = {
+        arguments = {
             "cu_seq_lens_q": inputs.cu_seq_lens,
             "cu_seq_lens_k": inputs.cu_seq_lens,
             "max_length_q": inputs.max_length,
@@ -42,20 +42,20 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
         }
         if inputs.borders is not Borders.OWN:
             document_1T = number_documents(inputs.cu_seq_lens, inputs.input_ids.shape[1])
-            apart = mask_between_documents(document_1T)
-            packed |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
-    packed |= {
+            mask_context = mask_between_documents(document_1T)
+            arguments |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
+    arguments |= {
         "input_ids": inputs.input_ids,
         "position_ids": None if inputs.makes_positions else inputs.position_ids,
         "attention_mask": inputs.attention_mask_BS,
         "use_cache": False,
     }
-    with apart:
+    with mask_context:
         chunked = inputs.head is not None and inputs.head.in_chunks
         log_probs_N = (
-            _compute_in_chunks(model, inputs, packed)
+            _compute_in_chunks(model, inputs, arguments)
             if chunked
-            else _compute_from_logits(model(**packed).logits, inputs)
+            else _compute_from_logits(model(**arguments).logits, inputs)
         )
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
     if inputs.ring is not None:
@@ -65,41 +65,42 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
 
 def _compute_in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
     assert inputs.head is not None
-    kept = inputs.kept_logits
+    kept_logits = inputs.kept_logits
     with patch_head(
         model,
         inputs.head,
         predictor_N=inputs.predictor_N,
         target_ids_N=inputs.target_ids_N,
-        has_uniform_gradient=inputs.has_uniform_gradient and kept is None,
-        with_entropies=kept is not None,
-    ) as patched:
+        has_uniform_gradient=inputs.has_uniform_gradient and kept_logits is None,
+        with_entropies=kept_logits is not None,
+    ) as patched_head:
         logits = model(**arguments).logits
-    log_probs_N, entropy_N = patched.take_results(logits)
-    if kept is not None and entropy_N is not None:
-        kept.keep_entropies(entropy_N, *_find_slots(inputs))
+    log_probs_N, entropy_N = patched_head.take_results(logits)
+    if kept_logits is not None and entropy_N is not None:
+        kept_logits.keep_entropies(entropy_N, *_find_slots(inputs))
     return log_probs_N
 
 
 def _compute_from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
     if inputs.kept_logits is not None:
         inputs.kept_logits.keep(logits, inputs.predictor_N, *_find_slots(inputs))
-    if isinstance(logits, DTensor):  # from a head that is sharded on the vocabulary
+    # Under tensor parallelism the head may be sharded on the vocabulary.
+    if isinstance(logits, DTensor):
         return compute_sharded_log_probs(logits, inputs.predictor_N, inputs.target_ids_N)
     logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
     return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
 
 
 def _find_slots(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:
-    """Return each log-prob's index in the flattened [B, A], its shape, and the ring's group or None."""
+    """Find each log-prob's index in the flattened [B, A], its shape, and the ring's group or None."""
     ring = None if inputs.ring is None else inputs.ring.group
     return inputs.slot_N, tuple(inputs.action_mask_BA.shape), ring
 
 
 def number_documents(cu_seq_lens: Tensor, num_tokens: int) -> Tensor:
     """Return each token's document [1, T], int32, counted from 0. `cu_seq_lens` is [D + 1], int32."""
-    places_T = torch.arange(num_tokens, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
-    return (torch.bucketize(places_T, cu_seq_lens, right=True, out_int32=True) - 1)[None]
+    index_T = torch.arange(num_tokens, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
+    return (torch.bucketize(index_T, cu_seq_lens, right=True, out_int32=True) - 1)[None]
 
 
 @contextmanager
@@ -125,12 +126,12 @@ def _register_mask_functions() -> None:
 
 
 def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Any:
+    def make_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Any:
         document_1T = _DOCUMENTS.get()
         if document_1T is not None:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(document_1T))
             kwargs["allow_is_causal_skip"] = False
         return make(*args, mask_function=mask_function, **kwargs)
 
-    made._masks_documents = True  # type: ignore[attr-defined]
-    return made
+    make_mask._masks_documents = True  # type: ignore[attr-defined]
+    return make_mask

@@ -22,7 +22,8 @@ from capture.facts import Setting
 CONFIG_NAME = "adapter_config.json"
 DEFAULT_NAME = "default"
 FOLDER_SETTING, NONE_SETTING = Setting("adapter", "FOLDER"), Setting("adapter", "none")
-_SAVED_PREFIX = "base_model.model."  # of names in an adapter's file
+# Names in an adapter's file begin with this.
+_SAVED_PREFIX = "base_model.model."
 _SUPPORTED_SETTINGS = frozenset(
     {
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"),
@@ -30,7 +31,8 @@ _SUPPORTED_SETTINGS = frozenset(
         "lora_bias",
     }
 )
-_IGNORED_SETTINGS = frozenset(  # where the weights begin, and where they came from
+# Settings that say where the weights begin, or where they came from: they do not change the modules.
+_IGNORED_SETTINGS = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -73,8 +75,10 @@ class Adapter:
 
     def describe(self) -> str:
         targets = self.settings.get("target_modules")
-        named = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-        return f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {named}"
+        target_names = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+        return (
+            f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {target_names}"
+        )
 
 
 def _is_set(value: Any) -> bool:
@@ -83,17 +87,17 @@ def _is_set(value: Any) -> bool:
 
 def read_adapter(folder: Path, name: str) -> Adapter:
     """Read the adapter that PEFT's `save_pretrained` wrote. Raises UsageError."""
-    path, given = folder / CONFIG_NAME, Setting("adapter", folder)
+    path, setting = folder / CONFIG_NAME, Setting("adapter", folder)
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}"
         files = f"{CONFIG_NAME} and adapter_model.safetensors"
         advice = f"Give a folder with {files}, as PEFT's save_pretrained writes it, or none"
-        raise UsageError(given, f": {reason}", advice) from error
+        raise UsageError(setting, f": {reason}", advice) from error
     if not isinstance(config, dict):
         why = f": {path} holds a {type(config).__name__}, not an adapter's config"
-        raise UsageError(given, why)
+        raise UsageError(setting, why)
     return Adapter.from_configs({name: config}, str(path))
 
 
@@ -123,9 +127,9 @@ def list_trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedWeights:
-    """The weights of a base under the names that an adapter leaves it, and the adapter's own.
+    """The weights of a base, whose parameters have other names since the adapter wraps them, and the adapter's own.
 
-    own  from the adapter's folder; None: matrices are random by name, biases 0
+    adapter_weights  from the adapter's folder; None: matrices are random by name, biases 0
     """
 
     base: Weights
@@ -133,37 +137,38 @@ class AdaptedWeights:
     adapter_weights: FolderWeights | None
 
     def describe(self) -> str:
-        whose = "random" if self.adapter_weights is None else f"from {self.adapter_weights.folder}"
-        return f"{self.base.describe()}, adapter {whose}"
+        origin = "random" if self.adapter_weights is None else f"from {self.adapter_weights.folder}"
+        return f"{self.base.describe()}, adapter {origin}"
 
     def has_tensor(self, name: str) -> bool:
-        weights, there = self._locate(name)
-        return weights is not None and weights.has_tensor(there)
+        weights, weights_name = self._locate(name)
+        return weights is not None and weights.has_tensor(weights_name)
 
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Fill `parameter`. Raises UsageError if the folder of its weights has none of the name and shape."""
-        weights, there = self._locate(name)
+        weights, weights_name = self._locate(name)
         if weights is None:
             if "lora_magnitude_vector" in name:
                 why = "are not known without the adapter"
                 raise UsageError("DoRA's magnitudes", why, f"Try: {FOLDER_SETTING}")
             parameter.detach().zero_()
             return True
-        return weights.fill(there, parameter, on_progress)
+        return weights.fill(weights_name, parameter, on_progress)
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
-        weights, there = self._locate(name)
-        return None if weights is None else weights.sample(there, shape, start, count)
+        weights, weights_name = self._locate(name)
+        return None if weights is None else weights.sample(weights_name, shape, start, count)
 
     def _locate(self, name: str) -> tuple[Weights | None, str]:
-        """Return where the values of `name` are, and their name there; None: nowhere."""
+        """Return the weights that have the values of `name`, and their name in these; None: no weights have them."""
         parts = name.split(".")
         is_lora = any(part.startswith("lora_") for part in parts)
         if not is_lora and "modules_to_save" not in parts:
             return self.base, ".".join(part for part in parts if part not in ("base_layer", "original_module"))
         plain = ".".join(part for part in parts if part not in ("modules_to_save", self.adapter.name))
         if self.adapter_weights is not None:
-            if "lora_magnitude_vector" in parts:  # DoRA's: PEFT saves it by the name of its module
+            # PEFT saves DoRA's magnitudes under the name of their module.
+            if "lora_magnitude_vector" in parts:
                 plain = plain.removesuffix(".weight")
             return self.adapter_weights, _SAVED_PREFIX + plain
         if not is_lora:

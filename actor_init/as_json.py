@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOT_FINITE = ("nan", "inf", "-inf")
-MAX_LENGTH = 200  # of an invalid value in an error message
+# The longest invalid value that an error message repeats, in characters.
+MAX_LENGTH = 200
 
 
 class _NotFiniteAsText:
@@ -48,11 +49,11 @@ def to_json(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): to_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        return [to_json(inner) for inner in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(to_json(item) for item in value)
+        return sorted(to_json(inner) for inner in value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (bool, int, float)) or value is None else str(value)
@@ -99,26 +100,27 @@ def _parse_float(value: Any) -> Any:
 def _describe_first_error(kind: type, error: "ValidationError") -> str:
     """Return the first error, in one line."""
     first = error.errors(include_url=False)[0]
-    way = ".".join(str(part) for part in first["loc"])
+    path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
         return f"no JSON: {first['ctx']['error']}"
-    if first["type"] == "value_error":  # raised by __post_init__, with its own message
+    # A dataclass's __post_init__ raised it: its message is a sentence already.
+    if first["type"] == "value_error":
         raised = first["ctx"]["error"]
         return raised.text if isinstance(raised, UsageError) else str(raised)
     if first["type"] == "missing":
-        return f"{way} is missing"
+        return f"{path} is missing"
     if first["type"] == "unexpected_keyword_argument":
-        return f"{way} is unknown; allowed are {', '.join(_list_fields_at(kind, first['loc'][:-1]))}"
-    came = json.dumps(first["input"])
-    came = came if len(came) <= MAX_LENGTH else f"{came[:MAX_LENGTH]} [...]"
+        return f"{path} is unknown; allowed are {', '.join(_list_fields_at(kind, first['loc'][:-1]))}"
+    shown_value = json.dumps(first["input"])
+    shown_value = shown_value if len(shown_value) <= MAX_LENGTH else f"{shown_value[:MAX_LENGTH]} [...]"
     allowed = first["msg"].removeprefix("Input should be ")
-    return f"{way or 'it'} is {came}; allowed is {allowed}"
+    return f"{path or 'it'} is {shown_value}; allowed is {allowed}"
 
 
-def _list_fields_at(kind: Any, way: tuple[int | str, ...]) -> list[str]:
+def _list_fields_at(kind: Any, path: tuple[int | str, ...]) -> list[str]:
     """Return the fields of the dataclass reached from `kind` by field names, keys and list indices."""
-    for part in way:
+    for part in path:
         kind = get_type_hints(kind)[str(part)] if is_dataclass(kind) else get_args(kind)[-1]
         if get_origin(kind) in (Union, UnionType):
-            kind = next(one for one in get_args(kind) if one is not type(None))
+            kind = next(alternative for alternative in get_args(kind) if alternative is not type(None))
     return list(get_type_hints(kind))

@@ -19,12 +19,18 @@ ReadTensor = Callable[[str], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How one parameter is made of a checkpoint's tensors."""
+    """How one parameter is made of a checkpoint's tensors.
 
-    target: str  # the first parameter that the conversion makes
-    sources: tuple[tuple[str, str], ...]  # the pattern that a tensor's name matched, and the name
-    converter: Any  # transformers' WeightConverter; None: the one tensor unchanged
-    model: PreTrainedModel | None  # on the meta device: some conversions read its config or shapes
+    target     the first parameter that the conversion makes
+    sources    for each tensor, the pattern that its name matched, and the name
+    converter  transformers' WeightConverter; None: the single tensor is the parameter, unchanged
+    model      on the meta device; some conversions read its config or shapes
+    """
+
+    target: str
+    sources: tuple[tuple[str, str], ...]
+    converter: Any
+    model: PreTrainedModel | None
 
     @classmethod
     def unchanged(cls, name: str) -> "Recipe":
@@ -47,9 +53,10 @@ class Recipe:
         converter = deepcopy(self.converter)
         for pattern, source in self.sources:
             converter.add_tensor(self.target, source, pattern, read(source))
-        made = converter.convert(self.target, model=self.model, config=self.model.config)
-        made = made[0] if isinstance(made, tuple) else made  # with its errors, before transformers 5.1
-        return {name: values[0] if isinstance(values, list) else values for name, values in made.items()}
+        result = converter.convert(self.target, model=self.model, config=self.model.config)
+        # Before transformers 5.1 the result is a pair of the parameters and the errors.
+        parameters = result[0] if isinstance(result, tuple) else result
+        return {name: values[0] if isinstance(values, list) else values for name, values in parameters.items()}
 
 
 def find_recipes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Recipe]:
@@ -61,14 +68,15 @@ def find_recipes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:  # transformers 4
+    # transformers 4 has no conversions.
+    except ImportError:
         return {name: Recipe.unchanged(name) for name in shapes.keys() & state.keys()}
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, list[tuple[str, str]]] = {}
-    converting: dict[str, Any] = {}
+    converters_by_target: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
@@ -76,13 +84,13 @@ def find_recipes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
         if target not in state:
             continue
         sources.setdefault(target, []).append((pattern or name, name))
-        converting.setdefault(target, converter_of[pattern] if pattern is not None else None)
+        converters_by_target.setdefault(target, converter_of[pattern] if pattern is not None else None)
 
-    def meta(name: str) -> Tensor:
+    def make_meta_tensor(name: str) -> Tensor:
         return torch.empty(shapes[name], device="meta")
 
     recipes: dict[str, Recipe] = {}
     for target, tensors in sources.items():
-        recipe = Recipe(target=target, sources=tuple(tensors), converter=converting[target], model=model)
-        recipes.update(dict.fromkeys(recipe.list_parameters(meta), recipe))
+        recipe = Recipe(target=target, sources=tuple(tensors), converter=converters_by_target[target], model=model)
+        recipes.update(dict.fromkeys(recipe.list_parameters(make_meta_tensor), recipe))
     return recipes

@@ -10,8 +10,10 @@ from torch._dynamo.utils import counters
 from actor_init.toggles import Compile, CompileLengths, UsageError
 from capture.facts import Setting
 
-BLOCK_ARGUMENTS = r"L\['(?!self'\]).*"  # dynamo's names of all arguments of a block's forward, except self
-MAX_GRAPHS_PER_BLOCK = 64  # dynamo's default of 8 would leave layers uncompiled when each has its own graph
+# Dynamo's names of all arguments of a block's forward, except self.
+BLOCK_ARGUMENTS = r"L\['(?!self'\]).*"
+# Dynamo's default of 8 would leave layers uncompiled where each has a graph of its own.
+MAX_GRAPHS_PER_BLOCK = 64
 
 
 def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = CompileLengths.DYNAMIC) -> None:
@@ -27,8 +29,8 @@ def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = Com
     Raises UsageError if this torch has no way to say which lengths are dynamic.
     """
     if not hasattr(torch.compiler.config, "dynamic_sources"):
-        given = Setting("compile", Compile.BLOCKS)
-        raise UsageError(given, f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
+        setting = Setting("compile", Compile.BLOCKS)
+        raise UsageError(setting, f"needs a later torch than {torch.__version__}, as 2.8", "Leave it out")
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_PER_BLOCK
     torch.compiler.config.dynamic_sources = BLOCK_ARGUMENTS if lengths is CompileLengths.DYNAMIC else ""
     if lengths is CompileLengths.DYNAMIC:
@@ -48,7 +50,8 @@ def _fuse_norms_at_any_length() -> None:
     triton = torch._inductor.config.triton
     if hasattr(triton, "mix_order_reduction_non_strict_mode"):
         triton.mix_order_reduction_non_strict_mode = True
-    elif hasattr(triton, "mix_order_reduction"):  # torch 2.10: it asks in any case
+    # torch 2.10 has no mode without the question, so the fusion is turned off.
+    elif hasattr(triton, "mix_order_reduction"):
         triton.mix_order_reduction = False
 
 

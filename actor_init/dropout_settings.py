@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from actor_init.model import build_on_meta
 
-RANDOM_WORDS = ("drop", "jitter")  # attention_dropout, resid_pdrop, layerdrop, router_jitter_noise
+# They stand in attention_dropout, resid_pdrop, layerdrop and router_jitter_noise.
+RANDOM_WORDS = ("drop", "jitter")
 
 
 def find_acting_dropouts(config: Mapping[str, object]) -> list[str]:
@@ -29,18 +30,20 @@ def find_acting_dropouts(config: Mapping[str, object]) -> list[str]:
 @cache
 def _find_acting(config_json: str) -> tuple[str, ...]:
     config = json.loads(config_json)
-    named = [key for key, value in config.items() if any(word in key for word in RANDOM_WORDS) and _is_above_0(value)]
-    if not named:
+    candidates = [
+        key for key, value in config.items() if any(word in key for word in RANDOM_WORDS) and _is_above_0(value)
+    ]
+    if not candidates:
         return ()
     try:
-        as_it_is, source = _build_and_inspect(config)
+        numbers, source = _build_and_inspect(config)
         return tuple(
             key
-            for key in named
-            if f"self.config.{key}" in source or _build_and_inspect({**config, key: 0.0})[0] != as_it_is
+            for key in candidates
+            if f"self.config.{key}" in source or _build_and_inspect({**config, key: 0.0})[0] != numbers
         )
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, OSError):
-        return tuple(named)
+        return tuple(candidates)
 
 
 def _is_above_0(value: Any) -> bool:
@@ -49,9 +52,9 @@ def _is_above_0(value: Any) -> bool:
 
 def _build_and_inspect(config: Mapping[str, object]) -> tuple[dict[tuple[str, str], float], str]:
     """Return the numbers in a model's modules, by module and attribute, and the source of its file."""
-    rest = {key: value for key, value in config.items() if key != "model_type"}
-    made = AutoConfig.for_model(config["model_type"], **rest)
-    model = build_on_meta(made, attention="eager", dtype=torch.float32)
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    hf_config = AutoConfig.for_model(config["model_type"], **fields)
+    model = build_on_meta(hf_config, attention="eager", dtype=torch.float32)
     numbers = {
         (name, attribute): value
         for name, module in model.named_modules()

@@ -7,7 +7,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {  # of one logit at a time, and of numbers
+# Functions that take each logit by itself, and plain numbers.
+FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
     "div": torch.div,
     "add": torch.add,
@@ -57,7 +58,7 @@ class HeadForm:
         if self.chunk_bytes is not None or device.type != "cuda":
             return self.chunk_bytes or GIB // 16
         share = int(torch.cuda.get_device_properties(device).total_memory) // 32
-        # a power of two, so that devices of one size have equally many chunks
+        # A power of two gives devices of about the same memory equally many chunks.
         return min(2 * GIB, 1 << (share.bit_length() - 1))
 
     @property
@@ -79,21 +80,30 @@ class HeadForm:
 
 
 class Borders(StrEnum):
-    """What tells a model where packed documents begin, beside position ids that start again."""
+    """What tells a model where packed documents begin, beside position ids that start again.
 
-    OWN = "transformers' own"  # `cu_seq_lens_q` and its kin, which each kernel and layer may read
-    MASK = "a mask"  # put on every mask that the model asks transformers for
-    NUMBERS = "a mask and seq_idx"  # document numbers, which kernels of state-space layers read
+    OWN      `cu_seq_lens_q` and its kin, which each kernel and layer may read
+    MASK     besides, a mask that is put on every mask that the model asks transformers for
+    NUMBERS  besides, document numbers, which kernels of state-space layers read
+    """
+
+    OWN = "transformers' own"
+    MASK = "a mask"
+    NUMBERS = "a mask and seq_idx"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How rows are fed. Packed: joined into one row, with `borders`. Padded: as captured, or a document a row."""
+    """How rows are fed. Packed: joined into one row, with `borders`. Padded: as captured, or a document a row.
+
+    as_captured  padded rows stay as they are; else each document is a row of its own, padded on the right
+    why          the reason for a layout that is not the usual one
+    """
 
     packs: bool
     borders: Borders = Borders.OWN
-    as_captured: bool = True  # padded rows; else each document is a row of its own, padded on the right
-    why: str = ""  # not as usual
+    as_captured: bool = True
+    why: str = ""
 
     @property
     def joins(self) -> bool:

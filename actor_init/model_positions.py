@@ -18,9 +18,11 @@ from actor_init.probe.small_config import make_small_configs
 from capture.file_format.micro_batch import MicroBatch
 
 _NUM_COLUMNS, _NUM_PADDED = 12, 5
-# Relative, of logits. Rounding gives 1e-6; another position at least 1e-3, except where it does not matter.
+# The largest relative difference of logits that are the same. Rounding gives 1e-6; another position at least 1e-3,
+# except where it does not matter.
 _MAX_DIFFERENCE = 1e-4
-_has_column_positions: dict[tuple[str, str], bool] = {}  # by config
+# What `has_column_positions` found out, by model type and config.
+_has_column_positions: dict[tuple[str, str], bool] = {}
 
 
 def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
@@ -28,14 +30,14 @@ def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBat
 
     A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
     """
-    given = batch.extra_tensors
+    extra_tensors = batch.extra_tensors
     is_of_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
-    if is_of_actor or "position_ids" in given or any(name in given for name in BORDER_NAMES):
+    if is_of_actor or "position_ids" in extra_tensors or any(name in extra_tensors for name in BORDER_NAMES):
         return batch
     if not has_column_positions(config):
         return batch
     columns_BS = torch.arange(batch.sequences_BS.shape[1]).expand(batch.sequences_BS.shape)
-    return replace(batch, extra_tensors={**given, "position_ids": columns_BS})
+    return replace(batch, extra_tensors={**extra_tensors, "position_ids": columns_BS})
 
 
 def has_column_positions(config: PretrainedConfig) -> bool:
@@ -60,19 +62,22 @@ def _probe_column_positions(config: PretrainedConfig) -> bool:
     for small in make_small_configs(config):
         try:
             model = build_small_model(small, "eager", SEEDS[0], torch.device("cpu"))
-            own, columns, counted = (_compute_logits(model, real_BS, given) for given in (None, columns_BS, counted_BS))
-        except Exception:  # a class's own checks of its config, of any type: the next copy may pass
+            logits, with_columns, with_counts = (
+                _compute_logits(model, real_BS, position_BS) for position_BS in (None, columns_BS, counted_BS)
+            )
+        # A class checks its config itself, and raises any type. The next copy may pass.
+        except Exception:
             continue
-        return _is_near(own, columns) and not _is_near(own, counted)
+        return _is_near(logits, with_columns) and not _is_near(logits, with_counts)
     return False
 
 
 def _compute_logits(model: PreTrainedModel, real_BS: Tensor, position_BS: Tensor | None) -> Tensor:
     ids_BS = torch.arange(3, 3 + _NUM_COLUMNS)[None]
-    given = {} if position_BS is None else {"position_ids": position_BS}
-    logits: Tensor = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False, **given).logits
+    positions = {} if position_BS is None else {"position_ids": position_BS}
+    logits: Tensor = model(input_ids=ids_BS, attention_mask=real_BS.long(), use_cache=False, **positions).logits
     return logits[real_BS].float()
 
 
-def _is_near(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).norm()) <= _MAX_DIFFERENCE * float(one.norm())
+def _is_near(logits: Tensor, other: Tensor) -> bool:
+    return float((logits - other).norm()) <= _MAX_DIFFERENCE * float(logits.norm())

@@ -15,14 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Keys = tuple[int, int]  # 32 bits each
+# Two keys of 32 bits.
+Keys = tuple[int, int]
 
 _MULTIPLIER = 0x45D9F3B
 _MASK_32 = 0xFFFFFFFF
-# elements at once; powers of two, so that a piece has one high word
-_PIECE_ON_CPU = 1 << 15  # few enough for torch not to split over threads, which would wait for other processes
+# Elements that are filled at once. They are powers of two, so that all indices of a piece have the same high word.
+# A piece on the CPU is so small that torch does not split it over threads, which would wait for other processes.
+_PIECE_ON_CPU = 1 << 15
 _PIECE = 1 << 22
-_SPAN = 1 << 20  # that a thread fills before it reports
+# A thread fills a span before it reports.
+_SPAN = 1 << 20
 
 
 def compute_values(index: Tensor, keys: Keys, std: float) -> Tensor:

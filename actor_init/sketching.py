@@ -1,8 +1,8 @@
 """Project features randomly onto a few signs, to compare tensors that are too large to store.
 
 A sketch is linear, so the sketches of several ranks' features add up to the sketch of all. It preserves distances: the
-expected squared norm of a sketch of x is that of x, with a relative standard deviation of at most sqrt(2 / SIGNS) (D.
-Achlioptas, "Database-friendly random projections", 2003).
+expected squared norm of a sketch of x is that of x, with a relative standard deviation of at most sqrt(2 / NUM_SIGNS)
+(D. Achlioptas, "Database-friendly random projections", 2003).
 
 Shape letters: T tokens or rows, F features, K signs.
 """
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from actor_init.name_hash import mix
 
-NUM_SIGNS = 16  # at most 32, the bits of a hash
+# At most 32, the bits of a hash.
+NUM_SIGNS = 16
 _KEY = 0x5EED5EED
-_CHUNK = 1 << 24  # elements converted to fp32 at a time
+# Elements that are converted to fp32 at a time.
+_CHUNK = 1 << 24
 
 
 def sketch(values_TF: Tensor, *, first_feature: int = 0) -> Tensor:

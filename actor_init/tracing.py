@@ -23,22 +23,29 @@ from actor_init.parallel.token_rows import locate_token_rows
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
+# What of a model is traced, in the words of a trace.
 TRACED_PARTS = {
     Compile.OFF: "modules",
     Compile.BLOCKS: "blocks",
     Compile.DEEPCOMPILE: "no layer",
-}  # as named in a trace
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedTensor:
-    """One tensor of a pass."""
+    """One tensor of a pass.
 
-    name: str  # the module's name in Hugging Face's model
-    what: str  # "output" or "input"; numbered from the second element of a tuple and from the second call on
+    name       the module's name in Hugging Face's model
+    what       "output" or "input"; numbered from the second element of a tuple and from the second call on
+    is_part    the parts of all tp ranks add up to the whole
+    sketch_TK  fp32, on the host
+    """
+
+    name: str
+    what: str
     is_gradient: bool
-    is_part: bool  # the parts of all tp ranks add up to the whole
-    sketch_TK: Tensor  # fp32, on the host
+    is_part: bool
+    sketch_TK: Tensor
 
 
 class LayerTracer:
@@ -55,16 +62,20 @@ class LayerTracer:
         self._gradient_scale = 1.0
         self._traced: list[TracedTensor] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._call_depth: Counter[str] = Counter()  # calls of modules that call themselves, as with functional_call
-        self._live_tensors: list[
-            Tensor
-        ] = []  # tensors traced in this block, kept alive so that no other tensor reuses their memory
-        self._widths = {  # a module's own width may be a rank's share
+        # A module may call itself, as with functional_call: only the outermost call is traced.
+        self._call_depth: Counter[str] = Counter()
+        # The tensors traced in this block are kept alive, so that no other tensor gets their memory: `_is_same`
+        # compares addresses.
+        self._live_tensors: list[Tensor] = []
+        # The widths are those of the whole model, because a module's own width may be a rank's share.
+        self._widths = {
             name: (module.in_features, module.out_features)
             for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
             if isinstance(module, nn.Linear)
         }
-        self._with_all_heads = {name for name, one in model.named_modules() if getattr(one, "has_all_heads", False)}
+        self._with_all_heads = {
+            name for name, module in model.named_modules() if getattr(module, "has_all_heads", False)
+        }
         blocks = dict(find_blocks(model))
         for name, module in list_traced_modules(model, spec.compile):
             module.register_forward_pre_hook(partial(self._record_input, name))
@@ -76,7 +87,7 @@ class LayerTracer:
         """
         self._inputs = inputs
         self._takes_forward = True
-        # ring attention multiplies the gradient by its size: see sum_over_ring
+        # Ring attention multiplies the gradient by the ring's size: see sum_over_ring.
         self._gradient_scale = loss_factor * (inputs.ring.group.size() if inputs.ring else 1)
         self._traced, self._live_tensors = [], []
         self._calls.clear()
@@ -142,12 +153,12 @@ class LayerTracer:
         assert self._inputs is not None
         rows, num_tokens = self._inputs.captured_index.shape
         all_heads = name in self._with_all_heads
-        held = locate_token_rows(tensor, rows, num_tokens, width=width, has_all_heads=all_heads, **self._ranks)
-        if held is None:
+        held_rows = locate_token_rows(tensor, rows, num_tokens, width=width, has_all_heads=all_heads, **self._ranks)
+        if held_rows is None:
             return None
         row_T, token_T = (self._inputs.captured_index >= 0).nonzero(as_tuple=True)
-        sketch_TK = held.sketch_tokens(row_T, token_T).cpu()
-        return TracedTensor(name=name, what=what, is_gradient=False, is_part=held.is_part, sketch_TK=sketch_TK)
+        sketch_TK = held_rows.sketch_tokens(row_T, token_T).cpu()
+        return TracedTensor(name=name, what=what, is_gradient=False, is_part=held_rows.is_part, sketch_TK=sketch_TK)
 
 
 def list_traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[tuple[str, nn.Module]]:
@@ -158,7 +169,8 @@ def list_traced_modules(model: PreTrainedModel, compiled: Compile) -> Iterator[t
     if compiled is Compile.DEEPCOMPILE:
         return
     blocks = dict(find_blocks(model))
-    trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]  # for "model.layers.0": "model"
+    # For the block "model.layers.0" the trunk is "model".
+    trunk = next(iter(blocks)).rpartition(".")[0].rpartition(".")[0]
     for name, module in model.named_modules():
         above, _, _ = name.rpartition(".")
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -174,32 +186,33 @@ def find_result_tensors(output: Any) -> list[Tensor]:
     """Return a module's result; for a tuple the first, or all if they are alike, such as cosines and sines."""
     if isinstance(output, Tensor):
         return [output]
-    tensors = [one for one in output if isinstance(one, Tensor)] if isinstance(output, (tuple, list)) else []
-    return tensors if len({one.shape for one in tensors}) == 1 else tensors[:1]
+    tensors = [tensor for tensor in output if isinstance(tensor, Tensor)] if isinstance(output, (tuple, list)) else []
+    return tensors if len({tensor.shape for tensor in tensors}) == 1 else tensors[:1]
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Are the values the same, perhaps in another object? Libraries pass tensors through functions that only hook
     backward.
     """
-    one, two = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
-    return one.data_ptr() == two.data_ptr() and one.shape == two.shape and one._version == two._version
+    first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
+    has_same_memory = first.data_ptr() == second.data_ptr() and first.shape == second.shape
+    return has_same_memory and first._version == second._version
 
 
 @contextmanager
 def watch_modules(
-    model: PreTrainedModel, compiled: Compile, begins: Callable[[str], None], ends: Callable[[str, Any], None]
+    model: PreTrainedModel, compiled: Compile, on_begin: Callable[[str], None], on_end: Callable[[str, Any], None]
 ) -> Iterator[None]:
-    """Call `begins` with a module's name, and `ends` with its name and output, around each forward.
+    """Call `on_begin` with a module's name, and `on_end` with its name and output, around each forward.
 
-    Of the modules that a trace would tell apart; `ends` is called too where a forward raises.
+    The modules are those that a trace would tell apart. `on_end` is called too where a forward raises.
     """
 
     def before(name: str) -> Callable[..., None]:
-        return lambda *_: begins(name)
+        return lambda *_: on_begin(name)
 
     def after(name: str) -> Callable[..., None]:
-        return lambda _module, _arguments, output: ends(name, output)
+        return lambda _module, _arguments, output: on_end(name, output)
 
     with ExitStack() as hooks:
         for name, module in list_traced_modules(model, compiled):

@@ -20,13 +20,15 @@ class World:
     """One process among `world_size`, and its coordinates on the mesh ("data", "ring", "tp").
 
     Ranks that differ only along "ring" and "tp" work on the same micro-batch; they have the same `data_rank`.
+
+    weights_mesh  ("shard", "tp"): weights are sharded over data and ring ranks as one axis
     """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    weights_mesh: DeviceMesh  # ("shard", "tp"): weights are sharded over data and ring ranks as one axis
+    weights_mesh: DeviceMesh
 
     @classmethod
     @contextmanager
@@ -50,7 +52,8 @@ class World:
         device = _choose_device(local_rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # number of collectives in NCCL's flight recorder
+            # NCCL's flight recorder keeps so many collectives, for `replay hang`.
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         is_own = not dist.is_initialized()
         if is_own and "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend, rank=rank, world_size=world_size)

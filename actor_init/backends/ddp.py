@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import choose_kernel
+from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
@@ -35,13 +33,11 @@ from actor_init.model import (
 )
 from actor_init.optimizer import (
     TORCH_DTYPES,
-    Progress,
     compute_total_norm,
     make_optimizer,
     make_schedule,
     update_scale_and_rate,
 )
-from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
 from actor_init.weights import OnProgress, ignore_progress
@@ -50,28 +46,24 @@ from actor_init.world import World
 
 @dataclass(slots=True)
 class AccumulationWindow:
-    """The accumulation window. Its last pass averages over the ranks, which torch decides during the forward."""
+    """The passes whose gradients add up before a step. torch decides in the forward whether backward averages over the
+    ranks: in the window's last pass alone.
+    """
 
     size: int
     num_backwards: int = 0
 
     @property
-    def is_last(self) -> bool:
+    def is_last_pass(self) -> bool:
         return self.num_backwards + 1 == self.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DDPBackend:
-    spec: ActorSpec
-    model: PreTrainedModel
-    replica: DistributedDataParallel  # wraps `model`
-    source: ModelSource
-    optimizer: Optimizer | None
-    schedule: LambdaLR | None
-    scaler: torch.amp.GradScaler
+class DDPBackend(TorchBackend):
+    """An actor under DDP. `replica` wraps `model`."""
+
+    replica: DistributedDataParallel
     window: AccumulationWindow
-    attention: str
-    kernels: str | None  # what was fused; None: nothing was asked for
 
     @classmethod
     def open(
@@ -105,11 +97,12 @@ class DDPBackend:
 
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.model.train(trains)
-        with nullcontext() if self.window.is_last else self.replica.no_sync():
+        with nullcontext() if self.window.is_last_pass else self.replica.no_sync():
             return action_log_probs(self.replica, inputs)
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
+        # super() without arguments does not work in a dataclass with slots, which is made a second time.
+        TorchBackend.backward(self, loss)
         self.window.num_backwards += 1
 
     def end_window(self, *, step: bool) -> float:
@@ -117,7 +110,9 @@ class DDPBackend:
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
-        norm = compute_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = compute_total_norm(
+            [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        )
         if step:
             assert self.optimizer is not None
             if self.spec.max_norm:
@@ -147,27 +142,8 @@ class DDPBackend:
             if parameter.grad is not None:
                 yield name, parameter.grad.float() / self.loss_scale()
 
-    def loss_scale(self) -> float:
-        return self.scaler.get_scale()
-
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)
-
-    def save_state(self, folder: Path) -> None:
-        assert self.optimizer is not None
-        assert self.schedule is not None
-        state_file.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
-
-    def load_state(self, folder: Path) -> None:
-        assert self.optimizer is not None
-        assert self.schedule is not None
-        state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
-
-    def progress(self) -> Progress:
-        return Progress.from_schedule(self.schedule)
-
-    def close(self) -> None:
-        self.model.zero_grad(set_to_none=True)
 
 
 def _cast_own_weights(module: nn.Module, dtype: torch.dtype) -> None:

@@ -61,13 +61,14 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 
-STATE_TAG = "state"  # of the only checkpoint in a state folder
+# DeepSpeed's name of the only checkpoint in a state folder.
+STATE_TAG = "state"
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 @dataclass(slots=True)
 class StepGate:
-    """Lets the optimizer's step through, or blocks it."""
+    """Say whether the optimizer's step does anything."""
 
     is_open: bool = False
 
@@ -78,25 +79,31 @@ class DeepSpeedBackend:
 
     `engine.step` is called at the end of every window: it computes the norm and clears every gradient buffer. Without
     --step the optimizer inside it is blocked, so that weights and moments do not change.
+
+    engine    deepspeed.DeepSpeedEngine
+    schedule  the replay's; the engine's would advance without an optimizer step
+    kernels   what was fused; None: nothing
+    config    as passed to DeepSpeed
     """
 
     spec: ActorSpec
     source: ModelSource
-    engine: Any  # deepspeed.DeepSpeedEngine
+    engine: Any
     gate: StepGate
-    schedule: LambdaLR  # not the engine's, which would advance without an optimizer step
+    schedule: LambdaLR
     attention: str
-    kernels: str | None  # what was fused; None: nothing was asked for
+    kernels: str | None
     num_parameters: int
-    config: Mapping[str, Any]  # passed to DeepSpeed
+    config: Mapping[str, Any]
 
     @classmethod
     def open(
         cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
     ) -> Self:
-        """Open the actor. Under ZeRO 3 and AutoTP blocks are moved to the device and partitioned one by one.
+        """Open the actor: build it on the meta device, compile each block, fill and partition weights, start DeepSpeed.
 
-        So there is never a second full copy of the model. Raises UsageError for what DeepSpeed cannot do.
+        Under ZeRO 3 and AutoTP blocks are moved to the device and partitioned one by one, so there is never a second
+        full copy of the model. Raises UsageError for what DeepSpeed cannot do.
         """
         check_head_stride(source.config, spec.parallel)
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
@@ -115,7 +122,8 @@ class DeepSpeedBackend:
             compile_blocks((block for _, block in blocks), lengths=spec.compile_lengths)
         if has_block_hooks(spec):
             deepspeed.utils.set_z3_leaf_modules(model, {type(block) for _, block in blocks})
-        # on a CPU it would build a shared-memory operator, used for inference only: 30 s, and it needs a C++ compiler
+        # On a CPU DeepSpeed would build a shared-memory operator that only inference uses. That takes 30 s, and needs a
+        # C++ compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
         for name, block in [*blocks, ("", model)]:
@@ -129,7 +137,8 @@ class DeepSpeedBackend:
             config=config,
             dist_init_required=False,
         )
-        gc.collect()  # frees modules that AutoTP replaced, which are in reference cycles
+        # The modules that AutoTP replaced are in reference cycles, and hold their weights until they are collected.
+        gc.collect()
         if spec.compile is Compile.DEEPCOMPILE:
             _compile_deep(engine, spec.resolved_zero_stage)
         if spec.parallel.ring > 1:
@@ -153,8 +162,9 @@ class DeepSpeedBackend:
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
+        # Within a window the engine's step only counts the micro-batch.
         if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()  # counts the micro-batch
+            self.engine.step()
 
     def end_window(self, *, step: bool) -> float:
         if self.spec.parallel.tp > 1:
@@ -173,7 +183,7 @@ class DeepSpeedBackend:
         model: PreTrainedModel = self.engine.module
         if self.spec.parallel.tp > 1:
             return compute_norm_over_tp(model, self.engine.mpu.get_model_parallel_group())
-        return compute_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return compute_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
     def facts(self) -> Mapping[str, str | int]:
         return {
@@ -186,7 +196,7 @@ class DeepSpeedBackend:
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if has_block_hooks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
-            # recorded because the file may change; "auto" is replaced by the option's value
+            # The config is recorded because the file may change. "auto" is replaced by the option's value.
             **({"deepspeed_config": json.dumps(self.config)} if self.spec.deepspeed_config else {}),
         }
 
@@ -211,12 +221,13 @@ class DeepSpeedBackend:
 
     def load_state(self, folder: Path) -> None:
         if is_partitioned_over(SavedState.read(folder), torch.distributed.get_world_size()):
-            _, rest = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
+            _, client_state = self.engine.load_checkpoint(str(folder), tag=STATE_TAG)
         else:
             with convert_to_universal(folder / STATE_TAG) as converted:
-                self.engine._config.load_universal_checkpoint = True  # same as "load_universal" in the config
-                _, rest = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
-        load_schedule(self.schedule, rest["schedule"])
+                # This is what "load_universal" in the config sets.
+                self.engine._config.load_universal_checkpoint = True
+                _, client_state = self.engine.load_checkpoint(str(converted.parent), tag=converted.name)
+        load_schedule(self.schedule, client_state["schedule"])
 
     def progress(self) -> Progress:
         return Progress.from_schedule(self.schedule)
@@ -296,7 +307,8 @@ def gather_whole(tensor: Tensor) -> Tensor:
     """Return a whole copy of a parameter or buffer. All ranks must call this."""
     import deepspeed
 
-    is_partitioned = hasattr(tensor, "ds_id")  # false below stage 3, and for buffers
+    # Only parameters under stage 3 have an id of DeepSpeed's.
+    is_partitioned = hasattr(tensor, "ds_id")
     with deepspeed.zero.GatheredParameters([tensor]) if is_partitioned else nullcontext():
         return gather_over_tp(tensor, tensor)
 
@@ -342,11 +354,12 @@ def convert_to_universal(checkpoint: Path) -> Iterator[Path]:
 def _convert(checkpoint: Path, converted: Path) -> str | None:
     """Return why the conversion failed, None if it did not."""
     folders = ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]  # more would start process pools
-    done = subprocess.run(
+    # With more than one worker the converter starts process pools.
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    process = subprocess.run(
         [sys.executable, "-m", CONVERTER, *folders, *workers, "--inject_missing_state"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return "\n".join(done.stderr.strip().splitlines()[-1:]) if done.returncode else None
+    return "\n".join(process.stderr.strip().splitlines()[-1:]) if process.returncode else None

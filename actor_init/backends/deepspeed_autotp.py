@@ -18,8 +18,10 @@ from capture.facts import Setting
 
 SPLIT_STYLES = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise"}
 SUMMED_STYLE = "replicated_with_grad_allreduce"
-WHOLE_STYLE = "embedding_rowwise"  # AutoTP leaves embeddings whole
-FIRST_DEEPSPEED = "0.19.0"  # has vocab_parallel_lm_head
+# AutoTP leaves embeddings whole.
+WHOLE_STYLE = "embedding_rowwise"
+# The first release with the setting vocab_parallel_lm_head.
+FIRST_DEEPSPEED = "0.19.0"
 
 
 def check_autotp(model: PreTrainedModel, tp: int) -> None:
@@ -44,20 +46,20 @@ def _find_obstacles(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator
     """Yield what AutoTP would guess, or what would give wrong gradients silently."""
     if not plan:
         yield "transformers has no tensor parallel plan for it"
-    for pattern, planned in plan.items():
-        if planned not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
-            yield f"it does not know the style {planned}, which the plan gives {pattern}"
-    styles = {name: style for name, _ in model.named_modules() if (style := _find_style(plan, name))}
+    for pattern, style in plan.items():
+        if style not in {*SPLIT_STYLES, SUMMED_STYLE, WHOLE_STYLE}:
+            yield f"it does not know the style {style}, which the plan gives {pattern}"
+    styles = {name: known for name, _ in model.named_modules() if (known := _find_style(plan, name))}
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style in SPLIT_STYLES and not isinstance(module, nn.Linear):
             yield f"it splits Linears, and {name} is a {type(module).__name__}"
-        if style == SUMMED_STYLE and [own for own, _ in module.named_parameters()] != ["weight"]:
+        if style == SUMMED_STYLE and [parameter_name for parameter_name, _ in module.named_parameters()] != ["weight"]:
             yield f"it sums the gradient of a weight over its ranks, and {name} has other parameters"
-    # between two split Linears each rank has part of the activations, and so of a whole parameter's gradient
-    parted = {_parent_name(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
+    # Between two split Linears each rank has a part of the activations, and so of a whole parameter's gradient.
+    owners_of_split = {_parent_name(name) for name, style in styles.items() if style in {"colwise", "rowwise"}}
     for name, _ in model.named_parameters():
-        if _parent_name(name) not in styles and not parted.isdisjoint(
+        if _parent_name(name) not in styles and not owners_of_split.isdisjoint(
             {_parent_name(name), _parent_name(_parent_name(name))}
         ):
             yield f"the plan does not say what becomes of {name} beside Linears that are split"
@@ -98,10 +100,14 @@ def compute_norm_over_tp(model: nn.Module, group: dist.ProcessGroup) -> Tensor:
     """Return the norm of marked gradients over `group`: all parts of split parameters count, whole ones count once."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     squares = torch.stack(
         [
-            compute_total_norm([g for g in gradients if is_model_parallel_parameter(g) is is_split]).float().square()
+            compute_total_norm(
+                [gradient for gradient in gradients if is_model_parallel_parameter(gradient) is is_split]
+            )
+            .float()
+            .square()
             for is_split in (True, False)
         ]
     )

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.actor import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring
+from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks
 from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
@@ -34,7 +33,6 @@ from actor_init.model import (
 )
 from actor_init.optimizer import (
     TORCH_DTYPES,
-    Progress,
     compute_total_norm,
     make_optimizer,
     make_schedule,
@@ -42,7 +40,6 @@ from actor_init.optimizer import (
 )
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.parallel.tp_plan import SplitPlan, find_plan
-from actor_init.saving import state_file
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
 from actor_init.weights import OnProgress, ignore_progress
@@ -51,15 +48,9 @@ from capture.facts import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDP2Backend:
-    spec: ActorSpec
-    model: PreTrainedModel
-    source: ModelSource
-    optimizer: Optimizer | None
-    schedule: LambdaLR | None
-    scaler: torch.amp.GradScaler
-    attention: str
-    kernels: str | None  # what was fused; None: nothing was asked for
+class FSDP2Backend(TorchBackend):
+    """An actor under FSDP2. `num_parameters` are those of the whole model; `tp_plan` is None without tp."""
+
     num_parameters: int
     tp_plan: SplitPlan | None
 
@@ -67,8 +58,9 @@ class FSDP2Backend:
     def open(
         cls, spec: ActorSpec, source: ModelSource, world: World, on_progress: OnProgress = ignore_progress
     ) -> Self:
-        """Open the actor. Blocks are moved to the device and sharded one by one: never a second full copy of the
-        model.
+        """Open the actor: build on the meta device, plan tp, compile each block, fill and shard it, make the optimizer.
+
+        Blocks are moved to the device and sharded one by one, so there is never a second full copy of the model.
         """
         check_streams(world.device)
         check_head_stride(source.config, spec.parallel)
@@ -89,7 +81,7 @@ class FSDP2Backend:
             check_sequence(model, plan, packing=spec.packs)
         configure_model(model, spec)
         if spec.compile is Compile.BLOCKS:
-            # with DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13)
+            # With DTensors sharded along the sequence, a graph for any length raises InductorError (torch 2.13).
             lengths = CompileLengths.STATIC if spec.parallel.sequence_parallel else spec.compile_lengths
             compile_blocks((block for _, block in blocks), lengths=lengths)
         for name, block in blocks:
@@ -116,8 +108,9 @@ class FSDP2Backend:
         if spec.parallel.ring > 1:
             check_ring(model.eval(), source.config, compute_dtype, world.device)
             for module in model.modules():
+                # check_ring runs a forward alone. The backward that would reshard the modules does not come.
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # which a backward would have done
+                    module.reshard()
         optimizer = make_optimizer(spec, [{"params": parameters} for parameters in group_parameters_by_mesh(model)])
         return cls(
             spec=spec,
@@ -135,12 +128,10 @@ class FSDP2Backend:
     def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
         self.model.train(trains)
         head = self.model.get_output_embeddings() if isinstance(self.model, PreTrainedModel) else None
-        if isinstance(head, FSDPModule):  # backward needs it first, and would wait until it is gathered again
+        # In training the head stays gathered after forward: backward needs it first, and would wait for it.
+        if isinstance(head, FSDPModule):
             head.set_reshard_after_forward(self.spec.resolved_zero_stage == 3 and not trains, recurse=False)
         return action_log_probs(self.model, inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
 
     def end_window(self, *, step: bool) -> float:
         if self.scaler.is_enabled():
@@ -181,33 +172,14 @@ class FSDP2Backend:
             if parameter.grad is not None:
                 yield name, _gather_whole(parameter.grad).float() / self.loss_scale()
 
-    def loss_scale(self) -> float:
-        return self.scaler.get_scale()
-
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, _gather_whole)
-
-    def save_state(self, folder: Path) -> None:
-        assert self.optimizer is not None
-        assert self.schedule is not None
-        state_file.save_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
-
-    def load_state(self, folder: Path) -> None:
-        assert self.optimizer is not None
-        assert self.schedule is not None
-        state_file.load_state(folder, self.model, self.optimizer, self.schedule, self.scaler)
-
-    def progress(self) -> Progress:
-        return Progress.from_schedule(self.schedule)
-
-    def close(self) -> None:
-        self.model.zero_grad(set_to_none=True)
 
 
 def _shard_rest(model: PreTrainedModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshards: bool) -> None:
     """Shard what is outside of the blocks. `reshards`: after forward, as the blocks do."""
     embedding, head = find_embedding_and_head(model)
-    # by torch's default, which is another value before 2.8, the root, which backward needs first, stays gathered
+    # By torch's default, which is another value before 2.8, the root stays gathered: backward needs it first.
     default = signature(fully_shard).parameters["reshard_after_forward"].default
     root_rule = default if reshards else False
     for module, rule in ((embedding, reshards), (head, root_rule), (model, root_rule)):
@@ -259,5 +231,5 @@ def group_parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]
 
 def _compute_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the norm of the gradients of parameters on one mesh: each shard counts once, and replicas count once."""
-    norm = compute_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -19,7 +19,8 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
 
-NUM_COLLECTIONS = 3  # of a backend that failed; two suffice for what is known
+# How often garbage is collected after a failure. Two collections suffice for what is known.
+NUM_COLLECTIONS = 3
 
 
 class Backend(Protocol):
@@ -120,12 +121,12 @@ def open_backend(
         raise UsageError(complaint)
     module, name = declaration.engine.split(":")
     engine: type[Backend] = getattr(import_module(module), name)
-    opened = engine.open(spec, source, world, on_progress)
-    if spec.kernels is Kernels.FUSED and "kernels" not in opened.facts():
-        opened.close()
+    backend = engine.open(spec, source, world, on_progress)
+    if spec.kernels is Kernels.FUSED and "kernels" not in backend.facts():
+        backend.close()
         fused = Setting("kernels", Kernels.FUSED)
         raise UsageError(fused, f"is not there for {spec.backend}", f"Try: {fused.with_value(Kernels.MODEL)}")
-    return opened
+    return backend
 
 
 def free_closed_backends(*, failed: bool = False) -> None:

@@ -23,25 +23,33 @@ from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, TiedParameters, Weights, ignore_progress, list_modules_below
 from capture.facts import Setting
 
-_ATTRIBUTE = "_micro_replay"  # of the root module
-_SEED = 0  # of what the user's code draws for its vectors
+# The root module keeps its facts under this name.
+_FACTS_ATTRIBUTE = "_micro_replay"
+# The seed of what the user's code draws for its vectors.
+_SEED = 0
+# Modules that a user's function has returned: one that returns the same module again gets a copy of it.
 _returned_modules: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CustomModelFacts:
-    """What is known of a module that a user's function returned."""
+    """What is known of a module that a user's function returned.
 
-    blocks: str  # name of the list of layers
-    calling: ForwardAdapter
-    vectors: Mapping[str, Tensor]  # as the user's code initialised them
+    blocks         the name of the list of layers
+    vectors        parameters of less than two dimensions, as the user's code initialised them
+    checkpointing  by a layer's class, the class that recomputes it in backward
+    """
+
+    blocks: str
+    forward: ForwardAdapter
+    vectors: Mapping[str, Tensor]
     checkpointing: dict[type, type] = field(default_factory=dict)
 
 
 def find_custom_facts(model: nn.Module) -> CustomModelFacts | None:
     """Return what is known of a user's module; None for other models."""
-    found: CustomModelFacts | None = vars(model).get(_ATTRIBUTE)
-    return found
+    facts: CustomModelFacts | None = vars(model).get(_FACTS_ATTRIBUTE)
+    return facts
 
 
 def build_custom_model(
@@ -60,8 +68,9 @@ def build_custom_model(
     with torch.random.fork_rng(devices=[]), _register_parameters_on_meta():
         torch.manual_seed(_SEED)
         module = function.build(captured)
-    if module in _returned_modules or any(_is_real_matrix(p) for p in module.parameters()):
-        module = deepcopy(module)  # the user's own, which another build would get too
+    # A module that the user's code keeps is theirs: another build would get it too, changed.
+    if module in _returned_modules or any(_is_real_matrix(parameter) for parameter in module.parameters()):
+        module = deepcopy(module)
     _returned_modules.add(module)
     name = find_blocks_name(module, blocks, str(function))
     layers: Any = module.get_submodule(name)
@@ -70,59 +79,71 @@ def build_custom_model(
             why, advice = f", but {name} has {len(layers)}", f"Allowed: 1 to {len(layers)}"
             raise UsageError(Setting("num_layers", num_layers), why, advice)
         del layers[num_layers:]
-    vectors = {n: p.detach().float().clone() for n, p in module.named_parameters() if p.ndim < 2 and not p.is_meta}
+    vectors = {
+        parameter_name: parameter.detach().float().clone()
+        for parameter_name, parameter in module.named_parameters()
+        if parameter.ndim < 2 and not parameter.is_meta
+    }
     _move_to_meta(module, dtype)
-    calling = ForwardAdapter.from_module(module, str(function))
-    setattr(module, _ATTRIBUTE, CustomModelFacts(blocks=name, calling=calling, vectors=vectors))
-    module.forward = calling
+    forward = ForwardAdapter.from_module(module, str(function))
+    setattr(module, _FACTS_ATTRIBUTE, CustomModelFacts(blocks=name, forward=forward, vectors=vectors))
+    module.forward = forward
     return module
 
 
-def find_blocks_name(module: nn.Module, asked: str | None, function: str) -> str:
-    """Return the name of the list of layers: the one asked for, or the longest outermost nn.ModuleList.
+def find_blocks_name(module: nn.Module, typed: str | None, function: str) -> str:
+    """Return the name of the list of layers: the one that was typed, or the longest outermost nn.ModuleList.
 
     Raises UsageError if there is none.
     """
-    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)}
-    if asked is not None:
-        if asked not in lists:
+    lists = {
+        name: len(part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part)
+    }
+    if typed is not None:
+        if typed not in lists:
             known = ", ".join(lists) or "none"
             why = f"is no list of layers in the {type(module).__name__} of {function}"
             advice = f"Its nn.ModuleLists and nn.Sequentials: {known}"
-            raise UsageError(Setting("blocks", asked), why, advice)
-        return asked
-    plain = {n: size for n, size in lists.items() if isinstance(module.get_submodule(n), nn.ModuleList)}
-    outermost = {n: size for n, size in plain.items() if not any(n.startswith(f"{other}.") for other in plain)}
+            raise UsageError(Setting("blocks", typed), why, advice)
+        return typed
+    module_lists = {name: size for name, size in lists.items() if isinstance(module.get_submodule(name), nn.ModuleList)}
+    outermost = {
+        name: size
+        for name, size in module_lists.items()
+        if not any(name.startswith(f"{other}.") for other in module_lists)
+    }
     if not outermost:
         advice = "Put its layers into a ModuleList"
         if lists:
-            advice = f"Try: {Setting('blocks', max(lists, key=lambda n: lists[n]))}"
+            advice = f"Try: {Setting('blocks', max(lists, key=lambda name: lists[name]))}"
         needed = "layers, which are compiled, checkpointed and sharded one by one"
         why = f": {type(module).__name__} has no nn.ModuleList of {needed}"
         raise UsageError(Setting("model", function), why, advice)
-    longest: str = max(outermost, key=lambda n: outermost[n])
+    longest: str = max(outermost, key=lambda name: outermost[name])
     return longest
 
 
 def configure_custom_model(model: nn.Module, *, dtype: torch.dtype, checkpoints: bool) -> None:
     """Let the module compute in `dtype`, under autocast unless that is fp32, and recompute its layers in backward."""
-    built = find_custom_facts(model)
-    assert built is not None
-    built.calling.autocast_dtype = None if dtype == torch.float32 else dtype
+    facts = find_custom_facts(model)
+    assert facts is not None
+    facts.forward.autocast_dtype = None if dtype == torch.float32 else dtype
     if checkpoints:
         for layer in list_layers(model):
             kind = type(layer)
-            layer.__class__ = built.checkpointing.setdefault(kind, type(kind.__name__, (_Checkpointed, kind), {}))
+            layer.__class__ = facts.checkpointing.setdefault(kind, type(kind.__name__, (_CheckpointedLayer, kind), {}))
 
 
 def list_layers(model: nn.Module) -> list[nn.Module]:
-    built = find_custom_facts(model)
-    assert built is not None
-    layers: Any = model.get_submodule(built.blocks)
+    facts = find_custom_facts(model)
+    assert facts is not None
+    layers: Any = model.get_submodule(facts.blocks)
     return list(layers)
 
 
-class _Checkpointed(nn.Module):
+class _CheckpointedLayer(nn.Module):
     """Mixed into the class of a layer: its call, hooks and all, is done again in backward, as transformers does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,31 +194,32 @@ def materialise_custom_model(
 
 def find_dropouts(module: nn.Module) -> dict[str, float]:
     """Return the numbers above 0 that modules keep under a name with "drop" in it, and the rates of dropout layers."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name, part in module.named_modules():
-        own = {key: value for key, value in vars(part).items() if "drop" in key.lower()}
+        attributes = {key: value for key, value in vars(part).items() if "drop" in key.lower()}
         if isinstance(part, nn.modules.dropout._DropoutNd):
-            own["dropout"] = part.p
-        for key, value in own.items():
+            attributes["dropout"] = part.p
+        for key, value in attributes.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-                found.setdefault(f"{name}.{key}" if "drop" not in name.lower() else name, float(value))
-    return found
+                rates.setdefault(f"{name}.{key}" if "drop" not in name.lower() else name, float(value))
+    return rates
 
 
 @contextmanager
 def _register_parameters_on_meta() -> Iterator[None]:
     """Put parameters of two dimensions and more on the meta device when a module registers them."""
     register = nn.Module.register_parameter
-    known = WeakIdKeyDictionary()  # a parameter that is registered twice is one parameter
+    # A parameter that is registered twice is a single parameter, and stays so.
+    meta_copies = WeakIdKeyDictionary()
 
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and _is_real_matrix(param):
-            if param not in known:
-                known[param] = _copy_to_meta(param, param.dtype)
-            param = known[param]
+            if param not in meta_copies:
+                meta_copies[param] = _copy_to_meta(param, param.dtype)
+            param = meta_copies[param]
         register(self, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -205,22 +227,22 @@ def _register_parameters_on_meta() -> Iterator[None]:
 
 
 def _is_real_matrix(parameter: nn.Parameter) -> bool:
-    is_made = not isinstance(parameter, nn.UninitializedParameter)
-    return is_made and parameter.ndim > 1 and not parameter.is_meta
+    has_shape = not isinstance(parameter, nn.UninitializedParameter)
+    return has_shape and parameter.ndim > 1 and not parameter.is_meta
 
 
 def _copy_to_meta(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    wanted = dtype if parameter.is_floating_point() else parameter.dtype
-    empty = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=wanted), parameter.requires_grad)
+    meta_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=meta_dtype), parameter.requires_grad)
     vars(empty).update(vars(parameter))
     return empty
 
 
 def _move_to_meta(module: nn.Module, dtype: torch.dtype) -> None:
     """Put every parameter on the meta device, in `dtype`; tied ones stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    meta_copies: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if parameter not in made:
-                made[parameter] = _copy_to_meta(parameter, dtype)
-            setattr(part, name, made[parameter])
+            if parameter not in meta_copies:
+                meta_copies[parameter] = _copy_to_meta(parameter, dtype)
+            setattr(part, name, meta_copies[parameter])

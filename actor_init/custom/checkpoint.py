@@ -15,8 +15,10 @@ from capture.facts import Setting
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")  # where checkpoints keep the state dict
-WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile, DDP, FSDP
+# Keys under which checkpoints keep the state dict.
+STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
+# Prefixes of torch.compile, DDP and FSDP.
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 _WRONG_MODEL_ADVICE = "Is it a checkpoint of this model?"
 _ADVICE = "Give a safetensors or torch file, or a folder of them"
 
@@ -32,26 +34,32 @@ class CheckpointWeights:
     @classmethod
     def open(cls, path: Path) -> "CheckpointWeights":
         """Open a file or folder. Raises UsageError if there are no weights, or a file is damaged."""
-        files, given = [path], Setting("weights", path)
+        files, setting = [path], Setting("weights", path)
         if path.is_dir():
             files = next(
-                (found for kind in (SAFETENSORS_SUFFIXES, TORCH_SUFFIXES) if (found := _list_files(path, kind))), []
+                (
+                    paths
+                    for suffixes in (SAFETENSORS_SUFFIXES, TORCH_SUFFIXES)
+                    if (paths := _list_files(path, suffixes))
+                ),
+                [],
             )
         if not files or not files[0].is_file() or files[0].suffix not in (*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES):
             what = (
                 "has none" if path.is_dir() else "is no checkpoint, by its name" if path.exists() else "does not exist"
             )
             advice = f"{_ADVICE} ({', '.join((*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES))})"
-            raise UsageError(given, f": {what}", advice)
+            raise UsageError(setting, f": {what}", advice)
         tensors: dict[str, CheckpointTensor] = {}
         for file in files:
             try:
-                tensors |= {_strip_wrappers(name): stored for name, stored in _read_tensors(file)}
-            except Exception as error:  # safetensors, pickle and zip have their own
-                said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UsageError(given, f": {file} cannot be read: {said}", _ADVICE) from error
+                tensors |= {_strip_wrappers(name): tensor for name, tensor in _read_tensors(file)}
+            # safetensors, pickle and zip raise types of their own.
+            except Exception as error:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise UsageError(setting, f": {file} cannot be read: {reason}", _ADVICE) from error
         if not tensors:
-            raise UsageError(given, ": no tensors by name in it", f"{_ADVICE} with a state dict")
+            raise UsageError(setting, ": no tensors by name in it", f"{_ADVICE} with a state dict")
         return cls(path=path, files=files, tensors=tensors)
 
     def describe(self) -> str:
@@ -85,10 +93,10 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointTensor:
-    """A tensor in a file: mapped, or read when it is asked for."""
+    """A tensor in a file, under its name there: mapped, or read at each call of `read`."""
 
     file: Path
-    name: str  # in the file
+    name: str
     mapped: Tensor | None = None
 
     def read(self) -> Tensor:
@@ -99,18 +107,18 @@ class CheckpointTensor:
         return values
 
 
-def _list_files(folder: Path, kinds: Sequence[str]) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in kinds)
+def _list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in suffixes)
 
 
 def _read_tensors(file: Path) -> Iterator[tuple[str, CheckpointTensor]]:
     if file.suffix in SAFETENSORS_SUFFIXES:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
+        with safe_open(file, framework="pt") as reader:
+            names = list(reader.keys())
         yield from ((name, CheckpointTensor(file=file, name=name)) for name in names)
         return
-    whole = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    for name, tensor in _find_state_dict(whole).items():
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    for name, tensor in _find_state_dict(content).items():
         if isinstance(tensor, Tensor):
             yield name, CheckpointTensor(file=file, name=name, mapped=tensor)
 
@@ -124,6 +132,6 @@ def _find_state_dict(whole: Any) -> Mapping[str, Any]:
 
 def _strip_wrappers(name: str) -> str:
     """Return the name without those that wrappers put before it."""
-    while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
+    while wrapper := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
         name = name.removeprefix(wrapper)
     return name

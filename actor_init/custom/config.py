@@ -19,18 +19,22 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 
 MODEL_TYPE = "custom"
-_ROWS, _TOKENS = 2, 5  # of the ids that a model is tried with
-_UNKNOWN_VOCABULARY = 2**31
+# The ids that a model is tried with, and what stands for sizes that are not found out.
+_ROWS, _TOKENS = 2, 5
+_UNKNOWN_VOCABULARY, _UNKNOWN_WIDTH = 2**31, 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CustomConfig:
-    """A user's model, cut to its first layers, with the attributes that are read of transformers' configs."""
+    """A user's model, cut to its first layers, with the attributes that are read of transformers' configs.
+
+    blocks, num_layers  as typed
+    """
 
     function: UserFunction
     captured: Mapping[str, object] | None
-    blocks: str | None  # asked for
-    num_layers: int | None  # asked for
+    blocks: str | None
+    num_layers: int | None
     class_name: str
     num_hidden_layers: int
     vocab_size: int
@@ -52,9 +56,9 @@ class CustomConfig:
         token ids.
         """
         module = build_custom_model(function, captured, blocks=blocks, num_layers=num_layers, dtype=torch.float32)
-        built = find_custom_facts(module)
-        assert built is not None
-        seen = _try_forward(module, str(function))
+        facts = find_custom_facts(module)
+        assert facts is not None
+        sizes = _try_forward(module, str(function))
         return cls(
             function=function,
             captured=captured,
@@ -62,10 +66,10 @@ class CustomConfig:
             num_layers=num_layers,
             class_name=type(module).__name__,
             num_hidden_layers=len(list_layers(module)),
-            vocab_size=seen["vocab_size"],
-            hidden_size=seen["hidden_size"],
+            vocab_size=sizes["vocab_size"],
+            hidden_size=sizes["hidden_size"],
             dropout=find_dropouts(module),
-            wants_targets=built.calling.wants_targets,
+            wants_targets=facts.forward.wants_targets,
         )
 
     def __str__(self) -> str:
@@ -75,9 +79,9 @@ class CustomConfig:
         """Build the module with parameters on the meta device."""
         captured, blocks, num_layers = self.captured, self.blocks, self.num_layers
         module = build_custom_model(self.function, captured, blocks=blocks, num_layers=num_layers, dtype=dtype)
-        built = find_custom_facts(module)
-        assert built is not None
-        built.calling.wants_targets = self.wants_targets
+        facts = find_custom_facts(module)
+        assert facts is not None
+        facts.forward.wants_targets = self.wants_targets
         return module
 
     def get_text_config(self) -> Self:
@@ -115,9 +119,9 @@ class CustomVectors:
 
     def make_vector(self, name: str) -> Tensor:
         if self._vectors is None:
-            built = find_custom_facts(self._config.build(torch.float32))
-            assert built is not None
-            self._vectors = built.vectors
+            facts = find_custom_facts(self._config.build(torch.float32))
+            assert facts is not None
+            self._vectors = facts.vectors
         return self._vectors[name]
 
 
@@ -127,36 +131,41 @@ def _try_forward(module: nn.Module, function: str) -> dict[str, int]:
     Code that needs real values stops such a call: then sizes are those of the largest embedding, and a pass says what
     is wrong. Raises UsageError for a result without logits of every token.
     """
-    embeddings = [one for one in module.modules() if isinstance(one, nn.Embedding)]
-    largest = max(embeddings, key=lambda one: one.num_embeddings, default=None)
-    built = find_custom_facts(module)
-    assert built is not None
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    largest = max(embeddings, key=lambda embedding: embedding.num_embeddings, default=None)
+    facts = find_custom_facts(module)
+    assert facts is not None
     looked_up: list[nn.Embedding] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _silence_torch():
         ids_BS = torch.ones(_ROWS, _TOKENS, dtype=torch.long, device="cpu")
         mask_BS, position_BS = torch.ones_like(ids_BS), torch.arange(_TOKENS, device="cpu").expand(_ROWS, _TOKENS)
 
-        def look(embedding: nn.Module, given: tuple[Any, ...]) -> None:
-            if given and given[0] is ids_BS and isinstance(embedding, nn.Embedding):
+        def note_lookup(embedding: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and args[0] is ids_BS and isinstance(embedding, nn.Embedding):
                 looked_up.append(embedding)
 
-        handles = [one.register_forward_pre_hook(look) for one in embeddings]
-        named = dict(module.named_parameters(remove_duplicate=False))
-        fakes = {id(p): torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in named.values()}
-        values = {name: fakes[id(parameter)] for name, parameter in named.items()}
-        given = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": position_BS}
+        handles = [embedding.register_forward_pre_hook(note_lookup) for embedding in embeddings]
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        # Fakes are made by identity, so that tied parameters stay tied.
+        fakes = {
+            id(parameter): torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            for parameter in parameters.values()
+        }
+        values = {name: fakes[id(parameter)] for name, parameter in parameters.items()}
+        arguments = {"input_ids": ids_BS, "attention_mask": mask_BS, "position_ids": position_BS}
         logits: Tensor | None = None
         try:
             try:
-                logits = functional_call(module, values, kwargs=given).logits
+                logits = functional_call(module, values, kwargs=arguments).logits
             except LogitsError:
-                if not built.calling.can_have_targets or built.calling.wants_targets:
+                if not facts.forward.can_have_targets or facts.forward.wants_targets:
                     raise
-                built.calling.wants_targets = True
-                logits = functional_call(module, values, kwargs=given).logits
+                facts.forward.wants_targets = True
+                logits = functional_call(module, values, kwargs=arguments).logits
         except LogitsError as error:
             raise UsageError(Setting("model", function), f": {error}") from error
-        except Exception:  # whatever it is, it is real or of fake tensors alone: a pass will tell
+        # The error is real, or it comes of fake tensors alone: a pass will tell.
+        except Exception:
             logits = None
         finally:
             for handle in handles:
@@ -173,12 +182,9 @@ def _try_forward(module: nn.Module, function: str) -> dict[str, int]:
 @contextmanager
 def _silence_torch() -> Iterator[None]:
     """Keep torch from logging the traceback of an operation that has no fake form, as those of mixtures have none."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    was_disabled, log.disabled = log.disabled, True
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        log.disabled = was_disabled
-
-
-_UNKNOWN_WIDTH = 1024
+        logger.disabled = was_disabled

@@ -23,19 +23,25 @@ from torch import nn
 from actor_init.spec import UsageError
 from capture.facts import Setting
 
-CONFIG_ARGUMENT = "config"  # an optional argument of this name is given the captured config too
-_NO_OP_WARNING = "which is a no-op"  # torch warns so when a checkpoint is loaded into parameters without values
+# An optional argument of this name is given the captured config too.
+CONFIG_ARGUMENT = "config"
+# torch warns in these words when a checkpoint is loaded into parameters without values.
+_NO_OP_WARNING = "which is a no-op"
 MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A function in a user's file, such as one that builds the model."""
+    """A function in a user's file, such as one that builds the model.
+
+    sha256   of the file
+    setting  the setting that names the function
+    """
 
     file: Path
     function: str
-    sha256: str  # of the file
-    setting: str = MODEL  # that names it
+    sha256: str
+    setting: str = MODEL
 
     @classmethod
     def open(cls, file: Path, function: str, setting: str = MODEL) -> Self:
@@ -43,21 +49,21 @@ class UserFunction:
         try:
             source = file.read_bytes()
         except OSError as error:
-            given = Setting(setting, f"{file}:{function}")
-            advice = f"Give {given.with_value('FILE.py:FUNCTION')}"
+            typed = Setting(setting, f"{file}:{function}")
+            advice = f"Give {typed.with_value('FILE.py:FUNCTION')}"
             if setting == MODEL:
-                advice = f"Try: {given.with_value('FILE.py:function')}, where function() returns the module"
-            raise UsageError(given, f": {file.absolute()}: {error.strerror}", advice) from None
+                advice = f"Try: {typed.with_value('FILE.py:function')}, where function() returns the module"
+            raise UsageError(typed, f": {file.absolute()}: {error.strerror}", advice) from None
         sha256 = hashlib.sha256(source).hexdigest()
-        opened = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)
-        opened.load()
-        return opened
+        user_function = cls(file=file.absolute(), function=function, sha256=sha256, setting=setting)
+        user_function.load()
+        return user_function
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.function}"
 
     @property
-    def given(self) -> Setting:
+    def typed(self) -> Setting:
         return Setting(self.setting, str(self))
 
     def build(self, captured: Mapping[str, object] | None) -> nn.Module:
@@ -69,44 +75,45 @@ class UserFunction:
         arguments = (
             [deepcopy(dict(captured))] if self._takes_config(function, captured) and captured is not None else []
         )
-        with self._translate_errors(f"{self.function} raised"), warnings.catch_warnings(record=True) as said:
+        with self._translate_errors(f"{self.function} raised"), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module = function(*arguments)
-        for warning in said:
+        for warning in caught:
             if _NO_OP_WARNING in str(warning.message):
                 lost = "those would be lost: parameters have no values before they are sharded"
                 why = f": {self.function} loads weights, and {lost}"
                 advice = f"Try: no loading there, and {Setting('weights', 'FILE')}"
-                raise UsageError(self.given, why, advice)
+                raise UsageError(self.typed, why, advice)
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not isinstance(module, nn.Module):
             why, advice = f": {self.function} returned {_describe_type(module)}", "It has to return the torch.nn.Module"
-            raise UsageError(self.given, why, advice)
+            raise UsageError(self.typed, why, advice)
         return module
 
     def load(self) -> Any:
         """Run the file, unless it ran before, and return what it has by that name. Raises what `open` does."""
         with self._translate_errors("it raised"):
             module = _run_file(self.file, self.sha256)
-        found = getattr(module, self.function, None)
-        if not callable(found):
-            own = [name for name, value in vars(module).items() if _is_own(value, module)]
-            known = f"It has {', '.join(own[:8])}" if own else "It defines no function"
-            raise UsageError(self.given, f": {self.file} has no function {self.function}", known)
-        return found
+        function = getattr(module, self.function, None)
+        if not callable(function):
+            defined = [name for name, value in vars(module).items() if _is_defined_in(value, module)]
+            known = f"It has {', '.join(defined[:8])}" if defined else "It defines no function"
+            raise UsageError(self.typed, f": {self.file} has no function {self.function}", known)
+        return function
 
     def _takes_config(self, function: Any, captured: Mapping[str, object] | None) -> bool:
         """Does the function take the captured config? Raises UsageError for arguments that nobody can give."""
-        parameters = [one for one in inspect.signature(function).parameters.values() if one.kind not in _VARIADIC_KINDS]
-        needed = [one for one in parameters if one.default is one.empty]
-        if len(needed) > 1 or any(one.kind is one.KEYWORD_ONLY for one in needed):
-            names = ", ".join(one.name for one in needed)
+        signature = inspect.signature(function)
+        parameters = [parameter for parameter in signature.parameters.values() if parameter.kind not in _VARIADIC_KINDS]
+        needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
+        if len(needed) > 1 or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in needed):
+            names = ", ".join(parameter.name for parameter in needed)
             why = f": {self.function} needs {names}, and is called with the captured config at most"
-            raise UsageError(self.given, why, "Give the others defaults")
+            raise UsageError(self.typed, why, "Give the others defaults")
         if needed and captured is None:
             lacking = "there is no actor.json with a config beside the inputs"
             why = f": {self.function} needs {needed[0].name}, and {lacking}"
-            raise UsageError(self.given, why, "Give it a default")
+            raise UsageError(self.typed, why, "Give it a default")
         first = parameters[:1]
         return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
 
@@ -121,11 +128,11 @@ class UserFunction:
         except (Exception, SystemExit) as error:
             last = traceback.format_exception_only(error)[-1].strip()
             frames = traceback.extract_tb(error.__traceback__)
-            place = next((one for one in reversed(frames) if one.filename == str(self.file)), frames[-1])
-            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else place.lineno
-            file = self.file if isinstance(error, SyntaxError) else place.filename
+            frame = next((frame for frame in reversed(frames) if frame.filename == str(self.file)), frames[-1])
+            line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else frame.lineno
+            file = self.file if isinstance(error, SyntaxError) else frame.filename
             why = f": {what} {' '.join(last.split())}, at {file}:{line}"
-            raise UsageError(self.given, why, "With --traceback: all of it") from error
+            raise UsageError(self.typed, why, "With --traceback: all of it") from error
 
 
 _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -139,7 +146,8 @@ def _run_file(file: Path, sha256: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and torch.compile look their module up there
+    # The dataclasses module and torch.compile look a class's module up there.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -152,17 +160,17 @@ def _run_file(file: Path, sha256: str) -> ModuleType:
 def _allow_imports_from(folder: Path) -> Iterator[None]:
     """Let the file's neighbours be imported: before other modules here, and after them later, as in a forward."""
     path = str(folder)
-    was_there = path in sys.path
+    was_on_path = path in sys.path
     sys.path.insert(0, path)
     try:
         yield
     finally:
         sys.path.remove(path)
-        if not was_there:
+        if not was_on_path:
             sys.path.append(path)
 
 
-def _is_own(value: Any, module: ModuleType) -> bool:
+def _is_defined_in(value: Any, module: ModuleType) -> bool:
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 

@@ -32,9 +32,11 @@ from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from actor_init.spec import ActorSpec, Compile
 from actor_init.world import World
 
-BOUND = 1e-4  # relative to the norm; fp32's rounding gives up to 4e-7, a logit scale left out 0.1 or more
+# Relative to the norm. fp32's rounding gives up to 4e-7, a logit scale that is left out 0.1 or more.
+BOUND = 1e-4
 SEED = 1
 NUM_CHUNKS = 3
+# Steps that change no logit, such as a scale of 1.
 IDENTITY_STEPS = [LogitStep(function=name, numbers=(number,)) for name, number in (("mul", 1), ("div", 1), ("add", 0))]
 
 
@@ -62,14 +64,16 @@ def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:
     for small in make_small_configs(config):
         try:
             model = build_small_model(small, "eager", SEED, device)
-        except Exception as error:  # a class's own checks of its config, of any type
+        # A class checks its config itself, and raises any type.
+        except Exception as error:
             reason = reason or f"no small copy of {config.model_type} can be built: {_summarise(error)}"
             continue
         try:
             return _prove_chunks(model, device)
-        except NotInChunksError as why:
-            return HeadForm(why_whole=str(why))
-        except Exception as error:  # of the model's layers, of any type
+        except NotInChunksError as error:
+            return HeadForm(why_whole=str(error))
+        # The model's layers raise any type.
+        except Exception as error:
             reason = reason or f"a small copy of {config.model_type} does not run: {_summarise(error)}"
     return HeadForm(why_whole=reason)
 
@@ -110,12 +114,12 @@ def _prove_chunks(model: PreTrainedModel, device: torch.device) -> HeadForm:
     inputs = prepare_inputs(make_one_document(), packing=False).to(device)
     with _HeadWatch(head) as watch:
         whole_BA = action_log_probs(_WatchedModel(model, watch), inputs)
-    wanted = {"": whole_BA.detach(), **compute_gradients(model, whole_BA.flatten())}
+    expected = {"": whole_BA.detach(), **compute_gradients(model, whole_BA.flatten())}
     chunk_bytes = VOCABULARY * whole_BA.element_size() * -(-whole_BA.numel() // NUM_CHUNKS)
-    form = HeadForm(steps=watch.steps(), chunk_bytes=chunk_bytes)
-    found_BA = action_log_probs(model, replace(inputs, head=form))
-    found = {"": found_BA.detach(), **compute_gradients(model, found_BA.flatten())}
-    error = compute_relative_error(found, wanted)
+    form = HeadForm(steps=watch.find_steps(), chunk_bytes=chunk_bytes)
+    chunked_BA = action_log_probs(model, replace(inputs, head=form))
+    actual = {"": chunked_BA.detach(), **compute_gradients(model, chunked_BA.flatten())}
+    error = compute_relative_error(actual, expected)
     if error > BOUND:
         raise NotInChunksError(f"a small copy's numbers are {error:.2g} off in chunks")
     return replace(form, chunk_bytes=None)
@@ -143,13 +147,13 @@ class _HeadWatch(AbstractContextManager["_HeadWatch"]):
         self._mode.stop()
         self.logits = logits
 
-    def steps(self) -> tuple[LogitStep, ...]:
+    def find_steps(self) -> tuple[LogitStep, ...]:
         """Return the functions between head and logits. Raises NotInChunksError for one that is not known."""
         return self._mode.find_steps(self.logits)
 
 
 class _WatchedModel:
-    """Call a model, and tell the watch what it returned."""
+    """Call a model, and tell the watch which logits it returned."""
 
     def __init__(self, model: PreTrainedModel, watch: _HeadWatch) -> None:
         self._model, self._watch = model, watch
@@ -167,8 +171,10 @@ class _FunctionRecorder(TorchFunctionMode):
         super().__init__()
         self._is_on = False
         self._num_calls = 0
-        self._steps: dict[int, tuple[LogitStep, ...]] = {}  # by tensor
-        self._live_tensors: list[Tensor] = []  # keeps the ids those of these tensors
+        # The steps from the head to a tensor, by the tensor's id. The tensors are kept alive, so that no other gets
+        # their id.
+        self._steps: dict[int, tuple[LogitStep, ...]] = {}
+        self._live_tensors: list[Tensor] = []
         self._unknown: list[str] = []
 
     def start(self, output: Tensor) -> None:
@@ -200,7 +206,7 @@ class _FunctionRecorder(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
-        if name != "__get__" and any(id(one) in self._steps for one in (*args, *(kwargs or {}).values())):
+        if name != "__get__" and any(id(argument) in self._steps for argument in (*args, *(kwargs or {}).values())):
             self._follow(name, tuple(args), dict(kwargs or {}), output)
         return output
 
@@ -208,11 +214,11 @@ class _FunctionRecorder(TorchFunctionMode):
         if name == "contiguous" and id(args[0]) in self._steps:
             self._remember(output, self._steps[id(args[0])])
             return
-        known, numbers = name.removesuffix("_"), args[1:]
+        function, numbers = name.removesuffix("_"), args[1:]
         is_plain = all(type(number) in (int, float) for number in numbers) and not kwargs
-        if is_plain and known in FUNCTIONS and id(args[0]) in self._steps:
-            before, step = self._steps[id(args[0])], LogitStep(function=known, numbers=tuple(map(float, numbers)))
-            self._remember(output, before if step in IDENTITY_STEPS else (*before, step))
+        if is_plain and function in FUNCTIONS and id(args[0]) in self._steps:
+            steps, step = self._steps[id(args[0])], LogitStep(function=function, numbers=tuple(map(float, numbers)))
+            self._remember(output, steps if step in IDENTITY_STEPS else (*steps, step))
         elif isinstance(output, Tensor) or output is None:
             self._unknown.append(name)
 

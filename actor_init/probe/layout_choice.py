@@ -19,7 +19,8 @@ from capture.facts import Setting
 PADDED = Layout(packs=False)
 ONE_DOCUMENT_PER_ROW = Layout(packs=False, as_captured=False)
 _CUSTOM = "nothing is known about the attention of a user's model"
-_not_packed: dict[tuple[str, str], str] = {}  # by config, why_not_packed
+# What `explain_not_packed` found out, by model type and config.
+_why_not_packed: dict[tuple[str, str], str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +60,11 @@ def explain_not_packed(config: PretrainedConfig) -> str:
     if isinstance(config, CustomConfig):
         return _CUSTOM
     key = str(config.model_type), config.to_json_string(use_diff=False)
-    if key not in _not_packed:
+    if key not in _why_not_packed:
         search, kernel = _LayoutSearch(config=config, device=torch.device("cpu")), choose_plain_kernel(config)
         is_right = any(search.is_right(kernel, layout) for layout in _list_packed_layouts())
-        _not_packed[key] = "" if is_right else search.why(kernel)
-    return _not_packed[key]
+        _why_not_packed[key] = "" if is_right else search.why(kernel)
+    return _why_not_packed[key]
 
 
 def _list_packed_layouts() -> Iterator[Layout]:
@@ -74,10 +75,15 @@ def _list_packed_layouts() -> Iterator[Layout]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayoutSearch:
+    """Try layouts with kernels on small copies of a model, each once.
+
+    complaints  why a layout is wrong with a kernel; empty: it is right
+    """
+
     config: PretrainedConfig
     device: device
     probes: dict[int, Probe] = field(default_factory=dict)
-    complaints: dict[tuple[str, Layout], str] = field(default_factory=dict)  # why not; empty: right
+    complaints: dict[tuple[str, Layout], str] = field(default_factory=dict)
 
     def is_right(self, kernel: str, layout: Layout) -> bool:
         if (kernel, layout) not in self.complaints:
@@ -97,7 +103,8 @@ class _LayoutSearch:
                 error = self.probes[seed].error(kernel, layout)
             except NotProvedError as reason:
                 return f"it could not be proved that {kind} keeps packed documents apart: {_summarise(reason)}"
-            except Exception as reason:  # of the model, its kernel or its layers, of any type
+            # The model, its kernel and its layers raise any type.
+            except Exception as reason:
                 return f"{kind} does not run packed: {_summarise(reason)}"
             if error <= choose_bound(kernel):
                 return ""
@@ -120,23 +127,21 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         why = "" if is_right else f"{config.model_type} sees padding on the left"
         return LayoutChoice(attention=spec.attention, layout=replace(PADDED, why=why))
     kernels = {kernel: spec.attention}
-    is_chosen = spec.attention == Attention.AUTO
-    if is_chosen:
+    is_auto = spec.attention == Attention.AUTO
+    if is_auto:
         kernels.setdefault(choose_plain_kernel(config), choose_plain_kernel(config))
     for name, attention in kernels.items():
         for layout in _list_packed_layouts():
             if search.is_right(name, layout):
                 return LayoutChoice(attention=attention, layout=layout)
     why = search.why(kernel)
-    more = (
-        ""
-        if search.is_right(_choose_padded_kernel(kernel, config), ONE_DOCUMENT_PER_ROW)
-        else ", and padded rows are not right either"
-    )
-    padded = LayoutChoice(attention=spec.attention, layout=replace(ONE_DOCUMENT_PER_ROW, why=why + more))
-    if not is_chosen and find_kernel(spec.attention).padded is None:
-        given, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
-        return replace(padded, refusal=UsageError(given, f"reads packed rows, and {why}", f"Try: {sdpa}"))
+    why_padded = why
+    if not search.is_right(_choose_padded_kernel(kernel, config), ONE_DOCUMENT_PER_ROW):
+        why_padded += ", and padded rows are not right either"
+    padded = LayoutChoice(attention=spec.attention, layout=replace(ONE_DOCUMENT_PER_ROW, why=why_padded))
+    if not is_auto and find_kernel(spec.attention).padded is None:
+        setting, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
+        return replace(padded, refusal=UsageError(setting, f"reads packed rows, and {why}", f"Try: {sdpa}"))
     if is_given:
         advice = f"Try: {PACKED.with_value(False)}, or neither: rows are padded by themselves"
         return replace(padded, refusal=UsageError(PACKED, f": {why}", advice))
@@ -156,7 +161,7 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
     kernel = choose_kernel(spec, world.device, config)
-    given, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
+    setting, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
     why = ""
     for seed in SEEDS:
         try:
@@ -165,16 +170,17 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
             why = "" if error <= choose_bound(kernel) else _describe_ring_error(error)
         except NotProvedError as reason:
             why = f"that could not be proved: {_summarise(reason)}"
-        except Exception as reason:  # of the model, its kernel or its layers, of any type
+        # The model, its kernel and its layers raise any type.
+        except Exception as reason:
             why = explain_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
             if trains and "dropout" in find_form(kernel).limits.missing_features and probe.has_dropout(kernel):
                 why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
-                raise UsageError(given, why, advice)
+                raise UsageError(setting, why, advice)
             return Layout(packs=True)
     why = f"slices packed rows, and {config.model_type} does not keep its slices right: {why}"
-    raise UsageError(given, why, advice)
+    raise UsageError(setting, why, advice)
 
 
 def _describe_ring_error(error: float) -> str:

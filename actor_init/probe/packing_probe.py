@@ -28,13 +28,15 @@ from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from capture.file_format.micro_batch import MicroBatch, Origin
 
 LENGTHS = (5, 20, 11)
-NUM_TOKENS = 22  # of a captured row, padded on the left
+# The length of a row, which is padded on the left as captured ones are.
+NUM_TOKENS = 22
 # Relative to the reference's norm. Rounding gives up to 2e-5 in fp32 (deepest: gemma4). A document that sees another
 # gives 0.06 or more in all families of transformers 5.23 that do.
 BOUND = 1e-3
 # Kernels without fp32 round queries, keys and values to bf16: 0.004 for each of them, see kernel_check.py.
 COARSE_BOUND = 0.03
-SEEDS = (1, 2)  # a router or a selection that rounding tips over shows under one seed, a leak under all
+# A router or a selection that rounding tips over shows under one seed, a leak under all of them.
+SEEDS = (1, 2)
 
 
 class NotProvedError(Exception):
@@ -72,7 +74,8 @@ class Probe:
                 answers = tuple(
                     _compute_answer(model, documents) for documents in ((0, 1, 2), *([(1,)] if ring else []))
                 )
-            except Exception as error:  # a class's own checks of its config, of any type
+            # A class checks its config itself, and raises any type.
+            except Exception as error:
                 reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
                 continue
             if all(bool(answer.log_probs_N.isfinite().all()) for answer in answers):
@@ -113,12 +116,12 @@ class Probe:
             assert inputs.cu_seq_lens is not None
             zigzag = may_zigzag(self.config)
             inputs = slice_for_ring(inputs, make_ring_slice(inputs.cu_seq_lens, ring, may_zigzag=zigzag))
-        found_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
-        gradients = compute_gradients(model, found_N)
+        log_probs_N = action_log_probs(model, inputs.to(self.device)).flatten()[slot_N]
+        gradients = compute_gradients(model, log_probs_N)
         if ring is not None:
             gradients = _average_over_ring(gradients, ring)
         return max(
-            compute_relative_error({"": found_N.detach()}, {"": answer.log_probs_N}),
+            compute_relative_error({"": log_probs_N.detach()}, {"": answer.log_probs_N}),
             compute_relative_error(gradients, answer.gradients),
         )
 
@@ -131,7 +134,8 @@ def choose_bound(kernel: str) -> float:
 def build_small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
     """Return an fp32 model with random weights that let every token see far, and no vector constant."""
     with torch.random.fork_rng(devices=[]):
-        random = torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too
+        # torch.manual_seed would seed GPUs too.
+        random = torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=kernel, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -151,7 +155,8 @@ def _make_documents() -> list[Tensor]:
 
 def _make_batch(numbers: tuple[int, ...]) -> MicroBatch:
     """Return documents as rows that are padded on the left."""
-    ids_BS = torch.full((len(numbers), NUM_TOKENS), VOCABULARY - 1)  # padding that would be seen, were it not masked
+    # The padding is a token like others: a model that sees it gives other numbers.
+    ids_BS = torch.full((len(numbers), NUM_TOKENS), VOCABULARY - 1)
     for row_S, document in zip(ids_BS, [_make_documents()[number] for number in numbers], strict=True):
         row_S[NUM_TOKENS - len(document) :] = document
     lengths_B = torch.tensor([LENGTHS[number] for number in numbers])
@@ -166,11 +171,11 @@ def make_one_document() -> MicroBatch:
 
 def _compute_answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> ReferenceAnswer:
     """Feed the model each document alone, without anything of a replay's."""
-    each = []
+    log_probs = []
     for document in (_make_documents()[number].to(model.device) for number in numbers):
         logits_TV = model(input_ids=document[None], use_cache=False).logits[0]
-        each.append(torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, document[1:, None])[:, 0])
-    log_probs_N = torch.cat(each)
+        log_probs.append(torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, document[1:, None])[:, 0])
+    log_probs_N = torch.cat(log_probs)
     gradients = compute_gradients(model, log_probs_N)
     return ReferenceAnswer(documents=numbers, log_probs_N=log_probs_N.detach(), gradients=gradients)
 
@@ -178,11 +183,11 @@ def _compute_answer(model: PreTrainedModel, numbers: tuple[int, ...]) -> Referen
 def compute_gradients(model: PreTrainedModel, log_probs_N: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a loss that weighs each token differently; zeros where there are none."""
     weight_N = torch.linspace(0.5, 1.5, len(log_probs_N), device=log_probs_N.device)
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad((weight_N * log_probs_N).mean(), list(named.values()), allow_unused=True)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad((weight_N * log_probs_N).mean(), list(parameters.values()), allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
     }
 
 
@@ -193,10 +198,10 @@ def _average_over_ring(gradients: Mapping[str, Tensor], ring: dist.ProcessGroup)
     return {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
 
 
-def compute_relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Return the norm of the difference, relative to that of `wanted`; infinite if it is not a number."""
-    difference = torch.stack([(found[name] - wanted[name]).double().norm() for name in wanted]).norm()
-    relative = float(difference / torch.stack([one.double().norm() for one in wanted.values()]).norm())
+def compute_relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference, relative to that of `expected`; infinite if it is not a number."""
+    difference = torch.stack([(actual[name] - expected[name]).double().norm() for name in expected]).norm()
+    relative = float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
     return relative if math.isfinite(relative) else math.inf
 
 
@@ -206,11 +211,11 @@ def _register_fp32_kernel(kernel: str) -> str:
         return kernel
     half: Callable[..., Any] = AttentionInterface()[kernel]
 
-    def rounded(
+    def compute_in_bf16(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         out, _ = half(module, query.bfloat16(), key.bfloat16(), value.bfloat16(), *args, **kwargs)
         return out.float(), None
 
-    AttentionInterface.register(f"probed_{kernel}", rounded)
+    AttentionInterface.register(f"probed_{kernel}", compute_in_bf16)
     return f"probed_{kernel}"

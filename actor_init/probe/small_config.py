@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 VOCABULARY = 128
 WINDOW = 6
 CHUNK = 8
-SELECTED = 24  # keys that a query selects: more than the probe's documents have, less than all of them together
+# Keys that a query selects: more than each of the probe's documents has, less than all of them together.
+NUM_SELECTED_KEYS = 24
 WIDTHS = (
     *("hidden_size", "intermediate_size", "n_embd", "d_model", "n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"),
@@ -21,15 +22,19 @@ WIDTHS = (
 )
 QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")  # of state-space layers
+# Of state-space layers.
+STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
 STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention")
-CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")  # that recurrent layers work in
+# Recurrent layers work in chunks of so many tokens.
+CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 TOP_K = ("index_topk",)
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names of the number of layers
+# Names of the number of layers.
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PERIOD = re.compile(r"period|pattern|interval|every|freq|offset|first_k_dense|_step$|hash_layers")
-SMALL = 100_000  # elements of all layers' widest matrix: below that, nothing has to be narrower
+# Elements of the widest matrix of all layers. Below that, nothing has to be narrower.
+SMALL_MATRIX = 100_000
 
 
 def make_small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -45,7 +50,7 @@ def make_small_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             setattr(text, name, VOCABULARY)
         _limit_values(text, WINDOWS, WINDOW)
         _limit_values(text, CHUNKS, CHUNK)
-        _limit_values(text, TOP_K, SELECTED)
+        _limit_values(text, TOP_K, NUM_SELECTED_KEYS)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if _find_numbers(text, (name,)).get(name, 0) >= VOCABULARY:
                 setattr(text, name, 0)
@@ -64,15 +69,16 @@ def _limit_values(config: Any, names: tuple[str, ...], largest: int) -> None:
 
 def _find_numbers(config: Any, names: tuple[str, ...]) -> dict[str, int]:
     """Return the whole numbers above 0 that `config` has under `names`."""
-    own = vars(config)  # without aliases, and without what each layer has a value of its own for
-    return {name: own[name] for name in names if type(own.get(name)) is int and own[name] > 0}
+    # `vars` has no aliases of other names, and no settings of which each layer has a value of its own.
+    values = vars(config)
+    return {name: values[name] for name in names if type(values.get(name)) is int and values[name] > 0}
 
 
 def _find_divisor(config: PretrainedConfig) -> int:
     """Return the largest number that divides all widths and heads and leaves two heads; 1 if the model is narrow."""
     text = config.get_text_config()
     widths = _find_numbers(text, WIDTHS)
-    if not widths or max(widths.values()) ** 2 < SMALL:
+    if not widths or max(widths.values()) ** 2 < SMALL_MATRIX:
         return 1
     groups = max(_find_numbers(text, STATE_GROUPS).values(), default=1)
     heads = {**_find_numbers(text, QUERY_HEADS), **_find_numbers(text, STATE_HEADS)}
@@ -95,11 +101,15 @@ def _cut_layers(config: Any) -> None:
     depth = max(depths.values(), default=0)
     names = [name for name, value in vars(config).items() if _is_list_by_layer(value, depth)]
     kinds = list(zip(*(map(repr, vars(config)[name]) for name in names), strict=True))
-    wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
+    num_needed = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
     if not names:
-        periods = [v for k, v in vars(config).items() if PERIOD.search(k) and type(v) is int and 1 < v < depth]
-        wanted = 2 * max(periods, default=1)
-    num_layers = min(depth, max(2, wanted))
+        periods = [
+            value
+            for name, value in vars(config).items()
+            if PERIOD.search(name) and type(value) is int and 1 < value < depth
+        ]
+        num_needed = 2 * max(periods, default=1)
+    num_layers = min(depth, max(2, num_needed))
     for name in names:
         setattr(config, name, list(vars(config)[name])[:num_layers])
     for name in depths:

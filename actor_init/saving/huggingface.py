@@ -31,20 +31,20 @@ MAX_SHARD_SIZE = "5GB"
 
 def check_folder(folder: Path, setting: str) -> None:
     """Raise UsageError unless `folder`, the value of the setting, can be created, or exists and is empty."""
-    given = Setting(setting, folder)
-    advice = f"Try: {given.with_value(f'{folder}-2')}"
+    typed = Setting(setting, folder)
+    advice = f"Try: {typed.with_value(f'{folder}-2')}"
     if folder.is_dir():
         if any(folder.iterdir()):
-            raise UsageError(given, "is not empty, and is never overwritten", advice)
+            raise UsageError(typed, "is not empty, and is never overwritten", advice)
     elif folder.exists():
-        raise UsageError(given, "is a file", advice)
+        raise UsageError(typed, "is a file", advice)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent):
             pass
     except OSError as error:
         why = f": {error.strerror}"
-        raise UsageError(given, why, "Give a folder where you may write") from None
+        raise UsageError(typed, why, "Give a folder where you may write") from None
 
 
 @contextmanager
@@ -68,23 +68,25 @@ def create_whole_folder(folder: Path, world: World) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    world.gather(None)  # no rank goes on before the folder has its name
+    # No rank goes on before the folder has its name.
+    world.gather(None)
 
 
 def write_model(
-    folder: Path, config: PretrainedConfig, dtype: Dtype, model: PreTrainedModel, whole: Callable[[Tensor], Tensor]
+    folder: Path, config: PretrainedConfig, dtype: Dtype, model: PreTrainedModel, gather: Callable[[Tensor], Tensor]
 ) -> None:
     """Write `model`'s weights in `dtype` into `folder`, in the format of `from_pretrained`. All ranks must call this.
 
-    `whole` gathers a full tensor from shards, on all ranks. Each is copied to rank 0's host before the next is
+    `gather` returns a full tensor from shards, on all ranks. Each is copied to rank 0's host before the next is
     gathered; the host must hold them all. A tied parameter is written once. Of a user's model there is one safetensors
     file, for --weights. Raises OSError.
     """
     weights: dict[str, Tensor] = {}
-    kept_buffers = model.state_dict().keys()
-    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in kept_buffers}
+    saved_names = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved_names}
+    tensors = dict(model.named_parameters()) | buffers
     for name, tensor in tensors.items():
-        full = whole(tensor).detach()
+        full = gather(tensor).detach()
         if dist.get_rank() == 0:
             weights[name] = full.to("cpu", TORCH_DTYPES[dtype] if full.is_floating_point() else None, copy=True)
         del full
@@ -99,10 +101,10 @@ def write_model(
 
 @contextmanager
 def _hide_progress_bar() -> Iterator[None]:
-    was_on = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             logging.enable_progress_bar()

@@ -1,4 +1,7 @@
-"""Read and write state.json, which describes a state folder, and check whether it can be loaded here.
+"""Save and load what a run resumes from: weights, optimizer, schedule and loss scale in torch's distributed format.
+
+Each rank writes its own shards, and a replica is written once. Beside them, state.json describes the state, and says
+whether it can be loaded under other settings:
 
 {"format": 1, "backend": "deepspeed", "zero_stage": 1, "world_size": 2, "tp": 1, ..., "num_steps": 3, ...}
 """
@@ -30,9 +33,7 @@ from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.facts import Setting
 
-# Save resumable state in torch's distributed checkpoint format: each rank its own shards, a replica once.
-
-# under tp the optimizer has two parameter groups, else one: state saved by parameter fits both
+# Under tp the optimizer has two parameter groups, else one. State that is saved by parameter fits both.
 BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -43,7 +44,8 @@ def save_state(
     parts = _collect_loop_state(schedule, scaler)
     if Progress.from_schedule(schedule).num_steps:
         parts |= _collect_trained_state(model, optimizer)
-    else:  # torch would create moments for an optimizer that never stepped, and count that as its first step
+    else:
+        # For an optimizer that never stepped torch would create moments, and count that as its first step.
         parts |= {"model": get_model_state_dict(model)}
     save(parts, checkpoint_id=folder)
 
@@ -66,7 +68,8 @@ def load_state(
             options=BY_PARAMETER,
         )
     else:
-        load({"model": get_model_state_dict(model)}, checkpoint_id=folder)  # in place
+        # The tensors of the dict are the model's own: they are loaded in place.
+        load({"model": get_model_state_dict(model)}, checkpoint_id=folder)
 
 
 def _collect_loop_state(schedule: LambdaLR, scaler: GradScaler) -> dict[str, Any]:
@@ -81,18 +84,17 @@ def _collect_trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict
 STATE_FILE = "state.json"
 FORMAT = 1
 _OTHER_VERSION = "Load it with the version that wrote it"
-FIXED_FIELDS = (
-    "backend",
-    "optimizer",
-    "dtype",
-    "learning_rate",
-    "lr_warmup_steps",
-)  # what the libraries' files depend on
+# Fields that must be the same where a state is loaded, because the libraries' files depend on them.
+FIXED_FIELDS = ("backend", "optimizer", "dtype", "learning_rate", "lr_warmup_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
-    """What was trained, for how many steps, by how many ranks, and with which settings."""
+    """What was trained, for how many steps, by how many ranks, and with which settings.
+
+    num_inputs  those of each data rank, including skipped ones
+    model       the model's config
+    """
 
     backend: str
     zero_stage: int
@@ -106,8 +108,8 @@ class SavedState:
     max_norm: float | None
     num_steps: int
     next_learning_rate: float
-    num_inputs: int  # on each data rank, including skipped ones
-    model: Mapping[str, object]  # the model's config
+    num_inputs: int
+    model: Mapping[str, object]
     versions: Mapping[str, str | None]
 
     @classmethod
@@ -147,40 +149,43 @@ class SavedState:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read state.json. Raises UsageError if `folder` is not what --save-state writes."""
-        given = Setting("load_state", folder)
+        setting = Setting("load_state", folder)
         try:
             values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"
             why = f": {STATE_FILE} cannot be read: {reason}"
             advice = f"Give a folder that {Setting('save_state')} wrote"
-            raise UsageError(given, why, advice) from error
+            raise UsageError(setting, why, advice) from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise UsageError(given, f": {STATE_FILE} is not of format {FORMAT}", _OTHER_VERSION)
+            raise UsageError(setting, f": {STATE_FILE} is not of format {FORMAT}", _OTHER_VERSION)
         try:
             return from_json(cls, values, source=STATE_FILE)
         except UsageError as error:
-            raise UsageError(given, f": {error.text}", _OTHER_VERSION) from error
+            raise UsageError(setting, f": {error.text}", _OTHER_VERSION) from error
 
     def check(self, folder: Path, spec: ActorSpec, source: ModelSource, world: World) -> None:
         """Raise UsageError, before anything is built, unless this state can be loaded exactly."""
-        given = Setting("load_state", folder)
-        here = self.from_actor(spec, source, world, Progress.from_schedule(None), num_inputs=0, versions={})
-        states = find_declaration(here.backend).state_format
-        assert states is not None, f"{here.backend} loads no state, and a ReplaySpec that asks for it is refused"
-        for name in (*FIXED_FIELDS, *states.fixed_fields):
-            saved, asked = getattr(self, name), getattr(here, name)
-            if saved != asked:
-                why = f"was saved with {_describe_setting(name, saved)}, not with {_describe_setting(name, asked)}"
+        setting = Setting("load_state", folder)
+        current = self.from_actor(spec, source, world, Progress.from_schedule(None), num_inputs=0, versions={})
+        state_format = find_declaration(current.backend).state_format
+        assert state_format is not None, (
+            f"{current.backend} loads no state, and a ReplaySpec that asks for it is refused"
+        )
+        for name in (*FIXED_FIELDS, *state_format.fixed_fields):
+            saved_value, current_value = getattr(self, name), getattr(current, name)
+            if saved_value != current_value:
+                saved_setting = _describe_setting(name, saved_value)
+                why = f"was saved with {saved_setting}, not with {_describe_setting(name, current_value)}"
                 weights_alone = f"for its weights alone {Setting('save_model')} there and {Setting('model')} here"
-                raise UsageError(given, why, f"Try: {_describe_setting(name, saved)}; or {weights_alone}")
-        for key in sorted(self.model.keys() & here.model.keys()):
-            if self.model[key] != here.model[key]:
-                theirs = f"its {key} is {self.model[key]}, and that of {source.name} is {here.model[key]}"
+                raise UsageError(setting, why, f"Try: {saved_setting}; or {weights_alone}")
+        for key in sorted(self.model.keys() & current.model.keys()):
+            if self.model[key] != current.model[key]:
+                difference = f"its {key} is {self.model[key]}, and that of {source.name} is {current.model[key]}"
                 advice = f"Name its model, with {Setting('model')} and {Setting('num_layers')}"
-                raise UsageError(given, f"is the state of another model: {theirs}", advice)
-        if complaint := states.find_obstacle(self, world.world_size):
-            raise UsageError(given, complaint)
+                raise UsageError(setting, f"is the state of another model: {difference}", advice)
+        if obstacle := state_format.find_obstacle(self, world.world_size):
+            raise UsageError(setting, obstacle)
 
 
 def _describe_setting(name: str, value: Any) -> str:
