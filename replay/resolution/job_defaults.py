@@ -152,7 +152,7 @@ def find_source(spec: Parts) -> ModelSource:
         adapters = {} if spec.actor.is_custom else read_adapter_configs(folder)
     except CaptureError as error:
         raise UsageError(*error.args) from error
-    source = find_model(spec.actor, captured, str(path_from_here(folder / "actor.json")), adapters)
+    source = find_model(spec.actor, captured, str(shorten_path(folder / "actor.json")), adapters)
     if source.adapter is not None and spec.state.save_model is not None:
         why = "writes whole models, and this one has an adapter"
         raise UsageError(Setting("save_model"), why, f"Try: {Setting('save_state')}")
@@ -205,6 +205,6 @@ def find_frozen_in_job(spec: Parts, source: ModelSource, first_call: Call | None
     return WeightChecker(source).translate_names(names)
 
 
-def path_from_here(path: Path) -> Path:
+def shorten_path(path: Path) -> Path:
     """Return the path relative to the current folder, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

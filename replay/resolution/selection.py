@@ -313,7 +313,7 @@ def _deal(
         random.Random(spec.random_seed).shuffle(files)
         ordered, sentence = reader.read(files), f"shuffled with seed {spec.random_seed}"
     elif spec.order is Order.WORST:
-        ordered = iter(sorted(reader.read(files), key=partial(_size_to_sort_by, packs=packs), reverse=True))
+        ordered = iter(sorted(reader.read(files), key=partial(_make_size_key, packs=packs), reverse=True))
         sentence = f"most {'real' if packs else 'padded'} tokens first"
     else:
         ordered, sentence = _read_in_job_order(reader, files, order)
@@ -331,7 +331,7 @@ def _deal(
     dealer = _RoundDealer(captures, columns, num_data_ranks)
     end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
     rounds = list(dealer) if spec.uneven else list(islice(dealer, spec.skip_inputs, end))
-    return rounds, dealer.left_over() if dealer.is_exhausted else [], dealing
+    return rounds, dealer.collect_left_over() if dealer.is_exhausted else [], dealing
 
 
 def _read_in_job_order(
@@ -346,15 +346,15 @@ def _read_in_job_order(
     rank_streams = [
         reader.read(list(rank_files)) for _, rank_files in groupby(remaining_files, key=lambda file: file.rank)
     ]
-    return order.sort(merge([first], *rank_streams, key=_step_and_rank)), "in the order of the job's steps"
+    return order.sort(merge([first], *rank_streams, key=_make_step_key)), "in the order of the job's steps"
 
 
-def _size_to_sort_by(capture: SelectedCapture, *, packs: bool) -> tuple[int, int]:
+def _make_size_key(capture: SelectedCapture, *, packs: bool) -> tuple[int, int]:
     real, padded = capture.real_tokens, capture.padded_tokens
     return (real, padded) if packs else (padded, real)
 
 
-def _step_and_rank(capture: SelectedCapture) -> tuple[int, int]:
+def _make_step_key(capture: SelectedCapture) -> tuple[int, int]:
     return capture.optimizer_step or 0, capture.rank or 0
 
 
@@ -391,7 +391,7 @@ class _RoundDealer:
                 yield tuple(queue.popleft() for queue in queues)
         self.is_exhausted = True
 
-    def left_over(self) -> list[list[SelectedCapture]]:
+    def collect_left_over(self) -> list[list[SelectedCapture]]:
         """Return the inputs left over by data rank, once every capture has been read."""
         return [[*trains, *others] for trains, others in zip(*self.queues_by_kind.values(), strict=True)]
 

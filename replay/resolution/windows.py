@@ -93,7 +93,7 @@ class WindowOrder:
         yield from outside_windows
 
 
-def training_rounds(rounds: Sequence[InputRound], first_index: int, size: int) -> list[InputRound]:
+def find_training_rounds(rounds: Sequence[InputRound], first_index: int, size: int) -> list[InputRound]:
     """Return the accumulation window that begins at `first_index`: the next `size` rounds of training passes."""
     return [input_round for input_round in rounds[first_index:] if input_round.trains][:size]
 
@@ -108,7 +108,7 @@ def compute_token_weight(
     """
     token_counts = [
         num_tokens
-        for input_round in training_rounds(rounds, first_index, size)
+        for input_round in find_training_rounds(rounds, first_index, size)
         for num_tokens in input_round.num_tokens
     ]
     num_window_tokens = sum(token_counts)

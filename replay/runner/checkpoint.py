@@ -100,7 +100,7 @@ def refuse_folders(spec: StateSpec, world: World, states: StateStore | None) -> 
         try:
             if states is not None:
                 states.check()
-            for name, folder in _folders_to_save(spec).items():
+            for name, folder in _list_folders_to_save(spec).items():
                 if states is None or folder != spec.save_state:
                     check_folder(folder, name)
         except UsageError as error:
@@ -215,7 +215,7 @@ def describe_unsaved(spec: StateSpec) -> Pairs:
     """Return the lines that report what a failed or interrupted run did not save."""
     unsaved = {
         name: folder
-        for name, folder in _folders_to_save(spec).items()
+        for name, folder in _list_folders_to_save(spec).items()
         if not (folder.is_dir() and _count_bytes(folder))
     }
     return [
@@ -223,7 +223,7 @@ def describe_unsaved(spec: StateSpec) -> Pairs:
     ]
 
 
-def _folders_to_save(spec: StateSpec) -> dict[str, Path]:
+def _list_folders_to_save(spec: StateSpec) -> dict[str, Path]:
     """Return the folders to save into, by the settings that name them."""
     folders = {"save_model": spec.save_model, "save_state": spec.save_state}
     return {name: folder for name, folder in folders.items() if folder is not None}

@@ -37,7 +37,7 @@ class FirstUses:
         if device.type == "cuda" and torch.cuda.get_allocator_backend() == "native":
             self._counters[FirstUse.RETRY] = lambda: _read_allocator_count(device, "num_alloc_retries")
             self._counters[FirstUse.GPU_CODE] = lambda: _read_bytes_outside_allocator(device)
-        self._before: dict[FirstUse, int] = {}
+        self._counts_before: dict[FirstUse, int] = {}
         self._planned_calls: set[Hashable] = set()
         self._calls: set[Hashable] = set()
 
@@ -48,15 +48,15 @@ class FirstUses:
         """
         self._calls = set(cudnn_calls)
         _triton.watch()
-        self._before = {use: counter() for use, counter in self._counters.items()}
+        self._counts_before = {use: counter() for use, counter in self._counters.items()}
 
     def end(self) -> list[str]:
         """Return what was used for the first time since `begin`."""
-        after = {use: counter() for use, counter in self._counters.items()}
-        if after[FirstUse.COMPILED] < self._before[FirstUse.COMPILED]:
+        counts_after = {use: counter() for use, counter in self._counters.items()}
+        if counts_after[FirstUse.COMPILED] < self._counts_before[FirstUse.COMPILED]:
             # Dynamo was reset during the pass, and its clock with it.
-            self._before[FirstUse.COMPILED] = 0
-        uses = {use for use in after if after[use] > self._before[use]}
+            self._counts_before[FirstUse.COMPILED] = 0
+        uses = {use for use in counts_after if counts_after[use] > self._counts_before[use]}
         if self._calls - self._planned_calls:
             uses.add(FirstUse.PLAN)
         self._planned_calls |= self._calls
@@ -139,16 +139,16 @@ class _TritonWatch:
             autotuner._bench = self._count_benchmarks_before(autotuner._bench)
 
     def _count_kernels_before(self, next_hook: Callable[..., Any] | None) -> Callable[..., Any]:
-        def on_kernel(*arguments: Any, **named: Any) -> Any:
+        def on_kernel(*arguments: Any, **keywords: Any) -> Any:
             self.num_kernels += 1
-            return None if next_hook is None else next_hook(*arguments, **named)
+            return None if next_hook is None else next_hook(*arguments, **keywords)
 
         return on_kernel
 
     def _count_benchmarks_before(self, benchmark: Callable[..., Any]) -> Callable[..., Any]:
-        def bench(*arguments: Any, **named: Any) -> Any:
+        def bench(*arguments: Any, **keywords: Any) -> Any:
             self.num_benchmarks += 1
-            return benchmark(*arguments, **named)
+            return benchmark(*arguments, **keywords)
 
         return bench
 
@@ -181,13 +181,13 @@ class ExpectedTimes:
         if not _would_count(rank_records) or not any(map(_was_held_up_by_host, rank_records)):
             return False
         expected = self._expect(_has_backward(rank_records), rank_records[0].input.fed_tokens)
-        return expected is None or _slowest_seconds(rank_records) > SLOW_FACTOR * expected
+        return expected is None or _find_slowest_seconds(rank_records) > SLOW_FACTOR * expected
 
     def learn(self, rank_records: Sequence[PassRecord], second_run_seconds: float = math.inf) -> None:
         """Expect of later passes what this one took, or its second run if that was faster, if the pass counts."""
         if _would_count(rank_records):
             known_times = self._known_times.setdefault(_has_backward(rank_records), [])
-            seconds = min(second_run_seconds, _slowest_seconds(rank_records))
+            seconds = min(second_run_seconds, _find_slowest_seconds(rank_records))
             known_times.append((rank_records[0].input.fed_tokens, seconds))
 
     def _expect(self, has_backward: bool, fed_tokens: int) -> float | None:
@@ -207,19 +207,19 @@ def _would_count(rank_records: Sequence[PassRecord]) -> bool:
     )
 
 
-def _slowest_seconds(rank_records: Sequence[PassRecord]) -> float:
+def _find_slowest_seconds(rank_records: Sequence[PassRecord]) -> float:
     """Return the seconds of a pass on its slowest rank, without those of its step, which is not run again."""
-    return max(sum(cost.seconds for cost in _repeatable_phases(record)) for record in rank_records)
+    return max(sum(cost.seconds for cost in _list_repeatable_phases(record)) for record in rank_records)
 
 
 def _was_held_up_by_host(record: PassRecord) -> bool:
     return any(
         cost.host_seconds is not None and cost.host_seconds >= LAUNCHING_SHARE * cost.seconds
-        for cost in _repeatable_phases(record)
+        for cost in _list_repeatable_phases(record)
     )
 
 
-def _repeatable_phases(record: PassRecord) -> list[PhaseCost]:
+def _list_repeatable_phases(record: PassRecord) -> list[PhaseCost]:
     return [cost for name, cost in record.cost.phases.items() if name != "step"]
 
 
@@ -232,6 +232,6 @@ def add_second_run(
     rank_records        the records of all ranks from the first run
     """
     record = replace(record, cost=replace(record.cost, seconds_again=second_run_seconds[record.rank]))
-    if _slowest_seconds(rank_records) > SLOW_FACTOR * max(second_run_seconds):
+    if _find_slowest_seconds(rank_records) > SLOW_FACTOR * max(second_run_seconds):
         return replace(record, first_uses=[*record.first_uses, FirstUse.ONCE.value])
     return record

@@ -15,7 +15,7 @@ from replay.objective.objective import Objective, describe_loss
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import describe_engine, pluralise
-from replay.resolution.job_defaults import find_inputs_folder, path_from_here
+from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
 from replay.runner.states import EarlierPasses
@@ -56,7 +56,7 @@ class Header:
     config_differences: list[str]
     world: World
 
-    def run_facts(self) -> dict[str, str | int]:
+    def collect_facts(self) -> dict[str, str | int]:
         """Return what was resolved, for run.json."""
         resolved, source = self.resolved, self.resolved.source
         facts = {
@@ -74,7 +74,7 @@ class Header:
             facts["loss_sha256"] = self.objective.sha256
         return facts
 
-    def lines(self) -> dict[str, str]:
+    def collect_lines(self) -> dict[str, str]:
         """Return the lines above the passes, by name."""
         resolved = self.resolved
         lines = {
@@ -87,7 +87,7 @@ class Header:
             kernel = find_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
         lines["loss"] = describe_loss(self.objective, resolved, self.first_call)
-        lines |= _config_line(self.config_differences)
+        lines |= _format_config_line(self.config_differences)
         lines |= _describe_adapter(resolved)
         lines |= {"frozen": f"{describe_frozen(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}
         lines |= self._describe_resumption()
@@ -117,9 +117,9 @@ class Header:
             *([f"ring {parallel.ring}"] if parallel.ring > 1 else []),
             *([f"padded to the {actor.pad_to}"] if actor.pad_to is PadTo.LONGEST else []),
             *([f"padded to {actor.pad_tokens} tokens"] if actor.pad_tokens is not None else []),
-            *([_compile_text(actor)] if actor.compile is not Compile.OFF else []),
+            *([_describe_compile(actor)] if actor.compile is not Compile.OFF else []),
             *(["gradient checkpointing"] if actor.gradient_checkpointing else []),
-            *([f"gradient accumulation {n}"] if (n := actor.num_accumulated) > 1 else []),
+            *([f"gradient accumulation {actor.num_accumulated}"] if actor.num_accumulated > 1 else []),
             *(["window mean-of-means"] if self.resolved.measure.window is WindowWeights.MEAN_OF_MEANS else []),
         ]
         return f"{describe_engine(actor.backend, facts['zero_stage'])}, {', '.join(toggles)}"
@@ -129,7 +129,7 @@ class Header:
         num_text = pluralise(num_by_rank[0], "input") + (" a rank" if len(num_by_rank) > 1 else "")
         if len(set(num_by_rank)) > 1:
             num_text = f"{', '.join(map(str, num_by_rank))} inputs by rank"
-        return f"{num_text} from {path_from_here(find_inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
+        return f"{num_text} from {shorten_path(find_inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
 
     def _describe_resumption(self) -> dict[str, str]:
         """Under --resume, say where the run goes on."""
@@ -180,7 +180,7 @@ class Header:
         return {"snapshot": what + slower}
 
 
-def _compile_text(actor: ActorSpec) -> str:
+def _describe_compile(actor: ActorSpec) -> str:
     lengths_text = "" if actor.compile_lengths is CompileLengths.DYNAMIC else f", {actor.compile_lengths} lengths"
     return f"compile {actor.compile}{lengths_text}"
 
@@ -220,7 +220,7 @@ def find_config_differences(spec: ActorSpec, source: ModelSource, captured: Mapp
     return [text for name in names for text in _list_differences(name, job_settings[name], own_settings[name])]
 
 
-def _config_line(differences: list[str]) -> dict[str, str]:
+def _format_config_line(differences: list[str]) -> dict[str, str]:
     """Return the line of the header; none if nothing differs."""
     if not differences:
         return {}

@@ -47,7 +47,7 @@ class Instrument(Protocol):
     def mark(self) -> Any:
         """Return a point on the device's timeline, without waiting for the device."""
 
-    def seconds_between(self, start: Any, end: Any) -> float:
+    def measure_seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks. Call it after `synchronize`."""
 
     def reset_peak(self) -> None:
@@ -72,7 +72,7 @@ class CudaInstrument:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def measure_seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end)) / 1000
 
     def reset_peak(self) -> None:
@@ -105,7 +105,7 @@ class HostInstrument:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds_between(self, start: float, end: float) -> float:
+    def measure_seconds(self, start: float, end: float) -> float:
         return end - start
 
     def reset_peak(self) -> None:
@@ -202,7 +202,7 @@ class Meter:
         host_seconds = time.perf_counter() - self._pass_start_seconds
         costs = {
             name: PhaseCost(
-                seconds=self._instrument.seconds_between(phase.start, phase.end),
+                seconds=self._instrument.measure_seconds(phase.start, phase.end),
                 **phase.memory._asdict(),
                 host_seconds=phase.host_seconds if self._instrument.is_asynchronous else None,
             )

@@ -53,12 +53,12 @@ class FirstUseCounter(PassObserver):
         self._kernel = kernel
 
     def before_pass(self, inputs: PassInputs) -> None:
-        self._counters.begin(self._cudnn_calls(inputs.actor_inputs, runs_backward=inputs.runs_backward))
+        self._counters.begin(self._list_cudnn_calls(inputs.actor_inputs, runs_backward=inputs.runs_backward))
 
     def after_measurement(self) -> None:
         self.first_uses = self._counters.end()
 
-    def _cudnn_calls(self, actor_inputs: ActorInputs, *, runs_backward: bool) -> set[Hashable]:
+    def _list_cudnn_calls(self, actor_inputs: ActorInputs, *, runs_backward: bool) -> set[Hashable]:
         """Return a key for each kind of call of cuDNN's attention in a pass: cuDNN makes a plan for each."""
         planned = find_form(self._kernel).plan_calls
         if planned is None:

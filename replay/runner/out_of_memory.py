@@ -116,7 +116,7 @@ class OutOfMemoryAnalysis:
         if failed is None:
             return None
         need = WHY_NOT_WITH_ADAPTER if self.has_adapter else self._predict_need(failed, records, model)
-        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._declared_bytes().items()}
+        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._compute_declared_bytes().items()}
         device = self.world.device
         return OutOfMemory(
             index=failed.index,
@@ -187,7 +187,7 @@ class OutOfMemoryAnalysis:
         )
 
     def _estimate_holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
-        held = dict(self._declared_bytes())
+        held = dict(self._compute_declared_bytes())
         if phase == "forward" and self.actor.num_accumulated == 1:
             held[HolderKind.GRADIENTS] = 0.0
         lasting = peak - growing
@@ -201,7 +201,7 @@ class OutOfMemoryAnalysis:
         held[HolderKind.PROCESS] = lasting
         return [Holder(kind=kind, name="", num_bytes=int(size), count=1) for kind, size in held.items()]
 
-    def _declared_bytes(self) -> Mapping[HolderKind, float]:
+    def _compute_declared_bytes(self) -> Mapping[HolderKind, float]:
         """Return what a rank holds whatever it is fed, as the backend declares it."""
         actor = self.actor
         holding = find_declaration(actor.backend).predict_memory(actor, self.measure.step)

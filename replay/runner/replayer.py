@@ -26,7 +26,7 @@ from replay.options.option_parsing import in_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
-from replay.resolution.windows import InputRound, compute_token_weight, training_rounds
+from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.checkpoint import digest_inputs
@@ -108,7 +108,7 @@ class AccumulationWindow:
 
     def count_tokens(self) -> list[int]:
         """Return the tokens of the loss in each pass of the window, of all data ranks; empty if unknown."""
-        window = training_rounds(self.rounds, self.first_index, self.size)
+        window = find_training_rounds(self.rounds, self.first_index, self.size)
         return [num_tokens for input_round in window for num_tokens in input_round.num_tokens]
 
 

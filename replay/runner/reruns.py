@@ -127,7 +127,7 @@ class Reruns:
         from replay.profiling.profiler import profile_pass
 
         slowest = summarize(records).slowest
-        index = slowest.index if slowest is not None else max(_finished_indices(records), default=None)
+        index = slowest.index if slowest is not None else max(_list_finished_indices(records), default=None)
         if index is None:
             return None, "nothing: no pass finished"
         errors: list[Exception] = []
@@ -175,10 +175,10 @@ class Reruns:
         """Run a pass for the first time; on several ranks under --memory-snapshot with its allocation history."""
         if not self.spec.measure.memory_snapshot or self.world.world_size == 1:
             return self.replayer.replay(index, path)
-        _, own, error = self._replay_with_history(
+        _, own_pass, error = self._replay_with_history(
             index, path.name, lambda observers: self.replayer.replay(index, path, observers), is_rerun=False
         )
-        return own, error
+        return own_pass, error
 
     def _replay_with_history(
         self,
@@ -206,9 +206,9 @@ class Reruns:
         with ExitStack() as stack:
 
             def run(history: "AllocationHistory") -> Exception | None:
-                own, error = replay([AllocationHistoryMarker(history, self.replayer.actor.backend.model)])
-                results.append((own, error))
-                record = own.record
+                own_pass, error = replay([AllocationHistoryMarker(history, self.replayer.actor.backend.model)])
+                results.append((own_pass, error))
+                record = own_pass.record
                 history.num_tokens = (
                     record.input.fed_tokens or record.input.real_tokens
                 ) // self.spec.actor.parallel.ring
@@ -310,7 +310,7 @@ def _find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int |
     return max(equal_records, key=lambda record: record.input.fed_tokens).index
 
 
-def _finished_indices(records: Sequence[PassRecord]) -> list[int]:
+def _list_finished_indices(records: Sequence[PassRecord]) -> list[int]:
     return [record.index for record in records if record.error is None]
 
 

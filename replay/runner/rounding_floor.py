@@ -87,10 +87,10 @@ class RunRepeater:
         passes: list[PassEvidence] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):
-                own, error = replayer.replay(index, path)
+                own_pass, error = replayer.replay(index, path)
                 if error is not None:
                     raise error
-                passes += self.world.gather(own)
+                passes += self.world.gather(own_pass)
         finally:
             actor.backend.close()
             del actor, replayer
@@ -106,8 +106,10 @@ def make_rounding_variant(
     With dropout the rows stay in order, since each row's masks are drawn after those of the rows before it.
     """
     job_dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
-    coarsest = max((DTYPES[dtype] for dtype in job_dtypes if dtype in DTYPES), key=_roundoff, default=spec.actor.dtype)
-    actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarsest, key=_roundoff))
+    coarsest = max(
+        (DTYPES[dtype] for dtype in job_dtypes if dtype in DTYPES), key=_find_roundoff, default=spec.actor.dtype
+    )
+    actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarsest, key=_find_roundoff))
     can_change = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     chosen = _find_chosen_kernel(spec)
     kernel = Attention.EAGER if chosen in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
@@ -139,7 +141,7 @@ def have_same_masks(floors: Mapping[str, NoiseFloor], setting: VerdictSettings, 
     return floor is not None and floor.value <= compute_bound(TOKENS, sorted(dtypes), setting.num_layers, 1)
 
 
-def _roundoff(dtype: Dtype) -> float:
+def _find_roundoff(dtype: Dtype) -> float:
     return roundoff(str(TORCH_DTYPES[dtype]).removeprefix("torch."))
 
 

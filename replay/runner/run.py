@@ -27,7 +27,7 @@ from replay.runner.replayer import ReopenableActor
 from replay.runner.result import Run, describe_setting
 from replay.runner.session import Session
 from replay.runner.states import EarlierPasses, FolderStateStore, StateStore
-from replay.runner.text import Console, choice_table
+from replay.runner.text import Console, build_choice_table
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.stacks import extend_collective_timeouts
 from replay.watch.watcher import Watch, watch_run
@@ -52,7 +52,7 @@ def explain(spec: ReplaySpec) -> int:
     with World.from_env(spec.actor.parallel) as world:
         resolved = _PreparedReplay.prepare(spec, world).resolved
         if world.rank == 0:
-            print_table(open_console(), choice_table(resolved.choices))
+            print_table(open_console(), build_choice_table(resolved.choices))
     return 0
 
 

@@ -123,13 +123,13 @@ class Session:
             )
             self.logbook.begin(
                 self.spec,
-                facts=header.run_facts(),
+                facts=header.collect_facts(),
                 work=RunWork(weights=digest_weights(self.original_source.weights), config=_read_lasting_config(source)),
                 inputs=self.selection.describe(),
                 memory_kind=self.meter.memory_kind,
                 devices=devices,
             )
-            self.console.print_header(header.lines(), num_passes=len(self.selection.inputs))
+            self.console.print_header(header.collect_lines(), num_passes=len(self.selection.inputs))
         # After this gather run.json exists, so that any rank that fails can write its failure into it.
         self.logbook.run = world.gather(self.logbook.run)[0]
 
@@ -187,7 +187,7 @@ class Session:
                 num_passes = first_index + len(passes) // world.world_size
                 saved_lines = self.saver.save_at_end(actor.backend, replayer.num_inputs_completed, num_passes)
             records = [*self.earlier.records, *(record for record, _, _ in passes)]
-            reruns = self._reruns(replayer).run_requested(records)
+            reruns = self._make_reruns(replayer).run_requested(records)
             tracker.enter_phase_after_passes(num_inputs, Phase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             # On several ranks a rank that could not save must not go on alone: the others wait for it in a collective.
@@ -204,7 +204,7 @@ class Session:
             earlier_records=self.earlier.records,
         )
 
-    def _reruns(self, replayer: Replayer) -> Reruns:
+    def _make_reruns(self, replayer: Replayer) -> Reruns:
         return Reruns(
             spec=self.spec,
             world=self.world,
@@ -227,24 +227,24 @@ class Session:
 
         earlier_records  of this process's passes so far
         """
-        own, error = self._reruns(replayer).replay_first_time(index, path)
-        self.logbook.write(own.record)
+        own_pass, error = self._make_reruns(replayer).replay_first_time(index, path)
+        self.logbook.write(own_pass.record)
         if error and self.show_traceback:
             traceback.print_exception(error)
         if error and self.world.world_size > 1:
-            self._reruns(replayer).print_out_of_memory([*earlier_records, own.record])
+            self._make_reruns(replayer).print_out_of_memory([*earlier_records, own_pass.record])
             self.watch.stop_all(error)
         self.watch.tracker.enter_phase(Phase.GATHERING)
-        rank_passes: list[PassEvidence] = self.world.gather(own)
+        rank_passes: list[PassEvidence] = self.world.gather(own_pass)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
-            own = own._replace(record=replayer.add_first_non_finite(own.record))
-            self.logbook.write_again(own.record)
-            rank_passes = self.world.gather(own)
+            own_pass = own_pass._replace(record=replayer.add_first_non_finite(own_pass.record))
+            self.logbook.write_again(own_pass.record)
+            rank_passes = self.world.gather(own_pass)
         rank_records = [rank_pass.record for rank_pass in rank_passes]
         if replayer.needs_second_run(rank_records):
-            own = own._replace(record=replayer.add_second_run(own.record, rank_records))
-            self.logbook.write_again(own.record)
-            rank_passes = self.world.gather(own)
+            own_pass = own_pass._replace(record=replayer.add_second_run(own_pass.record, rank_records))
+            self.logbook.write_again(own_pass.record)
+            rank_passes = self.world.gather(own_pass)
         if self.console:
             self.console.show_pass([rank_pass.record for rank_pass in rank_passes])
         return rank_passes, error

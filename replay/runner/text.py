@@ -33,11 +33,11 @@ DROPPED_COLUMNS = ("padded", "rows", "wait ms")
 SHORT_PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
-def choice_table(choices: Sequence[Choice]) -> Columns:
+def build_choice_table(choices: Sequence[Choice]) -> Columns:
     """Return a row for each setting: its value, who chose it, and why."""
     return {
         "setting": [_name_option(choice.setting) for choice in choices],
-        "value": [_value_text(choice.value) for choice in choices],
+        "value": [_format_value(choice.value) for choice in choices],
         "chosen by": [choice.by.value for choice in choices],
         "why": [choice.why for choice in choices],
     }
@@ -49,11 +49,11 @@ def _name_option(setting: str) -> str:
     return f"--{field.replace('_', '-')}" if point else setting
 
 
-def _value_text(value: object) -> str:
+def _format_value(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
+def build_pass_table(records: Sequence[PassRecord], *, full_names: bool = False) -> Columns:
     """Return a row per pass and rank. A column appears only if it has content, and if there is room."""
     records = sorted(records, key=lambda record: (record.index, record.rank))
     phases = [name for name in PHASES if any(name in record.cost.phases for record in records)]
@@ -141,7 +141,7 @@ def list_counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
     return [("counted", text)]
 
 
-def phase_table(statistics: Statistics) -> Columns:
+def build_phase_table(statistics: Statistics) -> Columns:
     """Return a row per phase and one for the whole pass: median, IQR, p95, peak. Needs a counted pass."""
     assert statistics.highest_peak is not None
     phases = statistics.phases.values()
@@ -293,11 +293,11 @@ class Console:
         print_pairs(out, [(name, self._shorten_names(text)) for name, text in name_slowest(statistics)])
         if shows_passes:
             print_line(out)
-            print_table(out, pass_table(records, full_names=self._full_names))
+            print_table(out, build_pass_table(records, full_names=self._full_names))
             print_line(out)
         print_pairs(out, list_counts(statistics, all_damaged=bool(selection.damaged) and not records))
         if statistics.num_counted:
-            print_table(out, phase_table(statistics))
+            print_table(out, build_phase_table(statistics))
         totals = list_totals(statistics, run.start.memory_kind) + list_unreplayed(selection)
         print_pairs(out, [(name, self._shorten_names(text)) for name, text in totals])
         if profile is not None:

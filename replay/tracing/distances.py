@@ -197,14 +197,14 @@ def _measure_parameters(
     keys = [key for key in reference.order if key.kind in kinds and key in other.order]
     sketches = {key: reference.read_tensor(key) for key in keys}
     for key, sketch_TK in sketches.items():
-        siblings = [sketches[sibling] for sibling in keys if _module_name(sibling) == _module_name(key)]
+        siblings = [sketches[sibling] for sibling in keys if _find_module(sibling) == _find_module(key)]
         is_vector = len(sketch_TK) == 1
         min_norm = MIN_SHARE_OF_MODULE * max(float(sketch.norm()) for sketch in siblings) if is_vector else 0.0
         relative, row = _find_largest_row(key.kind, sketch_TK, other.read_tensor(key), min_norm)
         yield TensorDistance(key=key, num_steps_before=num_steps_before, relative=relative, source=source, row=row)
 
 
-def _module_name(key: TensorKey) -> str:
+def _find_module(key: TensorKey) -> str:
     return key.name.rpartition(".")[0]
 
 

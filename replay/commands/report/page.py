@@ -171,7 +171,7 @@ def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
         "heading": heading,
         "answer": _shortened(answer),
         "command": job.repeat_line(num_processes=len(start.devices)),
-        "phases": run_text.phase_table(statistics) if statistics.num_counted else None,
+        "phases": run_text.build_phase_table(statistics) if statistics.num_counted else None,
         "figures": _figures(run) if records else [],
         "passes": _pass_table(run) if records else None,
         "facts": _shortened([(name.replace("_", " "), str(value)) for name, value in facts.items()]),
@@ -262,7 +262,7 @@ def _rising_peaks(record: PassRecord) -> dict[str, float]:
 
 
 def _pass_table(run: Run) -> Columns:
-    columns = run_text.pass_table(run.records, full_names=True)
+    columns = run_text.build_pass_table(run.records, full_names=True)
     columns["input"] = [shorten_names(name) for name in columns["input"]]
     marks = run.marks()
     if marks:
