@@ -15,7 +15,8 @@ from replay.command_line.cli import _commands
 from replay.options.option_parsing import in_flags, toggles
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ("Setting", "UsageError.not_allowed")  # what is called with the name of one
+# Calls whose first argument is the name of a setting.
+SETTINGS = ("Setting", "UsageError.not_allowed")
 # Of `replay`, what types options and what is a command's own room, which has options of its own.
 COMMAND_LINE = re.compile(
     r"capture/cli\.py|replay/command_line/.*|replay/options/(option_parsing|ray_options|wording)\.py"
@@ -80,7 +81,8 @@ FACTS: list[tuple[FactError, str, str]] = [
 def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_python(
     fact: FactError, in_terminal: str, in_python: str, kind: type[UsageError] | type[CaptureError]
 ) -> None:
-    error = pickle.loads(pickle.dumps(kind(*fact.args)))  # as it comes from another process
+    # An error comes pickled from another process.
+    error = pickle.loads(pickle.dumps(kind(*fact.args)))
     assert (in_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
 
 
@@ -96,7 +98,8 @@ def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_pyt
         (Setting("weight_decay", 0.1), "--weight-decay 0.1"),
         (Setting("max_norm", float("inf")), "--max-norm inf"),
         (Setting("model", "a ⟩ of ⟨tp⟩ 'b'"), "--model a ⟩ of ⟨tp⟩ 'b'"),
-        (Setting("max_bytes", 7), "--max-bytes 7"),  # of capture
+        # This one is a setting of `capture`.
+        (Setting("max_bytes", 7), "--max-bytes 7"),
     ],
 )
 def test_a_setting_is_typed_as_the_field_that_declares_it(setting: Setting, typed: str) -> None:
@@ -144,7 +147,8 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
         (Setting("project"), "--from"),
         (Setting("rows", 4), "--rows 4"),
         (Setting("max_bytes"), "--max-bytes"),
-        (Setting("model"), "--model"),  # of replay
+        # This one is a setting of `replay`.
+        (Setting("model"), "--model"),
     ],
 )
 def test_the_capture_command_types_a_setting_as_its_parser_declares_it(setting: Setting, typed: str) -> None:
@@ -153,29 +157,38 @@ def test_the_capture_command_types_a_setting_as_its_parser_declares_it(setting: 
 
 # The flags that are left in texts of errors, file by file. Take out what is moved to facts; put nothing in.
 FLAGS_LEFT = {
-    "actor_init/custom/user_file.py": ["--traceback"],  # no setting: how much is printed
-    "actor_init/inputs/documents.py": ["--ring", "--tp"],  # for a user's objective, which may catch a ValueError
-    "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],  # of launchers
-    "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],  # advice of checks, to their table
-    "replay/options/spec.py": ["--continue"],  # of a command, which may name another
-    "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],  # what a search found
-    "replay/runner/out_of_memory.py": ["--memory-snapshot"],  # a table of the console
-    "capture/file_format/micro_batch.py": ["--arguments"],  # said in a job, too, and in both words
-    "capture/on_ray/cluster.py": ["--head"],  # of Ray
+    # It is no setting: it chooses how much is printed.
+    "actor_init/custom/user_file.py": ["--traceback"],
+    # A user's objective may catch this error, which is a ValueError.
+    "actor_init/inputs/documents.py": ["--ring", "--tp"],
+    # These are flags of launchers.
+    "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],
+    # Checks give advice in their table.
+    "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],
+    # It is a flag of a command, whose errors may name those of another.
+    "replay/options/spec.py": ["--continue"],
+    # The console prints what a search found.
+    "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],
+    # The console prints a table.
+    "replay/runner/out_of_memory.py": ["--memory-snapshot"],
+    # The error is raised in a job, too, so it names the flag and the argument.
+    "capture/file_format/micro_batch.py": ["--arguments"],
+    # It is a flag of Ray.
+    "capture/on_ray/cluster.py": ["--head"],
 }
 
 
 def test_no_error_below_the_command_line_names_a_flag() -> None:
-    left = {}
+    flags_left = {}
     for path in BELOW:
         name = path.relative_to(ROOT).as_posix()
-        flags = [flag for text in texts_of_errors(path) for flag in re.findall(r"--[a-z][\w-]*", text)]
+        flags = [flag for text in read_error_texts(path) for flag in re.findall(r"--[a-z][\w-]*", text)]
         if flags:
-            left[name] = sorted(flags)
-    assert left == FLAGS_LEFT
+            flags_left[name] = sorted(flags)
+    assert flags_left == FLAGS_LEFT
 
 
-def texts_of_errors(path: Path) -> list[str]:
+def read_error_texts(path: Path) -> list[str]:
     """Return the literals of functions that make an error, and of constants that these may put into it, in order."""
     module = ast.parse(path.read_text())
     parts: list[ast.stmt] = [node for node in module.body if isinstance(node, ast.Assign)]
@@ -212,7 +225,7 @@ def test_the_command_line_words_each_error_that_it_puts_into_a_text() -> None:
 
 
 def is_text_of(node: ast.AST, name: str) -> bool:
-    """Is it `str(error)`, or `{error}` in an f-string?"""
+    """Tell whether it is `str(error)`, or `{error}` in an f-string."""
     if isinstance(node, ast.FormattedValue):
         return ast.unparse(node.value) == name
     return isinstance(node, ast.Call) and ast.unparse(node) == f"str({name})"

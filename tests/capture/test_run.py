@@ -60,12 +60,13 @@ def _every_search_ends() -> Iterator[None]:
     assert nn.Module.__call__ is original_call
 
 
-def captured_run(
+def capture_run(
     folder: Path, script: str, *typed: str, cold: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """`capture run TYPED` in the folder of a script `job.py`."""
+    """Run `capture run TYPED` in the folder of a script `job.py`."""
     (folder / "job.py").write_text(MODEL + textwrap.dedent(script))
-    environment = {**without_launcher(os.environ), "PYTHONPATH": str(ROOT), **variables}  # a test before may be a rank
+    # A test before this one may have left a rank's variables.
+    environment = {**without_launcher(os.environ), "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable if cold else str(warm_bin() / "python"), "-m", "capture", "run", *typed]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
@@ -81,7 +82,7 @@ def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
         (["job.py", "--lr", "1", "--to", "x", "-m"], tmp_path),
         (["-m", "job", "--lr", "1"], tmp_path),
     ):
-        done = captured_run(tmp_path, script, "--to", "kept", *typed, cold=True)
+        done = capture_run(tmp_path, script, "--to", "kept", *typed, cold=True)
         assert done.returncode == 0, done.stderr
         plain = subprocess.run([sys.executable, *typed], cwd=path, capture_output=True, text=True, timeout=1800)
         assert done.stdout == plain.stdout
@@ -102,7 +103,7 @@ def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
     ],
 )
 def test_the_end_of_the_script_is_the_end_of_the_run(ending: str, code: int, says: str, tmp_path: Path) -> None:
-    done = captured_run(tmp_path, f"Tiny()(ids)\n{ending}", "--to", "kept", "job.py")
+    done = capture_run(tmp_path, f"Tiny()(ids)\n{ending}", "--to", "kept", "job.py")
     assert done.returncode == code
     assert says in done.stderr
     assert "capture: 1 pass of Tiny" in done.stderr
@@ -121,7 +122,7 @@ def test_the_last_line_counts_the_training_passes_that_no_replay_could_make(tmp_
         with torch.no_grad():
             model(ids, past_key_values=((ids, ids),))
     """
-    done = captured_run(tmp_path, script, "--to", "kept", "job.py")
+    done = capture_run(tmp_path, script, "--to", "kept", "job.py")
     generated, trained = "1 of generation with a cache skipped", "2 training passes not recorded"
     assert f"capture: 1 pass of Cached, {generated}, {trained} (given a cache of earlier tokens), in" in done.stderr
 
@@ -129,9 +130,9 @@ def test_the_last_line_counts_the_training_passes_that_no_replay_could_make(tmp_
 def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_path: Path) -> None:
     script = "model = Tiny()\nfor _ in range(5):\n    model(ids)\n"
     few = ["--flight-recorder", "2", "job.py"]
-    done = captured_run(tmp_path, script, "--to", "quiet", *few)
+    done = capture_run(tmp_path, script, "--to", "quiet", *few)
     assert "capture: 0 passes of Tiny, 5 left out by what to keep, in" in done.stderr
-    done = captured_run(
+    done = capture_run(
         tmp_path, script + "raise ValueError('broke')", "--to", "loud", "--flight-recorder", "2", "job.py"
     )
     assert "capture: 2 passes of Tiny, 3 left out by what to keep, in" in done.stderr
@@ -140,7 +141,7 @@ def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_p
 
 def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
     script, file = "raise ValueError('broke')", tmp_path / "error.json"
-    captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
+    capture_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
     message = json.loads(file.read_text())["message"]
     assert message["message"] == "ValueError: broke"
     assert message["extraInfo"]["py_callstack"].startswith("job.py FAILED, not capture, which only ran it\nTraceback")
@@ -149,14 +150,14 @@ def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
 
 def test_a_job_ends_as_it_would_where_nothing_can_be_left_for_torchrun(tmp_path: Path) -> None:
     unwritable = str(tmp_path / "no folder" / "error.json")
-    done = captured_run(tmp_path, "raise ValueError('broke')", "job.py", TORCHELASTIC_ERROR_FILE=unwritable)
+    done = capture_run(tmp_path, "raise ValueError('broke')", "job.py", TORCHELASTIC_ERROR_FILE=unwritable)
     assert done.stderr.splitlines()[-1] == "ValueError: broke"
 
 
 def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:
     script, file = "raise ValueError('broke')", tmp_path / "error.json"
     file.write_text("the job's own")
-    captured_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
+    capture_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
     assert file.read_text() == "the job's own"
 
 
@@ -171,7 +172,7 @@ def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:
     ],
 )
 def test_without_a_model_the_script_runs_all_the_same(script: str, typed: list[str], says: str, tmp_path: Path) -> None:
-    done = captured_run(tmp_path, script + "\nsys.exit(5)", *typed, "job.py")
+    done = capture_run(tmp_path, script + "\nsys.exit(5)", *typed, "job.py")
     assert done.returncode == 5
     assert "capture: nothing recorded" in done.stderr
     assert says in done.stderr
@@ -250,7 +251,7 @@ LAUNCHING = {
 @pytest.mark.parametrize("way", LAUNCHING)
 def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Path) -> None:
     typed = ["--to", "kept", "--reproduce", "job.py", "--lr", "1"]
-    done = captured_run(tmp_path, LAUNCHING[way], *typed, cold=way == "spawn")
+    done = capture_run(tmp_path, LAUNCHING[way], *typed, cold=way == "spawn")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("capture: ") == 1
     assert "capture: 1 pass of Tiny, in" in done.stderr
@@ -263,34 +264,34 @@ def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Pa
 
 
 def test_ranks_of_which_nothing_is_there_are_said_at_the_end_and_by_check(tmp_path: Path) -> None:
-    done = captured_run(tmp_path, "Tiny()(ids)", "--to", "kept", "job.py", RANK="0", WORLD_SIZE="4")
+    done = capture_run(tmp_path, "Tiny()(ids)", "--to", "kept", "job.py", RANK="0", WORLD_SIZE="4")
     assert "has nothing of ranks 1 to 3 of the job's 4" in done.stderr
-    checked = captured_run(tmp_path, "", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
+    checked = capture_run(tmp_path, "", "--to", "kept", "--ranks", "0", "job.py", RANK="0", WORLD_SIZE="4")
     assert "has nothing of" not in checked.stderr
     for command in (["capture", "check"], ["replay", "inspect"]):
-        said = subprocess.run(
+        done = subprocess.run(
             [str(warm_bin() / "python"), "-m", *command, str(tmp_path / "kept")],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=1800,
         )
-        assert said.returncode == 0, said.stderr
-        assert "of ranks 1 to 3 of the job's 4" in said.stdout
+        assert done.returncode == 0, done.stderr
+        assert "of ranks 1 to 3 of the job's 4" in done.stdout
 
 
 def test_what_starts_processes_is_as_it_was_when_the_job_ends(tmp_path: Path) -> None:
-    def starters() -> list[Any]:
+    def list_starters() -> list[Any]:
         return [
             subprocess.Popen.__init__,
             multiprocessing.spawn.get_command_line,
             multiprocessing.popen_spawn_posix.Popen._launch,  # type: ignore[attr-defined]
         ]
 
-    before = starters()
+    before = list_starters()
     with record_children(name="job.py", is_module=False, order={}):
-        assert starters() != before
-    assert starters() == before
+        assert list_starters() != before
+    assert list_starters() == before
 
 
 OWN_MODEL = """
@@ -308,7 +309,7 @@ model(ids, torch.zeros_like(ids))
 
 def test_a_model_with_names_of_its_own_is_recorded_by_those_of_arguments(tmp_path: Path) -> None:
     typed = ["--to", "kept", "--arguments", "idx=input_ids,targets=labels", "job.py"]
-    done = captured_run(tmp_path, OWN_MODEL, *typed)
+    done = capture_run(tmp_path, OWN_MODEL, *typed)
     assert "capture: 1 pass of Own, in" in done.stderr
     (path,) = capture_files(tmp_path / "kept")
     batch = read_micro_batch(path)
@@ -330,7 +331,7 @@ def test_a_model_with_names_of_its_own_is_recorded_by_those_of_arguments(tmp_pat
 def test_what_would_be_kept_of_a_model_with_names_of_its_own_is_said(
     typed: list[str], says: str, tmp_path: Path
 ) -> None:
-    done = captured_run(tmp_path, OWN_MODEL, *typed, "job.py")
+    done = capture_run(tmp_path, OWN_MODEL, *typed, "job.py")
     assert done.returncode == 0
     assert says in done.stderr
 
@@ -346,29 +347,29 @@ class Harness(nn.Module):
         return self.module(batch["ids"])
 
 
-def found_by(wanted: Any, job: Callable[[], object]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    search = ModuleSearch(wanted, found.append)
+def search_in(job: Callable[[], object], accepts: Any) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    search = ModuleSearch(accepts, modules.append)
     try:
         job()
     finally:
         search.end()
-    return found
+    return modules
 
 
 def test_the_outermost_module_that_is_given_tokens_is_found_and_the_search_is_over() -> None:
     inner = lm()
-    for module, wanted in ((inner, inner), ((wrapped := Outer(Outer(inner))), wrapped)):
-        seen: list[bool] = []
+    for module in (inner, Outer(Outer(inner))):
+        is_restored: list[bool] = []
 
-        def job(module: nn.Module = module, seen: list[bool] = seen) -> None:
+        def job(module: nn.Module = module, is_restored: list[bool] = is_restored) -> None:
             module(IDS_BS)
-            seen.append(nn.Module.__call__ is original_call)
+            is_restored.append(nn.Module.__call__ is original_call)
 
-        assert found_by(TrainedLanguageModel(), job) == [wanted]
-        assert seen == [True]
-    assert found_by(TrainedLanguageModel(), lambda: Harness(inner)({"ids": IDS_BS})) == [inner]
-    assert found_by(TrainedLanguageModel(), lambda: inner(inputs_embeds=torch.ones(1, 2, 4))) == [inner]
+        assert search_in(job, TrainedLanguageModel()) == [module]
+        assert is_restored == [True]
+    assert search_in(lambda: Harness(inner)({"ids": IDS_BS}), TrainedLanguageModel()) == [inner]
+    assert search_in(lambda: inner(inputs_embeds=torch.ones(1, 2, 4)), TrainedLanguageModel()) == [inner]
 
 
 def test_models_that_only_judge_and_rollouts_are_passed_over() -> None:
@@ -384,7 +385,7 @@ def test_models_that_only_judge_and_rollouts_are_passed_over() -> None:
         policy(IDS_BS)
         reference(IDS_BS)
 
-    assert found_by(TrainedLanguageModel(), job) == [policy]
+    assert search_in(job, TrainedLanguageModel()) == [policy]
 
 
 @pytest.mark.parametrize("name", ["Tiny", "tests.helpers.causal_lms.Tiny"])
@@ -398,22 +399,22 @@ def test_a_module_is_found_by_the_name_of_its_class_trained_or_not(name: str) ->
         with torch.no_grad():
             Outer(model)(IDS_BS)
 
-    assert found_by(lambda module, *_: has_class_name(module, name), job) == [model]
+    assert search_in(job, lambda module, *_: has_class_name(module, name)) == [model]
 
 
 def test_a_failure_of_a_search_is_one_warning_and_its_end() -> None:
-    def broken(*_: Any) -> bool:
+    def fail(*_: Any) -> bool:
         raise RuntimeError("not today")
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert found_by(broken, lambda: Outer(lm())(IDS_BS)) == []
-    assert [str(one.message) for one in caught] == ["capture stops, the job goes on: RuntimeError: not today"]
+        assert search_in(lambda: Outer(lm())(IDS_BS), fail) == []
+    assert [str(warning.message) for warning in caught] == ["capture stops, the job goes on: RuntimeError: not today"]
 
 
 def test_a_call_that_its_forward_refuses_raises_what_it_would() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        found_by(TrainedLanguageModel(), lambda: lm()(IDS_BS, nonsense=IDS_BS))
+        search_in(lambda: lm()(IDS_BS, nonsense=IDS_BS), TrainedLanguageModel())
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
@@ -421,7 +422,8 @@ def test_a_call_that_its_forward_refuses_raises_what_it_would() -> None:
 def test_the_re_run_of_a_checkpoint_is_no_second_pass(
     outer: Callable[[nn.Module], nn.Module], is_reentrant: bool, tmp_path: Path
 ) -> None:
-    embeds = torch.ones(1, 2, 4, requires_grad=True)  # a re-entrant checkpoint needs an input with a gradient
+    # A re-entrant checkpoint needs an input with a gradient.
+    embeds = torch.ones(1, 2, 4, requires_grad=True)
     model = outer(lm())
     num_runs: list[int] = []
     model.register_forward_pre_hook(lambda *_: num_runs.append(1))

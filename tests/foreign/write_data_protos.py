@@ -49,7 +49,8 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def others() -> dict[str, Any]:
-    question = {"role": "user", "content": "why?"}  # the same object in each row, as repeat() leaves it
+    # It is the same object in each row, as repeat() leaves it.
+    question = {"role": "user", "content": "why?"}
     messages = np.empty(3, dtype=object)
     messages[:] = [[question]] * 3
     return {

@@ -13,7 +13,7 @@ MASK_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
 ACTION_MASK_BA = torch.tensor([[True, False], [True, True]])
 
 
-def a_dump(**changes: Any) -> dict[str, Any]:
+def make_dump(**changes: Any) -> dict[str, Any]:
     return {
         "sequences": IDS_BS,
         "action_mask": ACTION_MASK_BA,

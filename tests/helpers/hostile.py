@@ -14,7 +14,8 @@ MAX_GROWTH_BYTES = 2**30
 ROOT = Path(__file__).resolve().parents[2]
 
 
-MARKER = "marker"  # in the child's working folder
+# The name of a file that an attack would leave in the child's working folder.
+MARKER = "marker"
 
 
 def text(value: str) -> bytes:
@@ -38,27 +39,27 @@ def name(module: str, function: str) -> bytes:
 
 
 def calls(module: str, function: str, *values: str | bytes) -> dict[str, bytes]:
-    """Every way in which a pickle can call, build or fetch something."""
-    given, named = arguments(*values), name(module, function)
+    """Return every way in which a pickle can call, build or fetch something."""
+    packed, named = arguments(*values), name(module, function)
     stack_named = text(module) + text(function) + b"\x93"
     return {
-        "GLOBAL": named + b"(" + given + b"tR",
-        "STACK_GLOBAL": stack_named + b"(" + given + b"tR",
+        "GLOBAL": named + b"(" + packed + b"tR",
+        "STACK_GLOBAL": stack_named + b"(" + packed + b"tR",
         "memoized": b"("
         + text(module)
         + b"q\xc8"
         + text(function)
         + b"q\xc9th\xc8h\xc9\x93q\xcah\xca("
-        + given
+        + packed
         + b"tR",
-        "INST": b"(" + given + f"i{module}\n{function}\n".encode(),
-        "OBJ": b"(" + named + given + b"o",
-        "NEWOBJ": named + b"(" + given + b"t\x81",
-        "NEWOBJ_EX": named + b"(" + given + b"t}\x92",
-        "BUILD": named + b"(" + given + b"tR}" + text("x") + text("y") + b"sb",
-        "EXT1": b"\x82\1(" + given + b"tR",
-        "EXT2": b"\x83\1\0(" + given + b"tR",
-        "EXT4": b"\x84\1\0\0\0(" + given + b"tR",
+        "INST": b"(" + packed + f"i{module}\n{function}\n".encode(),
+        "OBJ": b"(" + named + packed + b"o",
+        "NEWOBJ": named + b"(" + packed + b"t\x81",
+        "NEWOBJ_EX": named + b"(" + packed + b"t}\x92",
+        "BUILD": named + b"(" + packed + b"tR}" + text("x") + text("y") + b"sb",
+        "EXT1": b"\x82\1(" + packed + b"tR",
+        "EXT2": b"\x83\1\0(" + packed + b"tR",
+        "EXT4": b"\x84\1\0\0\0(" + packed + b"tR",
         "PERSID": b"P" + f"{module}.{function}".encode() + b"\n",
         "BINPERSID": stack_named + b"Q",
         "name alone": stack_named,
@@ -121,14 +122,17 @@ def legacy_storage(
     return LEGACY_HEAD + about_system + described + b"." + pickle.dumps(list(keys), protocol=2) + written + elements
 
 
-def attacks(placed: Callable[[bytes], dict[str, bytes]]) -> dict[str, bytes]:
-    """Every target by one form of call, and FileIO by every form, in every place that `placed` puts instructions."""
+def attacks(placements: Callable[[bytes], dict[str, bytes]]) -> dict[str, bytes]:
+    """Make a file for every target by one form of call, and for FileIO by every form.
+
+    `placements` puts instructions into every place in which they could be run.
+    """
     files = {}
     for target, (module, function, values) in TARGETS.items():
-        for where, data in placed(calls(module, function, *values)["STACK_GLOBAL"]).items():
+        for where, data in placements(calls(module, function, *values)["STACK_GLOBAL"]).items():
             files[f"{target}, {where}"] = data
     for form, instructions in calls("_io", "FileIO", MARKER, "w").items():
-        for where, data in placed(instructions).items():
+        for where, data in placements(instructions).items():
             files[f"FileIO by {form}, {where}"] = data
     return files
 
@@ -154,14 +158,15 @@ WATCHED = (
 )
 
 
-HARMLESS = ("sys._getframe", "ctypes.cdata")  # the second: a tensor's bytes, looked at for their checksum
+# ctypes looks at the bytes of a tensor for their checksum.
+HARMLESS = ("sys._getframe", "ctypes.cdata")
 
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def watch(events: list[str]) -> None:
-    """From here on, whatever Python does that reading a file does not need is noted in `events`."""
+    """Note in `events` whatever Python does from now on that reading a file does not need."""
 
     def note(event: str, details: tuple[Any, ...]) -> None:
         is_write = event == "open" and isinstance(details[2], int) and details[2] & WRITING
@@ -171,7 +176,7 @@ def watch(events: list[str]) -> None:
     sys.addaudithook(note)
 
 
-def peak_resident_bytes() -> int:
-    """Not getrusage's: that starts at the size of the process which started this one."""
+def read_peak_resident_bytes() -> int:
+    """Read the peak from /proc: getrusage's starts at the size of the process that started this one."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024

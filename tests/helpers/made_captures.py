@@ -10,7 +10,8 @@ from capture.file_format.capture_file import write_call
 from capture.file_format.micro_batch import Origin
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
-LLAMA = {  # a config for write_actor_config, of a model that is opened in no time
+# A config for write_actor_config, of a model that is opened in no time.
+LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -33,9 +34,9 @@ def write_pass(
     num_actions: int = 3,
     vocabulary: int | None = None,
 ) -> Path:
-    """Rows of `length` tokens, of which the first `num_real` are real and the last `num_actions` are actions.
+    """Write a pass of rows of `length` tokens: the first `num_real` are real, the last `num_actions` are actions.
 
-    They are token 7, or random ones of a vocabulary.
+    The tokens are token 7, or random ones of a vocabulary.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mask_BS = torch.zeros(num_rows, length, dtype=torch.bool)
@@ -59,7 +60,7 @@ def write_pass(
 
 
 def write_passes(folder: Path, kinds: dict[int, str]) -> dict[int, list[Path]]:
-    """By captured rank, the passes in order: t for a training pass, r for a rollout pass, as {0: "ttr", 1: "ttr"}."""
+    """Write passes in order by captured rank: t is a training pass, r a rollout pass, as in {0: "ttr", 1: "ttr"}."""
     return {
         rank: [write_pass(folder, rank=rank, step=step, trains=kind == "t") for step, kind in enumerate(passes)]
         for rank, passes in kinds.items()

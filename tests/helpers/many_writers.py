@@ -25,7 +25,8 @@ def main(folder: Path, num_ranks: int, num_passes: int) -> int:
             _write(folder, rank, num_ranks, num_passes, waiting)
         children.append(child)
     os.close(waiting)
-    os.close(going)  # now all begin
+    # Now all begin: their reads of the pipe end.
+    os.close(going)
     return int(any(os.waitpid(child, 0)[1] for child in children))
 
 

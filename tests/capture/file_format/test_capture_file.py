@@ -44,20 +44,20 @@ def write(folder: Path, call_facts: dict[str, Any] | None = None, origin: Origin
     return write_call(folder, {"input_ids": IDS_BS, **tensors}, call_facts or {}, trains=True, origin=origin)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def view_bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def assert_same(one: MicroBatch, other: MicroBatch) -> None:
+def assert_same(batch: MicroBatch, other: MicroBatch) -> None:
     for name in ("sequences_BS", "attention_mask_BS", "action_mask_BA", "labels_BS"):
-        mine, others = getattr(one, name), getattr(other, name)
-        assert (mine is None and others is None) or torch.equal(mine, others), name
-    assert one.extra_tensors.keys() == other.extra_tensors.keys()
-    for name, tensor in one.extra_tensors.items():
+        tensor, other_tensor = getattr(batch, name), getattr(other, name)
+        assert (tensor is None and other_tensor is None) or torch.equal(tensor, other_tensor), name
+    assert batch.extra_tensors.keys() == other.extra_tensors.keys()
+    for name, tensor in batch.extra_tensors.items():
         assert tensor.dtype == other.extra_tensors[name].dtype
-        assert torch.equal(bits(tensor), bits(other.extra_tensors[name])), name
+        assert torch.equal(view_bits(tensor), view_bits(other.extra_tensors[name])), name
     for name in ("call_facts", "left_out", "trains", "origin"):
-        assert getattr(one, name) == getattr(other, name), name
+        assert getattr(batch, name) == getattr(other, name), name
 
 
 def test_a_forward_comes_back_under_the_names_it_had(tmp_path: Path) -> None:
@@ -101,12 +101,13 @@ def test_every_dtype_comes_back_bit_for_bit(name: str, shape: tuple[int, ...], t
     num_elements = int(torch.Size(shape).numel())
     if dtype == torch.bool:
         tensor = torch.randint(0, 2, shape, generator=noise).bool()
-    else:  # random bytes: every NaN payload, negative zero and subnormal may be among them
+    else:
+        # Random bytes, so every NaN payload, negative zero and subnormal may be among the values.
         raw = torch.randint(0, 256, (num_elements * dtype.itemsize,), generator=noise, dtype=torch.uint8)
         tensor = raw.view(dtype).view(shape)
     restored = read_micro_batch(write(tmp_path, given=tensor)).extra_tensors["given"]
     assert (restored.dtype, restored.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(bits(restored), bits(tensor))
+    assert torch.equal(view_bits(restored), view_bits(tensor))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_views_come_back_as_their_values(tensor: Tensor, tmp_path: Path) -> None
     assert not restored.requires_grad
 
 
-def a_rich_file(folder: Path) -> Path:
+def write_rich_file(folder: Path) -> Path:
     noise = torch.Generator().manual_seed(3)
     return write(
         folder,
@@ -165,7 +166,8 @@ def a_rich_file(folder: Path) -> Path:
 
 
 def read_damaged(path: Path, data: bytes) -> MicroBatch | None:
-    path.unlink()  # some file systems go to the disk when a file is overwritten
+    # Some file systems go to the disk when a file is overwritten, which would make the test slow.
+    path.unlink()
     path.write_bytes(data)
     try:
         return read_micro_batch(path)
@@ -174,9 +176,10 @@ def read_damaged(path: Path, data: bytes) -> MicroBatch | None:
 
 
 def test_no_single_bit_flip_loads_as_something_else(tmp_path: Path) -> None:
-    path = a_rich_file(tmp_path)
+    path = write_rich_file(tmp_path)
     data, whole = path.read_bytes(), read_micro_batch(path)
-    num_head_bits = 8 * 128  # the head's own checksum cannot cover the head: all of its bits
+    # No checksum covers the head, so each of its bits is tried.
+    num_head_bits = 8 * 128
     some_bits = random.Random(5).sample(range(num_head_bits, 8 * len(data)), 4_000 - num_head_bits)
     num_errors = 0
     for position in (*range(num_head_bits), *some_bits):
@@ -201,7 +204,7 @@ def test_no_truncated_file_loads(tmp_path: Path) -> None:
 
 def test_a_tensor_has_a_checksum_of_its_own(tmp_path: Path) -> None:
     """The checksum is of the restored values, so it also catches a lossy encoding."""
-    path = a_rich_file(tmp_path)
+    path = write_rich_file(tmp_path)
 
     def lose_a_bit(body: dict[str, Any]) -> None:
         body["tensors"]["input_ids"]["crc32"] ^= 1
@@ -212,9 +215,12 @@ def test_a_tensor_has_a_checksum_of_its_own(tmp_path: Path) -> None:
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a file's body and makes its checksum right again, as a stranger could."""
+    """Change a file's body and make its checksum right again, as a stranger could.
+
+    pickle may read the file: the test itself has written it.
+    """
     with path.open("rb") as file:
-        pickle.load(file)  # written a moment ago by the test itself
+        pickle.load(file)
         body = pickle.load(file)
     change(body)
     payload = pickle.dumps(body, protocol=5)
@@ -256,7 +262,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_a_forged_body_is_refused_with_a_reason(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
 ) -> None:
-    path = a_rich_file(tmp_path)
+    path = write_rich_file(tmp_path)
     forge(path, change)
     with pytest.raises(CaptureError, match=message) as refusal:
         read_micro_batch(path)
@@ -312,10 +318,10 @@ def test_nothing_is_written_that_could_not_be_read(
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
+    def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -31,13 +31,14 @@ PLAIN = st.recursive(
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """A tensor of any dtype and shape from any bytes, transposed or strided perhaps."""
+def draw_tensor(draw: st.DrawFn) -> Tensor:
+    """Draw a tensor of any dtype and shape from any bytes, transposed or strided perhaps."""
     dtype, shape = DTYPES[draw(st.sampled_from(sorted(DTYPES)))], draw(SHAPES)
     count = math.prod(shape) * dtype.itemsize
-    is_small = draw(st.booleans())  # what the codec stores as bits or narrower integers
-    some = st.sampled_from([0, 0, 0, 1]) if is_small or dtype == torch.bool else st.integers(0, 255)
-    data = bytearray(draw(st.lists(some, min_size=count, max_size=count)))
+    # The codec stores small values as bits or narrower integers.
+    is_small = draw(st.booleans())
+    byte = st.sampled_from([0, 0, 0, 1]) if is_small or dtype == torch.bool else st.integers(0, 255)
+    data = bytearray(draw(st.lists(byte, min_size=count, max_size=count)))
     flat = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
     tensor = flat.reshape(shape)
     if tensor.ndim > 1 and draw(st.booleans()):
@@ -45,22 +46,22 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor[::2] if tensor.ndim and draw(st.booleans()) else tensor
 
 
-def bits_of(tensor: Tensor) -> list[int]:
+def read_bits(tensor: Tensor) -> list[int]:
     flat = tensor.resolve_conj().reshape(-1)
     return flat.new_empty(len(flat)).copy_(flat).view(torch.uint8).tolist() if len(flat) else []
 
 
 @settings(ON_A_BUSY_MACHINE, max_examples=300)
-@given(tensor=tensors())
+@given(tensor=draw_tensor())
 def test_a_tensor_comes_back_bit_for_bit(tensor: Tensor) -> None:
     record = encode_tensor(tensor)
     restored = decode_tensors({"x": record}, "made up")["x"]
     assert (restored.dtype, restored.shape) == (tensor.dtype, tensor.shape)
-    assert bits_of(restored) == bits_of(tensor)
+    assert read_bits(restored) == read_bits(tensor)
 
 
 @settings(ON_A_BUSY_MACHINE, max_examples=300)
-@given(tensor=tensors(), data=st.data())
+@given(tensor=draw_tensor(), data=st.data())
 def test_a_record_with_another_value_somewhere_is_refused_or_the_same_tensor(
     tensor: Tensor, data: st.DataObject
 ) -> None:
@@ -71,29 +72,30 @@ def test_a_record_with_another_value_somewhere_is_refused_or_the_same_tensor(
         restored = decode_tensors({"x": {**record, key: value}}, "made up")["x"]
     except CaptureError:
         return
-    if key in ("dtype", "shape"):  # bytes of the same number and checksum are another view of the same bits
-        assert bits_of(restored) == bits_of(tensor)
+    # With another dtype or shape, bytes of the same number and checksum are another view of the same bits.
+    if key in ("dtype", "shape"):
+        assert read_bits(restored) == read_bits(tensor)
     else:
-        assert (restored.dtype, restored.shape, bits_of(restored)) == (tensor.dtype, tensor.shape, bits_of(tensor))
+        assert (restored.dtype, restored.shape, read_bits(restored)) == (tensor.dtype, tensor.shape, read_bits(tensor))
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(value: Any, other: Any) -> bool:
     """Compare values with their types; a nan is like another."""
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(is_same(value[key], other[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return bool(value == other) or (isinstance(value, float) and math.isnan(value) and math.isnan(other))
 
 
 @settings(ON_A_BUSY_MACHINE, max_examples=300)
 @given(value=PLAIN, before=st.binary(max_size=9))
 def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> None:
     written = before + pickle.dumps(value, protocol=5)
-    found, end = load_plain(written, source="made up", start=len(before))
-    assert is_same(found, value)
+    loaded, end = load_plain(written, source="made up", start=len(before))
+    assert is_same(loaded, value)
     assert end == len(written)
 
 
@@ -102,15 +104,15 @@ def test_plain_data_is_read_as_pickle_wrote_it(value: Any, before: bytes) -> Non
 def test_a_damaged_pickle_is_plain_data_or_a_capture_error(value: Any, data: st.DataObject) -> None:
     written = bytearray(pickle.dumps(value, protocol=5))
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(written) - 1))
-        written[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        position = data.draw(st.integers(0, len(written) - 1))
+        written[position : position + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
         if not written:
             return
     try:
-        found, _ = load_plain(bytes(written), source="made up")
+        loaded, _ = load_plain(bytes(written), source="made up")
     except CaptureError:
         return
-    assert_plain(found)
+    assert_plain(loaded)
 
 
 def assert_plain(value: Any, depth: int = 0) -> None:
@@ -118,8 +120,8 @@ def assert_plain(value: Any, depth: int = 0) -> None:
     assert type(value) in (type(None), bool, int, float, str, bytes, list, tuple, dict)
     if isinstance(value, dict):
         assert all(type(key) is str for key in value)
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        assert_plain(item, depth + 1)
+    for member in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        assert_plain(member, depth + 1)
 
 
 @pytest.mark.parametrize("call", [print, torch.zeros(2), Tensor])

@@ -38,13 +38,14 @@ from tests.helpers.hostile import (
     legacy_storage,
     loaded,
     name,
-    peak_resident_bytes,
+    read_peak_resident_bytes,
     saved,
     text,
     watch,
 )
 
-MAX_SECONDS = 5  # of processor time: the machine may be busy
+# Seconds of processor time, since the machine may be busy.
+MAX_SECONDS = 5
 
 # --- pickles, instruction by instruction
 
@@ -56,13 +57,13 @@ LIVE = ("GLOBAL", "STACK_GLOBAL", "memoized", "INST", "OBJ")
 
 
 def with_head(payload: bytes) -> bytes:
-    """A format-1 file whose checksum is right."""
+    """Make a file of format 1 whose checksum is right."""
     head = {"format": 1, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
     return pickle.dumps(head, protocol=5) + payload
 
 
 def dump_with(instructions: bytes) -> bytes:
-    """A dump that would be whole but for one value."""
+    """Make a dump that would be whole but for one value."""
     whole = pickle.dumps({"sequences": torch.ones(2, 4).long(), "return_output": True}, protocol=4)
     return whole[:-1] + text("attack") + instructions + b"s."
 
@@ -159,7 +160,7 @@ def file_bombs() -> Iterator[tuple[str, bytes]]:
     repeated = zlib.compressobj(1)
     first, again = (repeated.compress(bytes(2**24)) + repeated.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
     gibibytes_4 = first + again * 255
-    # a block of ten bits: not the last, fixed codes, the end
+    # A block has ten bits: it is not the last, it has fixed codes, and it ends at once.
     four_empty_blocks = int((("0" + "10" + "0" * 7) * 4)[::-1], 2).to_bytes(5, "little")
     much_for_nothing = b"x\1" + four_empty_blocks * 2**20 + b"\1\0\0\xff\xff" + struct.pack(">I", zlib.adler32(b""))
     assert zlib.decompress(much_for_nothing) == b""
@@ -335,7 +336,7 @@ def test_the_attacks_are_live(tmp_path: Path) -> None:
 # --- the child
 
 
-def too_slow(*_: Any) -> None:
+def raise_timeout(*_: Any) -> None:
     raise TimeoutError(f"more than {MAX_SECONDS} s")
 
 
@@ -344,21 +345,22 @@ def read_all(folder: Path) -> dict[str, Any]:
     warm_up.mkdir()
     for instructions in (b"N", tensor(), loaded(zipped(b"N."))):
         (warm_up / "a.pkl").write_bytes(dump_with(instructions))
-        outcome_of(warm_up / "a.pkl")
+        try_to_read(warm_up / "a.pkl")
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = num_pages * resource.getpagesize() + MAX_GROWTH_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(signal.SIGPROF, too_slow)
-    before = peak_resident_bytes()
+    signal.signal(signal.SIGPROF, raise_timeout)
+    before = read_peak_resident_bytes()
     paths, events = sorted(folder.glob("*.pkl")), list[str]()
     watch(events)
-    outcomes = {path.name: outcome_of(path) for path in paths}
-    noted = list(events)
-    return {"outcomes": outcomes, "events": noted, "growth_bytes": peak_resident_bytes() - before}
+    outcomes = {path.name: try_to_read(path) for path in paths}
+    # What happens from here on is not of the reading.
+    events_of_reading = list(events)
+    return {"outcomes": outcomes, "events": events_of_reading, "growth_bytes": read_peak_resident_bytes() - before}
 
 
-def outcome_of(path: Path) -> dict[str, Any]:
-    started = time.process_time()
+def try_to_read(path: Path) -> dict[str, Any]:
+    start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         read_micro_batch(path)
@@ -369,11 +371,11 @@ def outcome_of(path: Path) -> dict[str, Any]:
         error, message = type(other).__name__, str(other)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return {"error": error, "message": message[:300], "seconds": time.process_time() - started}
+    return {"error": error, "message": message[:300], "seconds": time.process_time() - start}
 
 
 def unpickle_all(folder: Path) -> dict[str, Any]:
-    """What the attacks do where they are not refused."""
+    """Let pickle read the attacks, and return what they do where they are not refused."""
     events: list[str] = []
     attacks = [path.read_bytes() for path in sorted(folder.glob("*.pkl"))]
     watch(events)

@@ -43,8 +43,8 @@ def list_segments(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Path:
-    """One segment of six passes."""
+def segment_path(tmp_path: Path) -> Path:
+    """Return the path of a segment of six passes."""
     record(tmp_path / "run")
     [segment] = list_segments(tmp_path / "run")
     return segment
@@ -64,15 +64,15 @@ def test_a_segment_holds_what_files_of_one_pass_hold(tmp_path: Path) -> None:
     assert main(["convert", str(SAMPLE), str(tmp_path / "files")]) == 0
     assert main(["convert", str(tmp_path / "segments"), str(tmp_path / "back")]) == 0
     expected = {path.name: path.read_bytes() for path in sorted((tmp_path / "files").glob("*.pkl"))}
-    own = [path for path in (tmp_path / "segments").rglob("*") if path.is_file()]
-    assert {path.suffix for path in own} == {".json", ".seg", ".idx"}
-    assert {path.parent.name for path in own if path.suffix == ".seg"} == {"rank0", "rank1"}
+    written = [path for path in (tmp_path / "segments").rglob("*") if path.is_file()]
+    assert {path.suffix for path in written} == {".json", ".seg", ".idx"}
+    assert {path.parent.name for path in written if path.suffix == ".seg"} == {"rank0", "rank1"}
     assert len(list_segments(tmp_path / "segments")) > 2
     assert max(path.stat().st_size for path in list_segments(tmp_path / "segments")) <= 100_000
     for folder in ("segments", "files", "back"):
-        found = {path.name: read_capture_bytes(path) for path in capture_files(tmp_path / folder)}
-        assert found == expected
-        assert list(found) == [path.name for path in capture_files(SAMPLE)]
+        captures = {path.name: read_capture_bytes(path) for path in capture_files(tmp_path / folder)}
+        assert captures == expected
+        assert list(captures) == [path.name for path in capture_files(SAMPLE)]
         assert read_actor_config(tmp_path / folder) == read_actor_config(SAMPLE)
     assert read_actor_config(tmp_path / "segments" / "rank1") == read_actor_config(SAMPLE)
 
@@ -101,14 +101,14 @@ def test_many_ranks_have_a_folder_each(world_size: int, has_folder: bool, tmp_pa
     assert (checked.is_whole, checked.uncommitted, len(checked.good)) == (True, [], 2)
 
 
-def test_a_pass_is_read_without_its_neighbours(one: Path) -> None:
+def test_a_pass_is_read_without_its_neighbours(segment_path: Path) -> None:
     """All other passes are overwritten, so a reader that looked at them would fail."""
-    segment = Segment.open(one)
-    kept = segment.record_at(2)
+    segment = Segment.open(segment_path)
+    record_2 = segment.record_at(2)
     expected = read_micro_batch(segment.path_at(2)).sequences_BS
-    data = one.read_bytes()
-    own = data[kept.offset + RECORD_BYTES : kept.end]
-    one.write_bytes(bytes(kept.offset + RECORD_BYTES) + own + bytes(len(data) - kept.end))
+    data = segment_path.read_bytes()
+    pass_2 = data[record_2.offset + RECORD_BYTES : record_2.end]
+    segment_path.write_bytes(bytes(record_2.offset + RECORD_BYTES) + pass_2 + bytes(len(data) - record_2.end))
     assert read_micro_batch(segment.path_at(2)).sequences_BS.equal(expected)
     assert expected.equal((IDS_BS + 2) % 16)
     for other in (0, 1, 3, 5):
@@ -116,96 +116,105 @@ def test_a_pass_is_read_without_its_neighbours(one: Path) -> None:
             read_micro_batch(segment.path_at(other))
 
 
-def test_a_bad_byte_costs_one_pass(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    segment = Segment.open(one)
-    data = bytearray(one.read_bytes())
+def test_a_bad_byte_costs_one_pass(segment_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment = Segment.open(segment_path)
+    data = bytearray(segment_path.read_bytes())
     data[segment.record_at(3).end - 5] ^= 1
-    one.write_bytes(data)
-    assert main(["check", str(one.parents[1])]) == 1
+    segment_path.write_bytes(data)
+    assert main(["check", str(segment_path.parents[1])]) == 1
     out = capsys.readouterr().out
     assert "5 passes in 1 segment\n" in out
     assert f"damaged    {segment.name_at(3)}: the checksum is wrong" in out
-    readable = [path for path in capture_files(one.parents[1]) if not raises(path)]
-    assert [path.name for path in readable] == [segment.name_at(place) for place in (0, 1, 2, 4, 5)]
+    readable = [path for path in capture_files(segment_path.parents[1]) if is_readable(path)]
+    assert [path.name for path in readable] == [segment.name_at(index) for index in (0, 1, 2, 4, 5)]
 
 
-def raises(path: Path) -> bool:
+def is_readable(path: Path) -> bool:
     try:
         read_micro_batch(path)
     except CaptureError:
-        return True
-    return False
+        return False
+    return True
 
 
-def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(one: Path) -> None:
+def test_a_segment_that_is_cut_anywhere_in_a_pass_loses_that_pass_alone(segment_path: Path) -> None:
     """A killed process leaves a part of a record or pass at the end, without an entry in the index."""
-    segment, data = Segment.open(one), one.read_bytes()
-    index = index_path_of(one).read_bytes()
+    segment, data = Segment.open(segment_path), segment_path.read_bytes()
+    index = index_path_of(segment_path).read_bytes()
     before, last = segment.record_at(4), segment.record_at(5)
-    index_path_of(one).write_bytes(index[:-RECORD_BYTES])
+    index_path_of(segment_path).write_bytes(index[:-RECORD_BYTES])
     for end in [*range(before.end, before.end + RECORD_BYTES + 2), *range(before.end, last.end, 41), last.end - 1]:
-        one.write_bytes(data[:end])
-        torn = Segment.open(one)
+        segment_path.write_bytes(data[:end])
+        torn = Segment.open(segment_path)
         assert (torn.num_passes, torn.end, torn.num_torn_bytes) == (5, before.end, end - before.end)
         assert (torn.gaps, torn.num_cut_off) == ([], 0)
-    one.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes))  # a host went down
-    assert (Segment.open(one).num_passes, Segment.open(one).end) == (5, before.end)
-    one.write_bytes(data)
-    assert Segment.open(one).num_passes == 6
+    # A host that went down may have written the length of the file and not the bytes.
+    segment_path.write_bytes(data[: before.end + RECORD_BYTES] + bytes(last.num_bytes))
+    assert (Segment.open(segment_path).num_passes, Segment.open(segment_path).end) == (5, before.end)
+    segment_path.write_bytes(data)
+    assert Segment.open(segment_path).num_passes == 6
 
 
 @pytest.mark.parametrize("how", ["gone", "torn", "damaged", "empty"])
-def test_an_index_is_made_anew_from_its_segment(how: str, one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names, index = [path.name for path in capture_files(one.parents[1])], index_path_of(one).read_bytes()
+def test_an_index_is_made_anew_from_its_segment(
+    how: str, segment_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, index = (
+        [path.name for path in capture_files(segment_path.parents[1])],
+        index_path_of(segment_path).read_bytes(),
+    )
     match how:
         case "gone":
-            index_path_of(one).unlink()
+            index_path_of(segment_path).unlink()
         case "torn":
-            index_path_of(one).write_bytes(index[: -RECORD_BYTES - 50])
+            index_path_of(segment_path).write_bytes(index[: -RECORD_BYTES - 50])
         case "damaged":
-            index_path_of(one).write_bytes(index[:-300] + b"x" + index[-299:])
+            index_path_of(segment_path).write_bytes(index[:-300] + b"x" + index[-299:])
         case _:
-            index_path_of(one).write_bytes(b"")
-    assert [path.name for path in capture_files(one.parents[1])] == names
-    assert not any(raises(path) for path in capture_files(one.parents[1]))
-    assert main(["check", str(one.parents[1])]) == 0
-    assert f"no index   {one.name}" in capsys.readouterr().out
-    assert main(["salvage", str(one.parents[1])]) == 0
+            index_path_of(segment_path).write_bytes(b"")
+    assert [path.name for path in capture_files(segment_path.parents[1])] == names
+    assert all(is_readable(path) for path in capture_files(segment_path.parents[1]))
+    assert main(["check", str(segment_path.parents[1])]) == 0
+    assert f"no index   {segment_path.name}" in capsys.readouterr().out
+    assert main(["salvage", str(segment_path.parents[1])]) == 0
     assert "repaired   1 segments" in capsys.readouterr().out
-    assert index_path_of(one).read_bytes() == index
+    assert index_path_of(segment_path).read_bytes() == index
 
 
-def test_records_of_a_segment_without_index_are_found_behind_a_gap(one: Path) -> None:
-    segment, data = Segment.open(one), bytearray(one.read_bytes())
-    index_path_of(one).unlink()
-    data[segment.record_at(2).offset + 20] ^= 1  # its record, so its length is unknown
-    one.write_bytes(data)
-    found = Segment.open(one)
-    assert [found.name_at(place) for place in range(found.num_passes)] == [segment.name_at(k) for k in (0, 1, 3, 4, 5)]
-    assert found.gaps == [(segment.record_at(2).offset, segment.record_at(2).end - segment.record_at(2).offset)]
-    assert not check_folder(one.parents[1]).is_whole
+def test_records_of_a_segment_without_index_are_found_behind_a_gap(segment_path: Path) -> None:
+    segment, data = Segment.open(segment_path), bytearray(segment_path.read_bytes())
+    index_path_of(segment_path).unlink()
+    # The record itself is damaged, so the length of its pass is unknown.
+    damaged = segment.record_at(2)
+    data[damaged.offset + 20] ^= 1
+    segment_path.write_bytes(data)
+    scanned = Segment.open(segment_path)
+    names = [scanned.name_at(index) for index in range(scanned.num_passes)]
+    assert names == [segment.name_at(index) for index in (0, 1, 3, 4, 5)]
+    assert scanned.gaps == [(damaged.offset, damaged.end - damaged.offset)]
+    assert not check_folder(segment_path.parents[1]).is_whole
 
 
-def test_a_copy_that_is_too_short_is_damaged(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one.write_bytes(one.read_bytes()[:-10])
-    assert main(["check", str(one.parents[1])]) == 1
+def test_a_copy_that_is_too_short_is_damaged(segment_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    segment_path.write_bytes(segment_path.read_bytes()[:-10])
+    assert main(["check", str(segment_path.parents[1])]) == 1
     assert "truncated: its index has 1 passes more than are here" in capsys.readouterr().out
-    one.unlink()
-    assert main(["check", str(one.parents[1])]) == 1
-    assert f"missing    {one.name}" in capsys.readouterr().out
+    segment_path.unlink()
+    assert main(["check", str(segment_path.parents[1])]) == 1
+    assert f"missing    {segment_path.name}" in capsys.readouterr().out
 
 
-def test_a_pass_that_is_not_there_is_refused(one: Path) -> None:
-    [first, *_] = capture_files(one.parents[1])
+def test_a_pass_that_is_not_there_is_refused(segment_path: Path) -> None:
+    [first, *_] = capture_files(segment_path.parents[1])
     for name in (first.name.replace("_00000000", "_00000099"), first.name.replace("rank0", "rank7"), "x.pkl"):
         with pytest.raises(CaptureError, match=r"no such pass|no name of a pass"):
-            read_call(one / name)
-    one.write_bytes(b'{"format": 9}' + b" " * 114 + b"\n")
+            read_call(segment_path / name)
+    segment_path.write_bytes(b'{"format": 9}' + b" " * 114 + b"\n")
     with pytest.raises(CaptureError, match="segment format 9"):
-        Segment.open(one)
-    one.write_bytes(b"{")
+        Segment.open(segment_path)
+    segment_path.write_bytes(b"{")
     with pytest.raises(CaptureError, match="its head is damaged"):
-        Segment.open(one)
+        Segment.open(segment_path)
 
 
 @pytest.mark.parametrize("write", range(9))
@@ -214,29 +223,31 @@ def test_kill_9_in_the_middle_of_a_write_loses_that_pass_alone(write: int, tmp_p
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        model, real, count = TinyModel(), os.write, iter(range(100))
+        model, os_write, count = TinyModel(), os.write, iter(range(100))
 
-        def half_a_write(descriptor: int, data: Any) -> int:
+        def die_in_the_middle(descriptor: int, data: Any) -> int:
             if next(count) == write:
-                real(descriptor, data[: len(data) // 2])
+                os_write(descriptor, data[: len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(descriptor, data)
+            return os_write(descriptor, data)
 
-        os.write = half_a_write
+        os.write = die_in_the_middle
         recorder = recording(model, tmp_path, segment="1MB")
         for step in range(4):
             model((IDS_BS + step) % 16)
             recorder.flush()
-        real(writing, b"not killed")
+        os_write(writing, b"not killed")
         os._exit(0)
     os.close(writing)
     assert os.read(reading, 100) == b""
     os.close(reading)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    num_whole = max(0, (write - 2 + 1) // 4)  # a pass is whole once its second pickle is written: the index may lag
+    # A pass is whole once its second pickle is written: the index may lag.
+    num_whole = max(0, (write - 2 + 1) // 4)
     assert steps_in(tmp_path) == list(range(num_whole))
     assert check_folder(tmp_path).is_whole == (write > 0)
-    record(tmp_path, 3)  # the rank's next recording
+    # The rank's next recording mends what the killed one left.
+    record(tmp_path, 3)
     assert steps_in(tmp_path) == sorted([*range(num_whole), *range(3)])
     checked = check_folder(tmp_path)
     assert (checked.is_whole, checked.num_torn_bytes, checked.without_index) == (True, {}, [])
@@ -249,7 +260,8 @@ def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) 
             model(IDS_BS)
         recorder.flush()
         [segment] = list_segments(tmp_path)
-        with open(segment, "ab") as file:  # as if a pass were half written
+        # The file looks as if a pass were half written.
+        with open(segment, "ab") as file:
             file.write(b"half")
         assert main(["salvage", str(tmp_path)]) == 0
         assert segment.read_bytes().endswith(b"half")
@@ -262,16 +274,16 @@ def test_a_segment_that_is_being_written_is_read_and_left_alone(tmp_path: Path) 
 def test_a_disk_that_is_full_costs_the_passes_after_it(
     last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, num_written = os.write, iter(range(100))
+    os_write, num_written = os.write, iter(range(100))
 
-    def full(descriptor: int, data: Any) -> int:
+    def write_until_full(descriptor: int, data: Any) -> int:
         if next(num_written) > last:
             if len(data) > 10:
-                return real(descriptor, data[:10])
+                return os_write(descriptor, data[:10])
             raise OSError(28, "No space left on device")
-        return real(descriptor, data)
+        return os_write(descriptor, data)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", write_until_full)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         recorder = record(tmp_path)
     monkeypatch.undo()
@@ -296,25 +308,27 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [parse_segment_bytes(one) for one in ("64MB", "1 GiB", "4kb", 77, "12")] == [64 * 10**6, 2**30, 4000, 77, 12]
+    sizes: dict[int | str, int] = {"64MB": 64 * 10**6, "1 GiB": 2**30, "4kb": 4000, 77: 77, "12": 12}
+    assert [parse_segment_bytes(typed) for typed in sizes] == list(sizes.values())
 
 
 @pytest.mark.parametrize("keep", ["first", "last"])
 def test_segments_never_exceed_the_limit(keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, most, real = 20_000, 0, os.write
+    limit, largest, os_write = 20_000, 0, os.write
 
-    def look(descriptor: int, data: Any) -> int:
-        nonlocal most
-        written = real(descriptor, data)
-        most = max(most, sum(path.stat().st_size for path in (tmp_path / "rank0").iterdir()))
-        return written
+    def write_and_measure(descriptor: int, data: Any) -> int:
+        nonlocal largest
+        num_written = os_write(descriptor, data)
+        largest = max(largest, sum(path.stat().st_size for path in (tmp_path / "rank0").iterdir()))
+        return num_written
 
-    monkeypatch.setattr(os, "write", look)
-    for _ in range(2):  # a job and its restart
+    monkeypatch.setattr(os, "write", write_and_measure)
+    # The second recording is that of a job that was started again.
+    for _ in range(2):
         recorder = record(tmp_path, 100, segment=4000, max_bytes=limit, keep=keep, max_queued=1000)
         ends = recorder.num_written + recorder.num_dropped + recorder.num_not_kept
         assert (recorder.num_seen, recorder.failure) == (ends, None)
-    assert limit // 2 < most <= limit
+    assert limit // 2 < largest <= limit
     steps = steps_in(tmp_path)
     assert check_folder(tmp_path).is_whole
     if keep == "first":
@@ -329,8 +343,8 @@ def test_a_flight_recorder_writes_its_passes_into_a_segment(tmp_path: Path) -> N
         for _ in range(5):
             model(IDS_BS)
         raise RuntimeError("broke")
-    [found] = read_incidents(tmp_path)
-    assert found.incidents[0].files == [path.name for path in capture_files(tmp_path)]
+    [incident_record] = read_incidents(tmp_path)
+    assert incident_record.incidents[0].files == [path.name for path in capture_files(tmp_path)]
     assert steps_in(tmp_path) == [2, 3, 4]
     assert [path.parent.name for path in list_segments(tmp_path)] == ["rank0"]
 
@@ -340,9 +354,10 @@ def test_64_processes_record_into_one_folder_without_a_loss(tmp_path: Path) -> N
     subprocess.run(writers, check=True, cwd=SAMPLE.parents[1], timeout=1800)
     assert len(list_segments(tmp_path)) == 64
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
-    found = [read_micro_batch(path) for path in capture_files(tmp_path)]
-    assert [(batch.origin.rank, batch.origin.step) for batch in found] == [(r, s) for r in range(64) for s in range(4)]
-    assert all(batch.sequences_BS.equal((IDS_BS + (batch.origin.step or 0)) % 16) for batch in found)
+    batches = [read_micro_batch(path) for path in capture_files(tmp_path)]
+    expected = [(rank, step) for rank in range(64) for step in range(4)]
+    assert [(batch.origin.rank, batch.origin.step) for batch in batches] == expected
+    assert all(batch.sequences_BS.equal((IDS_BS + (batch.origin.step or 0)) % 16) for batch in batches)
 
 
 def test_a_recording_holds_no_more_than_one_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,18 +393,18 @@ def test_pack_takes_as_many_passes_of_segments_as_fit(
     with zipfile.ZipFile(tmp_path / "a.zip") as package:
         package.extractall(tmp_path / "out")
     folder, captures = tmp_path / "out" / "a", capture_files(tmp_path / "in")
-    found = [(path.name, read_capture_bytes(path)) for path in capture_files(folder)]
-    assert found == [(path.name, read_capture_bytes(path)) for path in captures[: len(found)]]
+    packed = [(path.name, read_capture_bytes(path)) for path in capture_files(folder)]
+    assert packed == [(path.name, read_capture_bytes(path)) for path in captures[: len(packed)]]
     checked = check_folder(folder)
     assert (checked.is_whole, checked.without_index, checked.num_torn_bytes) == (True, [], {})
     if max_bytes == 60_000:
         assert (tmp_path / "a.zip").stat().st_size > max_bytes // 2
-        assert f"{40 - len(found)} passes, from {captures[len(found)].name} on" in capsys.readouterr().out
+        assert f"{40 - len(packed)} passes, from {captures[len(packed)].name} on" in capsys.readouterr().out
     else:
-        assert len(found) == 40
+        assert len(packed) == 40
 
 
-def test_the_head_of_a_segment_says_what_its_passes_share(one: Path) -> None:
-    head = json.loads(one.read_bytes().split(b"\n")[0])
-    origin = read_call(capture_files(one.parents[1])[0]).origin
+def test_the_head_of_a_segment_says_what_its_passes_share(segment_path: Path) -> None:
+    head = json.loads(segment_path.read_bytes().split(b"\n")[0])
+    origin = read_call(capture_files(segment_path.parents[1])[0]).origin
     assert (head["rank"], head["world_size"], head["versions"]) == (origin.rank, origin.world_size, origin.versions)

@@ -19,32 +19,35 @@ from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import convert_folder
 from replay.command_line.cli import main as replay_main
 from replay.options.spec import default_folder
-from tests.helpers.dumps import a_dump
+from tests.helpers.dumps import make_dump
 
 SECRET = "/home/somebody/secret-project"
 
 
-def dumps(folder: Path) -> list[dict[str, Any]]:
+def write_dumps(folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
-    made = []
+    dumps = []
     for number in range(3):
-        dump = a_dump(rank=number % 2, timestamp=f"20250619_05260{number}_430740")
+        dump = make_dump(rank=number % 2, timestamp=f"20250619_05260{number}_430740")
         name = f"actor_inputs_rank{number % 2}_{dump['timestamp']}.pkl"
         (folder / name).write_bytes(pickle.dumps(dump, protocol=4))
-        made.append(dump)
-    return made
+        dumps.append(dump)
+    return dumps
 
 
-def secrets_in(folder: Path) -> Path:
-    """Two rows of real tokens 100 .. 119, padding 9 on the left of the second; labels in the three usual relations."""
+def write_secrets(folder: Path) -> Path:
+    """Write a capture of two rows of real tokens 100 .. 119, with padding 9 on the left of the second.
+
+    A label is the token at its own position; some are none, one is the next token and one is another token.
+    """
     ids_BS = torch.arange(100, 120).view(2, 10).clone()
     mask_BS = torch.ones(2, 10, dtype=torch.long)
     mask_BS[1, :4] = 0
     ids_BS[1, :4] = 9
     labels_BS = ids_BS.clone()
-    labels_BS[0, :5] = -100  # not learned
-    labels_BS[1, 5] = 1234  # neither its own place's token nor the next one's
-    labels_BS[1, 6] = ids_BS[1, 7]  # shifted
+    labels_BS[0, :5] = -100
+    labels_BS[1, 5] = 1234
+    labels_BS[1, 6] = ids_BS[1, 7]
     write_call(
         folder,
         {
@@ -65,11 +68,12 @@ def secrets_in(folder: Path) -> Path:
 
 
 def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = dumps(tmp_path / "old")
+    dumps = write_dumps(tmp_path / "old")
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "3 passes" in capsys.readouterr().out
     batches = [read_micro_batch(path) for path in capture_files(tmp_path / "new")]
-    for batch, dump in zip(batches, [made[0], made[2], made[1]], strict=True):  # by rank, then as recorded
+    # Captures are sorted by rank, then in recorded order.
+    for batch, dump in zip(batches, [dumps[0], dumps[2], dumps[1]], strict=True):
         assert batch.sequences_BS.equal(dump["sequences"])
         assert batch.attention_mask_BS.equal(dump["attention_mask"].bool())
         assert batch.action_mask_BA is not None
@@ -84,14 +88,14 @@ def test_convert_keeps_what_the_dumps_hold(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_convert_reports_how_many_dumps_are_done(tmp_path: Path) -> None:
-    dumps(tmp_path / "old")
-    seen = []
-    convert_folder(tmp_path / "old", tmp_path / "new", on_progress=lambda *numbers: seen.append(numbers))
-    assert seen == [(0, 3), (1, 3), (2, 3)]
+    write_dumps(tmp_path / "old")
+    progress = []
+    convert_folder(tmp_path / "old", tmp_path / "new", on_progress=lambda *numbers: progress.append(numbers))
+    assert progress == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:
-    source = _made(tmp_path / "in")
+    source = _make_folder(tmp_path / "in")
     call = replace(
         read_call(capture_files(default_folder())[0]),
         outputs={"loss": 1.5},
@@ -99,17 +103,17 @@ def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: P
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     call.write(source)
-    for command, kept in (("convert", call), ("redact", replace(call, outputs={}, random={}))):
+    for command, expected in (("convert", call), ("redact", replace(call, outputs={}, random={}))):
         assert main([command, str(source), str(tmp_path / command)]) == 0
-        found = read_call(capture_files(tmp_path / command)[0])
-        assert (found.outputs, found.random) == (kept.outputs, kept.random)
-        assert found.environment == call.environment
+        copy = read_call(capture_files(tmp_path / command)[0])
+        assert (copy.outputs, copy.random) == (expected.outputs, expected.random)
+        assert copy.environment == call.environment
 
 
 def test_convert_names_what_it_refuses_and_takes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dumps(tmp_path / "old")
+    write_dumps(tmp_path / "old")
     (tmp_path / "old" / "actor_inputs_rank0_broken.pkl").write_bytes(b"\x80\x04no")
-    (tmp_path / "old" / "actor_inputs_rank0_timeless.pkl").write_bytes(pickle.dumps(a_dump(timestamp="yesterday")))
+    (tmp_path / "old" / "actor_inputs_rank0_timeless.pkl").write_bytes(pickle.dumps(make_dump(timestamp="yesterday")))
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
     out = capsys.readouterr().out
     assert "actor_inputs_rank0_broken.pkl" in out
@@ -129,9 +133,9 @@ def test_nothing_is_written_where_something_is(
 
 @pytest.mark.parametrize("tokens", ["permute", "zero"])
 def test_redact_keeps_the_shape_of_things_and_no_text(tokens: str, tmp_path: Path) -> None:
-    source = secrets_in(_made(tmp_path / "in"))
+    source = write_secrets(_make_folder(tmp_path / "in"))
     assert main(["redact", str(source), str(tmp_path / "out"), "--tokens", tokens]) == 0
-    before, after = (read_micro_batch(capture_files(f)[0]) for f in (source, tmp_path / "out"))
+    before, after = (read_micro_batch(capture_files(folder)[0]) for folder in (source, tmp_path / "out"))
     assert after.attention_mask_BS.equal(before.attention_mask_BS)
     assert after.extra_tensors["position_ids"].equal(before.extra_tensors["position_ids"])
     assert not after.extra_tensors["advantages"].any()
@@ -145,11 +149,12 @@ def test_redact_keeps_the_shape_of_things_and_no_text(tokens: str, tmp_path: Pat
     if tokens == "zero":
         assert not after.sequences_BS.any()
     else:
-        assert len(set(after.sequences_BS[real_BS].tolist())) == 16  # as many different tokens as before
+        # There are as many different tokens as before.
+        assert len(set(after.sequences_BS[real_BS].tolist())) == 16
         assert after.sequences_BS[real_BS].tolist() != before.sequences_BS[real_BS].tolist()
         assert int(after.sequences_BS.max()) < 2000
-        own = (before.labels_BS == before.sequences_BS) & real_BS
-        assert after.labels_BS[own].equal(after.sequences_BS[own])
+        labels_own_BS = (before.labels_BS == before.sequences_BS) & real_BS
+        assert after.labels_BS[labels_own_BS].equal(after.sequences_BS[labels_own_BS])
         assert after.labels_BS[1, 6] == after.sequences_BS[1, 7]
     written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     for text in (b"secret", b"somebody", b"/home"):
@@ -158,11 +163,11 @@ def test_redact_keeps_the_shape_of_things_and_no_text(tokens: str, tmp_path: Pat
 
 
 def test_two_redactions_do_not_share_a_permutation(tmp_path: Path) -> None:
-    source = secrets_in(_made(tmp_path / "in"))
+    source = write_secrets(_make_folder(tmp_path / "in"))
     for name in ("a", "b"):
         assert main(["redact", str(source), str(tmp_path / name)]) == 0
-    a, b = (read_micro_batch(capture_files(tmp_path / name)[0]).sequences_BS for name in ("a", "b"))
-    assert not a.equal(b)
+    first_BS, second_BS = (read_micro_batch(capture_files(tmp_path / name)[0]).sequences_BS for name in ("a", "b"))
+    assert not first_BS.equal(second_BS)
 
 
 def test_a_redacted_folder_still_replays(tmp_path: Path, one_world: None) -> None:
@@ -172,15 +177,16 @@ def test_a_redacted_folder_still_replays(tmp_path: Path, one_world: None) -> Non
 
 
 def test_check_names_each_kind_of_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dumps(tmp_path / "old")
+    write_dumps(tmp_path / "old")
     whole = tmp_path / "new"
     assert main(["convert", str(tmp_path / "old"), str(whole)]) == 0
     files = capture_files(whole)
-    shutil.copy(files[0], whole / "actor_inputs_rank0_20990101_000000_000000_00000009.pkl")  # never committed
+    # A copy that no manifest has, a damaged file, and a whole file with another file's content.
+    shutil.copy(files[0], whole / "actor_inputs_rank0_20990101_000000_000000_00000009.pkl")
     data = bytearray(files[1].read_bytes())
     data[-30] ^= 1
     files[1].write_bytes(bytes(data))
-    shutil.copy(files[0], files[2])  # whole, and another file's content
+    shutil.copy(files[0], files[2])
     gone = whole / "actor_inputs_rank7_20990101_000000_000000_00000000.pkl"
     manifest = next(whole.glob("manifest_rank0_*.json"))
     content = json.loads(manifest.read_text())
@@ -196,7 +202,7 @@ def test_check_names_each_kind_of_harm(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dumps(tmp_path / "old")
+    write_dumps(tmp_path / "old")
     assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     manifest = next((tmp_path / "new").glob("manifest_rank0_*.json"))
     manifest.write_text(manifest.read_text().replace("actor_inputs_rank0", "../actor_inputs_rank0", 1))
@@ -212,11 +218,11 @@ def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: 
     with zipfile.ZipFile(target) as package:
         package.extractall(tmp_path)
     files = capture_files(tmp_path / "out")
-    every = capture_files(default_folder())
-    assert [path.name for path in files] == [path.name for path in every[: len(files)]]
-    assert (len(files) == len(every)) == (max_bytes == 10_000_000)
-    assert ("left out" in capsys.readouterr().out) == (len(files) < len(every))
-    for path, original in zip(files, every, strict=False):
+    originals = capture_files(default_folder())
+    assert [path.name for path in files] == [path.name for path in originals[: len(files)]]
+    assert (len(files) == len(originals)) == (max_bytes == 10_000_000)
+    assert ("left out" in capsys.readouterr().out) == (len(files) < len(originals))
+    for path, original in zip(files, originals, strict=False):
         assert path.read_bytes() == original.read_bytes()
     assert (tmp_path / "out" / "actor.json").exists()
 
@@ -233,6 +239,6 @@ def test_a_package_is_refused_rather_than_empty_or_overwritten(
     assert target.read_text() == "mine"
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder

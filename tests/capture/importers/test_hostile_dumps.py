@@ -34,14 +34,15 @@ from tests.helpers.hostile import (
     legacy_storage,
     loaded,
     name,
-    peak_resident_bytes,
+    read_peak_resident_bytes,
     saved,
     text,
     watch,
 )
 
 FOREIGN = ROOT / "tests" / "foreign"
-MAX_SECONDS = 20  # of processor time, and twice what the most instructions take
+# Seconds of processor time: twice what the most instructions take.
+MAX_SECONDS = 20
 CLASSES = {
     ".dp": ("verl.protocol", "DataProto"),
     ".roll.pkl": ("roll.distributed.scheduler.protocol", "DataProto"),
@@ -66,7 +67,7 @@ def tensor_batch(described: bytes) -> bytes:
 
 
 def zipped(data_pickle: bytes, elements: bytes = bytes(32), *, deflated: str = "") -> bytes:
-    """As torch.save writes them; the part whose name is `deflated` is."""
+    """Make a zip as torch.save does, but for the part whose name is `deflated`, which is compressed."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for part, data in (("data.pkl", data_pickle), ("data/0", elements)):
@@ -114,7 +115,7 @@ def numpy_array(code: str, shape: bytes, data: bytes) -> bytes:
 
 
 def placements(instructions: bytes) -> dict[str, bytes]:
-    """Where each of the formats could be made to run `instructions`; the key ends with the file's suffix."""
+    """Put instructions wherever a file of each format could be made to run them; a key ends with the file's suffix."""
     inner = zipped(pickled(instructions))
     twice = zipped(pickled(loaded(legacy_storage(instructions))))
     return {
@@ -140,13 +141,13 @@ def placements(instructions: bytes) -> dict[str, bytes]:
 
 
 def with_column(array: bytes) -> bytes:
-    """A DataProto, saved by way of NumPy, without tensors, and with a column."""
+    """Make a DataProto, saved by way of NumPy, without tensors and with one column."""
     batch = b"K\4\x85N}\x87"
     return pickled(name(*CLASSES[".dp"]) + b")\x81" + batch + b"}" + text("input_ids") + array + b"s}\x87b")
 
 
 def bombs() -> Iterator[tuple[str, bytes, str]]:
-    """What it is, ending with its file's suffix; the file; and why it is refused."""
+    """Yield for each file what it is, ending with its suffix, then its bytes, and why it is refused."""
     million, overflow = integer(10**6), integer(2**40) * 15
     endless = struct.pack("<Q", 2**60)
     huge = tensor(stored(), million + million + b"\x86", b"K\0K\0\x86")
@@ -257,7 +258,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_hostile_dump_ends_in_a_capture_error(verdicts: dict[str, Any]) -> None:
     assert len(verdicts["outcomes"]) > 400
-    others = {what: o for what, o in verdicts["outcomes"].items() if o["error"] != "CaptureError"}
+    outcomes = verdicts["outcomes"]
+    others = {what: outcome for what, outcome in outcomes.items() if outcome["error"] != "CaptureError"}
     assert others == {}
 
 
@@ -274,11 +276,12 @@ def test_no_hostile_dump_runs_anything(verdicts: dict[str, Any]) -> None:
 
 
 def test_no_hostile_dump_takes_long_or_much_memory(verdicts: dict[str, Any]) -> None:
-    assert {what: o for what, o in verdicts["outcomes"].items() if o["seconds"] > MAX_SECONDS} == {}
+    slow = {what: outcome for what, outcome in verdicts["outcomes"].items() if outcome["seconds"] > MAX_SECONDS}
+    assert slow == {}
     assert verdicts["growth_bytes"] < MAX_GROWTH_BYTES
 
 
-def importer_of(path: Path) -> Importer:
+def choose_importer(path: Path) -> Importer:
     suffixes = {
         ".dp": "verl",
         ".roll.pkl": "roll",
@@ -289,32 +292,33 @@ def importer_of(path: Path) -> Importer:
     return next(IMPORTERS[project] for suffix, project in suffixes.items() if path.name.endswith(suffix))
 
 
-def outcome_of(path: Path) -> dict[str, Any]:
-    started = time.process_time()
+def try_to_read(path: Path) -> dict[str, Any]:
+    start = time.process_time()
     error, message = "none", ""
     try:
-        for _ in read_dump(path, path.name, importer_of(path), None):
+        for _ in read_dump(path, path.name, choose_importer(path), None):
             pass
     except CaptureError as refusal:
         error, message = "CaptureError", str(refusal)
     except Exception as other:
         error, message = type(other).__name__, str(other)
-    return {"error": error, "message": message[:300], "seconds": time.process_time() - started}
+    return {"error": error, "message": message[:300], "seconds": time.process_time() - start}
 
 
 def read_all(folder: Path) -> dict[str, Any]:
     for path in FOREIGN.glob("*.[dp]*"):
         if path.suffix in (".dp", ".pkl"):
             list(read_dump(path, path.name, None, None))
-    "a name in a zip that Python wrote".encode("cp437")  # an import of the first such zip's
+    # The first zip that Python wrote makes zipfile import this codec, which the audit hook would take for an attack.
+    "a name in a zip that Python wrote".encode("cp437")
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = num_pages * resource.getpagesize() + MAX_GROWTH_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    before = peak_resident_bytes()
+    before = read_peak_resident_bytes()
     paths, events = sorted(folder.glob("[0-9]*.*")), list[str]()
     watch(events)
-    outcomes = {path.name: outcome_of(path) for path in paths}
-    return {"outcomes": outcomes, "events": list(events), "growth_bytes": peak_resident_bytes() - before}
+    outcomes = {path.name: try_to_read(path) for path in paths}
+    return {"outcomes": outcomes, "events": list(events), "growth_bytes": read_peak_resident_bytes() - before}
 
 
 if __name__ == "__main__":

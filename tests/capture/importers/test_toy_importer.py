@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 NAMES = "slime, nemo-rl, verl, roll, skyrl, openrlhf"
 
 
-def typed(*words: object) -> "subprocess.CompletedProcess[str]":
+def run_capture(*words: object) -> "subprocess.CompletedProcess[str]":
     """Run `capture` with the toy importer in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "tests.helpers.toy_importer", *map(str, words)],
@@ -39,7 +39,7 @@ def dumps(tmp_path: Path) -> Path:
 def test_a_folder_of_its_files_is_converted(
     options: str, rows: list[list[list[int]]], dumps: Path, tmp_path: Path
 ) -> None:
-    done = typed("convert", *options.split(), dumps, tmp_path / "out")
+    done = run_capture("convert", *options.split(), dumps, tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"converted  {len(rows)} passes to ")
     batches = [read_micro_batch(path) for path in capture_files(tmp_path / "out")]
@@ -48,17 +48,17 @@ def test_a_folder_of_its_files_is_converted(
 
 
 def test_help_and_a_refusal_list_it_after_the_others(dumps: Path, tmp_path: Path) -> None:
-    assert f"--from {{{NAMES.replace(' ', '')},toy}}" in " ".join(typed("convert", "--help").stdout.split())
+    assert f"--from {{{NAMES.replace(' ', '')},toy}}" in " ".join(run_capture("convert", "--help").stdout.split())
     (dumps / "other.toy").write_text("a text")
-    done = typed("convert", dumps, tmp_path / "out")
+    done = run_capture("convert", dumps, tmp_path / "out")
     assert done.returncode == 1
-    told = "other.toy: cannot be told whose dump it is. Try: --from with one of"
-    assert f"refused    {told} {NAMES}, toy\n" in done.stdout
+    refusal = "other.toy: cannot be told whose dump it is. Try: --from with one of"
+    assert f"refused    {refusal} {NAMES}, toy\n" in done.stdout
 
 
 def test_without_its_entry_nobody_knows_it(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(dumps), str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith("converted  0 passes")  # its files are none of a dump's
+    assert capsys.readouterr().out.startswith("converted  0 passes"), "no importer takes its suffix"
     assert main(["convert", str(dumps / "step_7.toy"), str(tmp_path / "second")]) == 1
     assert "step_7.toy: cannot be told whose dump it is" in capsys.readouterr().out
     with pytest.raises(CaptureError, match=f"is not known. Give one of {NAMES}$"):
