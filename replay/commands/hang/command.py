@@ -27,6 +27,6 @@ def hang(
 
 def _hang(folder: Path, equal_shapes: bool) -> int:
     check_folder(folder, "Try: replay hang inputs/sample")
-    from replay.post_mortem.text import report
+    from replay.post_mortem.text import print_report
 
-    return report(folder, equal_shapes=equal_shapes)
+    return print_report(folder, equal_shapes=equal_shapes)

@@ -35,8 +35,8 @@ from capture.file_format.segment_record import (
 from replay.options.option_parsing import in_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
-from replay.post_mortem.behind import last_seen
-from replay.post_mortem.text import post_mortem
+from replay.post_mortem.blocking_ranks import read_last_sightings
+from replay.post_mortem.text import describe_hang
 
 # Add up the passes of a folder, one by one from files, and by the column from the indexes of segments.
 
@@ -361,7 +361,7 @@ def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[Ran
     """
     try:
         records = read_incidents(folder)
-        hang = post_mortem(last_seen(folder))
+        hang = describe_hang(read_last_sightings(folder))
         not_recorded = count_not_recorded(folder)
     except CaptureError as error:
         damaged.append((folder, in_flags(error)))

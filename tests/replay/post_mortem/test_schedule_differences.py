@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from replay.post_mortem.schedule import read_schedules
-from replay.post_mortem.schedule_differences import ScheduleDifference, schedule_differences
-from replay.post_mortem.text import report
+from replay.post_mortem.schedule_differences import ScheduleDifference, find_schedule_differences
+from replay.post_mortem.text import print_report
 from tests.helpers.made_captures import write_pass, write_passes
 from tests.helpers.planned_jobs import Planned, record_job
 
@@ -26,7 +26,7 @@ def lengths(*padded: int, real: Sequence[int]) -> Plan:
 
 
 def parts_of(folder: Path, **settings: Any) -> list[ScheduleDifference]:
-    return [one for schedule in read_schedules(folder) for one in schedule_differences(schedule, **settings)]
+    return [one for schedule in read_schedules(folder) for one in find_schedule_differences(schedule, **settings)]
 
 
 PADDED = (12, 9, 11, 10, 8)  # by the longest row of both ranks
@@ -41,9 +41,9 @@ PLANTED: dict[str, tuple[Sequence[Plan], dict[str, Any], dict[str, Any], tuple[s
         {},
         ("backward", 2, (1,)),
     ),
-    "other borders": ([[HELD, TRAIN] * 3, [HELD, HELD, TRAIN] * 2], {}, {}, ("borders", 2, (1,))),
-    "a micro-batch is left out of a window": ([[HELD, TRAIN] * 2, [TRAIN, HELD, TRAIN]], {}, {}, ("borders", 1, (1,))),
-    "no last step": ([[HELD, TRAIN] * 2, [HELD, TRAIN, HELD, HELD]], {}, {}, ("borders", 3, (1,))),
+    "other borders": ([[HELD, TRAIN] * 3, [HELD, HELD, TRAIN] * 2], {}, {}, ("steps", 2, (1,))),
+    "a micro-batch is left out of a window": ([[HELD, TRAIN] * 2, [TRAIN, HELD, TRAIN]], {}, {}, ("steps", 1, (1,))),
+    "no last step": ([[HELD, TRAIN] * 2, [HELD, TRAIN, HELD, HELD]], {}, {}, ("steps", 3, (1,))),
     "a head without gradient": (
         [[TRAIN] * 3, [TRAIN, Planned(with_second=False), TRAIN]],
         {},
@@ -78,7 +78,7 @@ def test_a_planted_schedule_parts_where_it_was_planted(name: str, tmp_path: Path
     plans, settings, given, (kind, number, ranks) = PLANTED[name]
     found = parts_of(record_job(tmp_path, plans, **settings), **given)
     assert (found[0].kind, found[0].number, found[0].ranks) == (kind, number, ranks)
-    assert found[0].mend
+    assert found[0].remedy
 
 
 def made(*kinds: str) -> Callable[[Path], Path]:
@@ -159,5 +159,5 @@ CLEAN: dict[str, Callable[[Path], Path]] = {
 def test_a_clean_schedule_is_no_alarm(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = CLEAN[name](tmp_path)
     assert parts_of(folder) == []
-    assert report(folder, equal_shapes=False) == 0
+    assert print_report(folder, equal_shapes=False) == 0
     assert "part at" not in capsys.readouterr().out

@@ -23,8 +23,14 @@ from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import JobPosition, TrainingPhase
 from replay.commands.inspect.inspection import inspect_folder
-from replay.post_mortem.behind import End, LastSeen, last_seen, who_was_behind, world_size_of
-from replay.post_mortem.text import post_mortem, report
+from replay.post_mortem.blocking_ranks import (
+    End,
+    LastSighting,
+    find_blocking_ranks,
+    find_world_size,
+    read_last_sightings,
+)
+from replay.post_mortem.text import describe_hang, print_report
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 
@@ -89,7 +95,7 @@ def test_the_right_rank_is_named_with_its_place_and_line(
     name: str, ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ended / name.replace(" ", "-")
-    assert report(folder, equal_shapes=False) == 1
+    assert print_report(folder, equal_shapes=False) == 1
     said = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("hang "))
     verb, where, line = LEFT[name]
     if "{}" in line:
@@ -297,9 +303,11 @@ def write(folder: Path, ranks: list[Incident | EndRecord], stamp: str = "2026_03
 def test_what_ranks_leave_tells_which_was_behind(name: str, is_mirrored: bool, tmp_path: Path) -> None:
     ranks, expected = TABLE[name]
     write(tmp_path, ranks[::-1] if is_mirrored else ranks)
-    seen = last_seen(tmp_path)
-    assert who_was_behind(seen, world_size_of(seen)).ranks == tuple(1 - one if is_mirrored else one for one in expected)
-    assert ("cannot be told" in dict(post_mortem(seen))["hang"]) == (not expected)
+    seen = read_last_sightings(tmp_path)
+    assert find_blocking_ranks(seen, find_world_size(seen)).ranks == tuple(
+        1 - one if is_mirrored else one for one in expected
+    )
+    assert ("cannot be told" in dict(describe_hang(seen))["hang"]) == (not expected)
 
 
 def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
@@ -308,18 +316,18 @@ def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
     write(
         tmp_path, [*later, replace(TABLE["one collective less"][0][1], opened="2026-03-02T08:59:00.5+00:00")], "later"
     )
-    assert [one.end for one in last_seen(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
+    assert [one.end for one in read_last_sightings(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
 
 
 def test_ranks_that_all_ended_well_are_no_hang(tmp_path: Path) -> None:
     end = TABLE["a loop that is over"][0][1]
     write(tmp_path, [end, end])
-    assert last_seen(tmp_path) == []
+    assert read_last_sightings(tmp_path) == []
 
 
 def test_a_rank_that_left_nothing_is_not_named_but_said_to_be_missing(tmp_path: Path) -> None:
     write(tmp_path, [left("signal", 3, "in backward", IN_BACKWARD)])
-    text = dict(post_mortem(last_seen(tmp_path)))["hang"]
+    text = dict(describe_hang(read_last_sightings(tmp_path)))["hang"]
     assert text == (
         "which rank was behind cannot be told: rank 1 of the job's 2 left nothing here; copy what their hosts have"
     )
@@ -342,7 +350,7 @@ def test_an_incident_that_does_not_fit_is_refused(name: str, value: Any, tmp_pat
 def test_a_damaged_end_is_one_clear_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "end_rank0_x.json").write_text(content)
     with pytest.raises(UsageError, match=r"end_rank0_x.json: .* Delete the file or copy it again"):
-        report(tmp_path, equal_shapes=False)
+        print_report(tmp_path, equal_shapes=False)
 
 
 def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
@@ -352,7 +360,7 @@ def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
     write(tmp_path, ranks)
     damage(write_pass(tmp_path))
 
-    assert report(tmp_path, equal_shapes=False) == 1
+    assert print_report(tmp_path, equal_shapes=False) == 1
 
     said = capsys.readouterr().out
     assert f"hang       rank {expected[0]} " in said
@@ -423,5 +431,5 @@ def test_the_dump_of_ncclss_flight_recorder_is_read_without_unpickling(tmp_path:
     assert find_last_collective_in_dump(1, prefix, after=0.0) == "all_reduce 12 of default_pg, [4, 5] Float, started"
     assert find_last_collective_in_dump(1, prefix, after=2e10) == ""
     assert find_last_collective_in_dump(0, prefix, after=0.0) == ""
-    (tmp_path / "trace_0").write_bytes(pickle.dumps(LastSeen))
+    (tmp_path / "trace_0").write_bytes(pickle.dumps(LastSighting))
     assert find_last_collective_in_dump(0, prefix, after=0.0) == ""
