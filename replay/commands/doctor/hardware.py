@@ -1,4 +1,7 @@
-"""Check the devices that torch sees, memory for ranks, disk for logs, and limits."""
+"""Check the machine: the devices that torch sees, memory, disk, limits, launchers and compilers.
+
+A launcher or compiler is the one that the shell finds: which Python it belongs to, and whether it works.
+"""
 
 import os
 import re
@@ -11,15 +14,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from replay.commands.doctor.probe_process import Answer, first_line
+from replay.commands.doctor.probe_process import ProbeAnswer, read_first_line
 from replay.output.text import CheckResult, CheckStatus
 
 GIB = 2**30
-ROOM = GIB  # bytes; a log folder or /dev/shm with less is reported
+# A log folder or /dev/shm with less is reported.
+LEAST_FREE_BYTES = GIB
 OPEN_FILES = 4096
 
 
-def devices(answer: Answer, driver: str) -> list[CheckResult]:
+def check_devices(answer: ProbeAnswer, driver: str) -> list[CheckResult]:
     """Report the devices that torch computes on. `driver` is nvidia-smi's driver version, empty if there is none."""
     if answer.error:
         status = CheckStatus.NO_ANSWER if answer.is_silent else CheckStatus.BROKEN
@@ -27,7 +31,7 @@ def devices(answer: Answer, driver: str) -> list[CheckResult]:
     facts = answer.facts
     checks: list[CheckResult] = []
     if not facts["gpus"]:
-        checks.append(_cpu())
+        checks.append(_check_cpu())
         if driver:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
             advice = (
@@ -50,22 +54,23 @@ def devices(answer: Answer, driver: str) -> list[CheckResult]:
         )
     )
     if len(facts["gpus"]) > 1:
-        checks.append(_peers(facts["no_peers"]))
+        checks.append(_check_peers(facts["no_peers"]))
     return checks
 
 
-def _peers(lacking: Sequence[Sequence[int]]) -> CheckResult:
-    if not lacking:
+def _check_peers(pairs_without_access: Sequence[Sequence[int]]) -> CheckResult:
+    if not pairs_without_access:
         return CheckResult(name="peer access", status=CheckStatus.OK, found="between all GPUs")
-    pairs = ", ".join(f"{one}-{other}" for one, other in lacking if one < other)
+    pairs = ", ".join(f"{first}-{second}" for first, second in pairs_without_access if first < second)
     cost = "--tp and --ring go through the host, slower. See: nvidia-smi topo -m"
     return CheckResult(name="peer access", status=CheckStatus.NOTE, found=f"none between {pairs}", advice=cost)
 
 
-def _cpu() -> CheckResult:
+def _check_cpu() -> CheckResult:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of the container, if there is one
+    # A container may be given less memory than the machine has.
+    limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         size = min(size, int(text))
     return CheckResult(
@@ -73,32 +78,35 @@ def _cpu() -> CheckResult:
     )
 
 
-def shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> CheckResult:
     if not folder.is_dir():
         return CheckResult(
             name=str(folder), status=CheckStatus.NOTE, found="not there", advice="captures keep no ring in memory"
         )
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f}"
-    if usage.free >= ROOM:
+    if usage.free >= LEAST_FREE_BYTES:
         return CheckResult(name=str(folder), status=CheckStatus.OK, found=text)
     advice = "several ranks of NCCL, data loaders and a capture's ring use it. Try: docker run --shm-size=8g"
     return CheckResult(name=str(folder), status=CheckStatus.NOTE, found=text, advice=advice)
 
 
-def log_folder(folder: Path) -> CheckResult:
+def check_log_folder(folder: Path) -> CheckResult:
     """Check that a run's folder can be created and written in `folder`; nothing is left there."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     advice = "Try: --log-folder with a folder that you may write to"
     try:
-        with tempfile.TemporaryDirectory(dir=there) as made, (Path(made) / "rank0.jsonl").open("wb") as file:
+        with (
+            tempfile.TemporaryDirectory(dir=existing_folder) as scratch,
+            (Path(scratch) / "rank0.jsonl").open("wb") as file,
+        ):
             file.write(bytes(4096))
             os.fsync(file.fileno())
     except OSError as error:
         text = f"{folder} cannot be written: {error.strerror}"
         return CheckResult(name="log folder", status=CheckStatus.BROKEN, found=text, advice=advice, needed=True)
-    free = shutil.disk_usage(there).free
-    is_full = free < ROOM
+    free = shutil.disk_usage(existing_folder).free
+    is_full = free < LEAST_FREE_BYTES
     return CheckResult(
         name="log folder",
         status=CheckStatus.NOTE if is_full else CheckStatus.OK,
@@ -108,7 +116,7 @@ def log_folder(folder: Path) -> CheckResult:
     )
 
 
-def limits(*, on_cuda: bool) -> list[CheckResult]:
+def check_limits(*, on_cuda: bool) -> list[CheckResult]:
     """Report limits of ulimit that are low for a replay."""
     checks: list[CheckResult] = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -126,29 +134,29 @@ def limits(*, on_cuda: bool) -> list[CheckResult]:
     return checks
 
 
-# Check launchers and compilers: which one the shell finds, which Python it belongs to, and whether it works.
+# A lock that is older was left by a job that was killed.
+LONGEST_BUILD_SECONDS = 600.0
+# DeepSpeed can parse these; torch also accepts 9.0a and Hopper.
+ARCHITECTURE = r"\d+\.\d+(\+PTX)?"
 
-LONGEST_BUILD = 600.0  # seconds
-ARCHITECTURE = r"\d+\.\d+(\+PTX)?"  # what DeepSpeed can parse; torch also accepts 9.0a and Hopper
 
-
-def launcher(name: str) -> CheckResult:
+def check_launcher(name: str) -> CheckResult:
     """Check that the launcher the shell finds starts this Python."""
     cost = "only `replay` and `python -m replay` work. " if name == "torchrun" else ""
-    own = Path(sys.executable).parent / name
+    beside_python = Path(sys.executable).parent / name
     module = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}[name]
-    advice = f"Try: export PATH={own.parent}:$PATH" if own.exists() else f"Try: python -m {module}"
+    advice = f"Try: export PATH={beside_python.parent}:$PATH" if beside_python.exists() else f"Try: python -m {module}"
     path = shutil.which(name)
     if path is None:
         return CheckResult(name=name, status=CheckStatus.MISSING, found="not on PATH", advice=cost + advice)
-    python = _python_of(Path(path))
+    python = _find_interpreter(Path(path))
     if python is None:
         return CheckResult(name=name, status=CheckStatus.NOTE, found=f"{path}, of a Python that it does not name")
     if not Path(python).exists():
         return CheckResult(
             name=name, status=CheckStatus.BROKEN, found=f"{path}: its {python} is not there", advice=advice
         )
-    if (prefix := _prefix(python)) != sys.prefix:
+    if (prefix := _ask_for_prefix(python)) != sys.prefix:
         text = f"{path} belongs to another Python, {prefix or python}"
         return CheckResult(
             name=name, status=CheckStatus.BROKEN, found=text, advice=f"it would not start this one. {advice}"
@@ -156,7 +164,7 @@ def launcher(name: str) -> CheckResult:
     return CheckResult(name=name, status=CheckStatus.OK, found=path)
 
 
-def _python_of(script: Path) -> str | None:
+def _find_interpreter(script: Path) -> str | None:
     """Return the interpreter of a script's first line, also through `env` and pip's workaround for long lines."""
     lines = [*script.read_bytes()[:2000].decode(errors="replace").splitlines(), "", ""]
     if not lines[0].startswith("#!"):
@@ -169,35 +177,42 @@ def _python_of(script: Path) -> str | None:
     return words[0] if words and "python" in Path(words[0]).name else None
 
 
-def _prefix(python: str) -> str:
+def _ask_for_prefix(python: str) -> str:
     if Path(python).parent == Path(sys.executable).parent:
         return sys.prefix
-    return first_line([python, "-I", "-c", "import sys; print(sys.prefix)"])
+    return read_first_line([python, "-I", "-c", "import sys; print(sys.prefix)"])
 
 
-def compilers(*, on_cuda: bool, built_for: str | None) -> list[CheckResult]:
+def check_compilers(*, on_cuda: bool, built_for: str | None) -> list[CheckResult]:
     """Check the programs and headers that torch.compile and DeepSpeed's extensions are built with.
 
     A replay without options needs none of them.
     """
-    nvcc = _nvcc(on_cuda=on_cuda, built_for=built_for)
-    return [_cxx(), _headers(), _ninja(), nvcc, *_architectures(on_cuda=on_cuda), *_left_locks()]
+    nvcc = _check_nvcc(on_cuda=on_cuda, built_for=built_for)
+    return [
+        _check_cxx(),
+        _check_headers(),
+        _check_ninja(),
+        nvcc,
+        *_check_architectures(on_cuda=on_cuda),
+        *_find_abandoned_locks(),
+    ]
 
 
-def _cxx() -> CheckResult:
+def _check_cxx() -> CheckResult:
     name = os.environ.get("CXX", "g++")
     if (path := shutil.which(name)) is None:
         advice = "no --compile, nor DeepSpeed's extensions. Try: apt install g++"
         return CheckResult(name="g++", status=CheckStatus.MISSING, found=f"{name} is not on PATH", advice=advice)
-    said = first_line([path, "--version"])
-    if not said:
+    version = read_first_line([path, "--version"])
+    if not version:
         return CheckResult(
             name="g++", status=CheckStatus.BROKEN, found=f"{path} --version fails", advice="Try: apt install g++"
         )
-    return CheckResult(name="g++", status=CheckStatus.OK, found=f"{said}, {path}")
+    return CheckResult(name="g++", status=CheckStatus.OK, found=f"{version}, {path}")
 
 
-def _headers() -> CheckResult:
+def _check_headers() -> CheckResult:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if header.exists():
         return CheckResult(name="Python.h", status=CheckStatus.OK, found=str(header))
@@ -206,14 +221,14 @@ def _headers() -> CheckResult:
     return CheckResult(name="Python.h", status=CheckStatus.MISSING, found=f"{header} is not there", advice=advice)
 
 
-def _ninja() -> CheckResult:
+def _check_ninja() -> CheckResult:
     if (path := shutil.which("ninja")) is None:
         advice = "DeepSpeed builds no extensions, which --deepcompile needs. Try: pip install ninja, on PATH"
         return CheckResult(name="ninja", status=CheckStatus.MISSING, found="not on PATH", advice=advice)
-    return CheckResult(name="ninja", status=CheckStatus.OK, found=f"{first_line([path, '--version'])}, {path}")
+    return CheckResult(name="ninja", status=CheckStatus.OK, found=f"{read_first_line([path, '--version'])}, {path}")
 
 
-def _nvcc(*, on_cuda: bool, built_for: str | None) -> CheckResult:
+def _check_nvcc(*, on_cuda: bool, built_for: str | None) -> CheckResult:
     if not on_cuda:
         return CheckResult(name="nvcc", status=CheckStatus.NOT_NEEDED, found="for CUDA machines")
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
@@ -224,7 +239,7 @@ def _nvcc(*, on_cuda: bool, built_for: str | None) -> CheckResult:
         return CheckResult(
             name="nvcc", status=CheckStatus.MISSING, found=f"neither on PATH nor in {home}", advice=advice
         )
-    release = re.search(r"release ([\d.]+)", first_line(["sh", "-c", '"$0" --version | grep release', path]))
+    release = re.search(r"release ([\d.]+)", read_first_line(["sh", "-c", '"$0" --version | grep release', path]))
     number = release[1] if release else "of unknown version"
     if built_for and release and number.split(".")[0] != built_for.split(".")[0]:
         advice = f"{cost} Try: export CUDA_HOME to a toolkit of CUDA {built_for}"
@@ -233,7 +248,7 @@ def _nvcc(*, on_cuda: bool, built_for: str | None) -> CheckResult:
     return CheckResult(name="nvcc", status=CheckStatus.OK, found=f"{number}, {path}")
 
 
-def _architectures(*, on_cuda: bool) -> list[CheckResult]:
+def _check_architectures(*, on_cuda: bool) -> list[CheckResult]:
     """Check TORCH_CUDA_ARCH_LIST if it is set: DeepSpeed reads each part as two numbers."""
     name = "TORCH_CUDA_ARCH_LIST"
     value = os.environ.get(name, "")
@@ -249,7 +264,7 @@ def _architectures(*, on_cuda: bool) -> list[CheckResult]:
     return [CheckResult(name=name, status=CheckStatus.OK, found=value)]
 
 
-def _left_locks() -> list[CheckResult]:
+def _find_abandoned_locks() -> list[CheckResult]:
     """Report locks that a killed job left in torch's extension builder: loading that extension waits forever."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
@@ -264,5 +279,5 @@ def _left_locks() -> list[CheckResult]:
             advice=f"loading {lock.parent.name} waits forever if no build is running. Try: rm {lock}",
         )
         for lock, age in ages.items()
-        if age > LONGEST_BUILD
+        if age > LONGEST_BUILD_SECONDS
     ]

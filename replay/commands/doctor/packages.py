@@ -1,4 +1,8 @@
-"""Check the versions and imports of this project and the packages it uses, against the ranges of its metadata."""
+"""Check the Python environment: versions and imports of the packages, and environment variables.
+
+Versions are held against the ranges of this project's metadata. Reported are the variables that change what a replay
+computes or measures, or that can make it hang.
+"""
 
 import os
 import platform
@@ -11,50 +15,53 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from replay.commands.doctor.probe_process import Answer
+from replay.commands.doctor.probe_process import ProbeAnswer
 from replay.output.text import CheckResult, CheckStatus
 
 PROJECT = "micro-replay"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Package:
-    name: str  # pip's name
+class PythonPackage:
+    # The name that pip knows.
+    name: str
     module: str
-    serves: str = ""  # what is missing without it; empty: nothing
-    on_cuda: bool = False  # needed on CUDA machines only
+    # What does not work without it. Empty: a replay needs it.
+    serves: str = ""
+    # Whether it is needed on CUDA machines only.
+    on_cuda: bool = False
 
 
 PACKAGES = (
-    Package(name="torch", module="torch"),
-    Package(name="deepspeed", module="deepspeed"),
-    Package(name="transformers", module="transformers"),
-    Package(name="safetensors", module="safetensors"),
-    Package(name="rich", module="rich"),
-    Package(name="typer", module="typer"),
-    Package(name="numpy", module="numpy"),
-    Package(name="accelerate", module="accelerate", serves="capturing jobs of transformers' Trainer"),
-    Package(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
-    Package(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
-    Package(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
-    Package(name="liger-kernel", module="liger_kernel", serves="--kernels fused"),
+    PythonPackage(name="torch", module="torch"),
+    PythonPackage(name="deepspeed", module="deepspeed"),
+    PythonPackage(name="transformers", module="transformers"),
+    PythonPackage(name="safetensors", module="safetensors"),
+    PythonPackage(name="rich", module="rich"),
+    PythonPackage(name="typer", module="typer"),
+    PythonPackage(name="numpy", module="numpy"),
+    PythonPackage(name="accelerate", module="accelerate", serves="capturing jobs of transformers' Trainer"),
+    PythonPackage(name="flash-attn", module="flash_attn", serves="--attention flash", on_cuda=True),
+    PythonPackage(name="ring-flash-attn", module="ring_flash_attn", serves="the fast form of --ring", on_cuda=True),
+    PythonPackage(name="triton", module="triton", serves="--compile on CUDA", on_cuda=True),
+    PythonPackage(name="liger-kernel", module="liger_kernel", serves="--kernels fused"),
 )
 
 
-def project() -> list[CheckResult]:
+def check_project() -> list[CheckResult]:
     folder = Path(__file__).resolve().parents[3]
     try:
-        own = CheckResult(name=PROJECT, status=CheckStatus.OK, found=f"{version(PROJECT)} in {folder}")
+        result = CheckResult(name=PROJECT, status=CheckStatus.OK, found=f"{version(PROJECT)} in {folder}")
     except PackageNotFoundError:
         advice = f"its version requirements are unknown. Try: pip install -e {folder}"
-        own = CheckResult(
+        result = CheckResult(
             name=PROJECT, status=CheckStatus.NOTE, found=f"not installed, run from {folder}", advice=advice
         )
     python = f"{platform.python_version()}, {sys.executable}"
-    return [own, CheckResult(name="python", status=CheckStatus.OK, found=python)]
+    return [result, CheckResult(name="python", status=CheckStatus.OK, found=python)]
 
 
-def required_ranges() -> dict[str, str]:
+def read_required_ranges() -> dict[str, str]:
     """Return the ranges of this project's metadata by package name, such as ">=2.10"; empty if not installed."""
     try:
         lines = requires(PROJECT) or []
@@ -64,93 +71,97 @@ def required_ranges() -> dict[str, str]:
     return {part[1]: part[2].strip() for part in parts if part}
 
 
-def is_within(number: str, wanted: str) -> bool:
-    """Is the version in the range, by release number? Builds and pre-releases (+cu130, a0, rc1) count as releases."""
-    for clause in filter(None, wanted.split(",")):
+def is_within(number: str, required: str) -> bool:
+    """Tell whether a version is in a range. Builds and pre-releases (+cu130, a0, rc1) count as their releases."""
+    for clause in filter(None, required.split(",")):
         operator, bound = re.fullmatch(r"\s*(>=|<=|==|!=|<|>)\s*([\w.+]+)\s*", clause).groups()  # type: ignore[union-attr]
-        mine, other = _release(number), _release(bound)
-        width = max(len(mine), len(other))
-        mine, other = (one + (0,) * (width - len(one)) for one in (mine, other))
+        release, bound_release = _parse_release(number), _parse_release(bound)
+        width = max(len(release), len(bound_release))
+        release, bound_release = (parts + (0,) * (width - len(parts)) for parts in (release, bound_release))
         holds = {
-            ">=": mine >= other,
-            "<=": mine <= other,
-            "==": mine == other,
-            "!=": mine != other,
-            "<": mine < other,
-            ">": mine > other,
+            ">=": release >= bound_release,
+            "<=": release <= bound_release,
+            "==": release == bound_release,
+            "!=": release != bound_release,
+            "<": release < bound_release,
+            ">": release > bound_release,
         }
         if not holds[operator]:
             return False
     return True
 
 
-def _release(number: str) -> tuple[int, ...]:
+def _parse_release(number: str) -> tuple[int, ...]:
     numbers = re.match(r"\d+(?:\.\d+)*", number)
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
 
-def is_installed(package: Package) -> bool:
+def is_installed(package: PythonPackage) -> bool:
     if "." not in package.module:
         return find_spec(package.module) is not None
-    try:  # to look inside a package is to import it
+    # To look for a module inside a package would import the package.
+    try:
         version(package.name)
     except PackageNotFoundError:
         return False
     return True
 
 
-def package(one: Package, imported: Answer | None, *, on_cuda: bool, is_default: bool) -> CheckResult:
+def check_package(
+    package: PythonPackage, imported: ProbeAnswer | None, *, on_cuda: bool, is_default: bool
+) -> CheckResult:
     """Check a package's version against this project's range, and the result of importing it (None if not installed).
 
     `is_default` says that `replay` without options uses it here.
     """
-    wanted = required_ranges().get(one.name, "")
-    install = f"Try: pip install '{one.name}{wanted}'"
-    if one.on_cuda:
-        install = f"Try: pip install --no-build-isolation '{one.name}{wanted}'"
+    required = read_required_ranges().get(package.name, "")
+    install = f"Try: pip install '{package.name}{required}'"
+    if package.on_cuda:
+        install = f"Try: pip install --no-build-isolation '{package.name}{required}'"
     if imported is None:
-        if not is_default and (not on_cuda if one.on_cuda else True):
+        if not is_default and (not on_cuda if package.on_cuda else True):
             return CheckResult(
-                name=one.name, status=CheckStatus.NOT_NEEDED, found="not installed", advice=f"serves {one.serves}"
+                name=package.name,
+                status=CheckStatus.NOT_NEEDED,
+                found="not installed",
+                advice=f"serves {package.serves}",
             )
-        cost = f"no {one.serves}. " if one.serves else ""
-        text = f"not installed{wanted and f', needed {wanted}'}"
+        cost = f"no {package.serves}. " if package.serves else ""
+        text = f"not installed{required and f', needed {required}'}"
         return CheckResult(
-            name=one.name, status=CheckStatus.MISSING, found=text, advice=cost + install, needed=is_default
+            name=package.name, status=CheckStatus.MISSING, found=text, advice=cost + install, needed=is_default
         )
     try:
-        number = version(one.name)
+        number = version(package.name)
     except PackageNotFoundError:
         number = "of unknown version"
     if imported.error:
         status = CheckStatus.NO_ANSWER if imported.is_silent else CheckStatus.BROKEN
         return CheckResult(
-            name=one.name,
+            name=package.name,
             status=status,
             found=f"{number}, import: {imported.error}",
-            advice=_import_advice(one, imported, install),
+            advice=_advise_on_import(package, imported, install),
             needed=is_default,
         )
-    if number[0].isdigit() and not is_within(number, wanted):
-        text = f"{number} is outside {wanted}"
-        return CheckResult(name=one.name, status=CheckStatus.BROKEN, found=text, advice=install, needed=is_default)
+    if number[0].isdigit() and not is_within(number, required):
+        text = f"{number} is outside {required}"
+        return CheckResult(name=package.name, status=CheckStatus.BROKEN, found=text, advice=install, needed=is_default)
     return CheckResult(
-        name=one.name, status=CheckStatus.OK, found=f"{number}{wanted and f' ({wanted})'}", needed=is_default
+        name=package.name, status=CheckStatus.OK, found=f"{number}{required and f' ({required})'}", needed=is_default
     )
 
 
-def _import_advice(one: Package, imported: Answer, install: str) -> str:
+def _advise_on_import(package: PythonPackage, imported: ProbeAnswer, install: str) -> str:
     advice = install.replace("pip install", "pip install --force-reinstall --no-deps --no-cache-dir")
     if "undefined symbol" in imported.error:
         advice = f"its C++ library was built for another torch. {advice}"
     if imported.is_silent:
         advice = f"a hang, or a slow machine. Try: replay doctor --time-limit 300, or{advice.removeprefix('Try:')}"
-    if "flash" in one.name:
+    if "flash" in package.name:
         advice += ", or without it: replay --attention sdpa"
     return advice
 
-
-# Check environment variables that change what a replay computes or measures, or that can make it hang.
 
 PREFIXES = (
     "CUDA_",
@@ -164,8 +175,10 @@ PREFIXES = (
     "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
 )
-PLAIN = r"[A-Za-z0-9_.,:;=^+ -]{1,60}"  # a plain setting; any other value is not shown
-EFFECTS = {  # none of these holds a secret
+# Any other value is not shown.
+PLAIN_SETTING = r"[A-Za-z0-9_.,:;=^+ -]{1,60}"
+# None of these holds a secret.
+EFFECTS = {
     "CUBLAS_WORKSPACE_CONFIG": "changes speed, and whether sums are repeatable",
     "CUDA_DEVICE_MAX_CONNECTIONS": "changes how copies and kernels overlap",
     "CUDA_LAUNCH_BLOCKING": "the host waits for each kernel: times are not those of training",
@@ -192,48 +205,50 @@ EFFECTS = {  # none of these holds a secret
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0 lets a rank hang forever",
     "TORCH_NCCL_BLOCKING_WAIT": "the host waits in each collective: times are not those of training",
 }
-ELSEWHERE = {"TORCH_CUDA_ARCH_LIST", "CUDA_HOME"}  # checked elsewhere
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+CHECKED_ELSEWHERE = {"TORCH_CUDA_ARCH_LIST", "CUDA_HOME"}
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def variables(environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
+def check_variables(environment: Mapping[str, str] = os.environ) -> list[CheckResult]:
     """Return a check per variable that is set and has an effect here, and one that names others of its families."""
-    checks = [_interface(name, environment[name]) for name in INTERFACES if environment.get(name)]
+    checks = [_check_interface(name, environment[name]) for name in INTERFACE_VARIABLES if environment.get(name)]
     for name, effect in EFFECTS.items():
         if name in environment:
             checks.append(
-                CheckResult(name=name, status=CheckStatus.NOTE, found=shown(environment[name]), advice=effect)
+                CheckResult(name=name, status=CheckStatus.NOTE, found=describe_value(environment[name]), advice=effect)
             )
-    if left_over := [name for name in LAUNCHER if name in environment and "TORCHELASTIC_RUN_ID" not in environment]:
+    if left_over := [
+        name for name in LAUNCHER_VARIABLES if name in environment and "TORCHELASTIC_RUN_ID" not in environment
+    ]:
         advice = f"replay takes them for a launcher's. Try: unset {' '.join(left_over)}"
         checks.append(
             CheckResult(name="launcher's", status=CheckStatus.NOTE, found=", ".join(left_over), advice=advice)
         )
-    known = {*EFFECTS, *ELSEWHERE, *INTERFACES}
+    known = {*EFFECTS, *CHECKED_ELSEWHERE, *INTERFACE_VARIABLES}
     if others := sorted(name for name in environment if name.startswith(PREFIXES) and name not in known):
         advice = "their effect here is unknown"
         checks.append(CheckResult(name="also set", status=CheckStatus.NOTE, found=", ".join(others), advice=advice))
     return checks or [CheckResult(name="variables", status=CheckStatus.OK, found="none is set that changes results")]
 
 
-def shown(value: str) -> str:
+def describe_value(value: str) -> str:
     """Return the value if it is a plain setting; paths, addresses and long values stay out of logs that are shared."""
-    return value if re.fullmatch(PLAIN, value) else f"set, {len(value)} characters"
+    return value if re.fullmatch(PLAIN_SETTING, value) else f"set, {len(value)} characters"
 
 
-def _interface(name: str, value: str) -> CheckResult:
+def _check_interface(name: str, value: str) -> CheckResult:
     """Check that the network interface exists. NCCL treats names as prefixes, and as exact names after `=`."""
-    there = [interface for _, interface in socket.if_nameindex()]
+    interfaces = [interface for _, interface in socket.if_nameindex()]
     status, advice = CheckStatus.NOTE, "the network that ranks use"
     if not value.startswith("^"):
-        wanted = value.lstrip("=").split(",")
+        names = value.lstrip("=").split(",")
         if name.startswith("GLOO"):
-            is_there = all(one in there for one in wanted)
+            is_there = all(interface in interfaces for interface in names)
         elif value.startswith("="):
-            is_there = any(one in there for one in wanted)
+            is_there = any(interface in interfaces for interface in names)
         else:
-            is_there = any(one.startswith(tuple(wanted)) for one in there)
+            is_there = any(interface.startswith(tuple(names)) for interface in interfaces)
         if not is_there:
             status, advice = CheckStatus.BROKEN, f"there is no such interface: ranks fail or hang. Try: unset {name}"
-    return CheckResult(name=name, status=status, found=shown(value), advice=advice)
+    return CheckResult(name=name, status=status, found=describe_value(value), advice=advice)

@@ -11,9 +11,10 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
-from replay.commands.doctor.probe_process import MARK, probe_arguments
+from replay.commands.doctor.probe_process import ANSWER_MARK, build_probe_arguments
 from replay.options.option_parsing import in_flags
 
 Facts = dict[str, Any]
@@ -40,18 +41,19 @@ def devices() -> Facts:
     facts: Facts = {"torch": torch.__version__, "built_for": torch.version.cuda, "gpus": [], "no_peers": []}
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        facts["gpus"] = [_gpu(torch.cuda.get_device_properties(index)) for index in range(count)]
-        pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+        facts["gpus"] = [_describe_gpu(torch.cuda.get_device_properties(index)) for index in range(count)]
+        pairs = list(permutations(range(count), 2))
         facts["no_peers"] = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         facts["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
-    with contextlib.suppress(Exception):  # a broken transformers is reported by its own check
+    # A broken transformers is reported by its own check.
+    with contextlib.suppress(Exception):
         from actor_init.attention.kernel_choice import choose_default_kernel
 
-        facts["default_kernel"] = choose_default_kernel(_device())
+        facts["default_kernel"] = choose_default_kernel(_choose_device())
     return facts
 
 
-def _gpu(properties: Any) -> Facts:
+def _describe_gpu(properties: Any) -> Facts:
     return {
         "name": properties.name,
         "bytes": properties.total_memory,
@@ -62,10 +64,10 @@ def _gpu(properties: Any) -> Facts:
 def kernel(name: str) -> Facts:
     from actor_init.attention.kernel_choice import BOUND, measure_error
 
-    return {"error": measure_error(name, _device()), "bound": BOUND}
+    return {"error": measure_error(name, _choose_device()), "bound": BOUND}
 
 
-def _device() -> Any:
+def _choose_device() -> Any:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,10 +79,11 @@ def compile() -> Facts:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x
 
-    x = torch.linspace(-3, 3, 1000, device=_device())
+    x = torch.linspace(-3, 3, 1000, device=_choose_device())
     compiled: torch.Tensor = torch.compile(function)(x)
     error = float((compiled - function(x)).abs().max())
-    if not error < 1e-5:  # values up to 3 in fp32; two implementations of sine differ by about 1e-7
+    # The values go up to 3, in fp32. Two implementations of sine differ by about 1e-7.
+    if not error < 1e-5:
         raise ProbeError(f"the compiled function is off by {error:.2g}")
     return {}
 
@@ -89,7 +92,7 @@ def all_reduce(backend: str) -> Facts:
     """Add a number from each of two processes, started as `replay --tp 2` starts its own."""
     from replay.processes.launch import start_processes
 
-    if code := start_processes(2, probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
+    if code := start_processes(2, build_probe_arguments("all_reduce_rank", float(sys.argv[2]), backend)):
         raise ProbeError(f"a rank ended with exit code {code}")
     return {}
 
@@ -104,7 +107,8 @@ def all_reduce_rank(backend: str) -> Facts:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    for size in (1, 1 << 20):  # one is several megabytes: libraries send small and large messages differently
+    # Libraries send small and large messages differently: the second has several megabytes.
+    for size in (1, 1 << 20):
         total = torch.full((size,), rank + 1.0, device=device)
         dist.all_reduce(total)
         if not bool((total == 3).all()):
@@ -128,12 +132,13 @@ def main() -> None:
     """Run the probe named on the command line, print its answer and exit without the interpreter's cleanup."""
     name, limit, *arguments = sys.argv[1:]
     faulthandler.enable()
-    faulthandler.dump_traceback_later(float(limit), exit=True)  # also ends hangs in native code
+    # This also ends hangs in native code.
+    faulthandler.dump_traceback_later(float(limit), exit=True)
     answer: Facts
     try:
         answer = {"facts": PROBES[name](*arguments)}
     except BaseException as error:
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
         answer = {"error": f"{kind}{in_flags(error)}"}
-    print(f"\n{MARK}{json.dumps(answer)}", flush=True)
+    print(f"\n{ANSWER_MARK}{json.dumps(answer)}", flush=True)
     os._exit(0 if "facts" in answer else 1)

@@ -17,7 +17,7 @@ from actor_init.declarations.attention import KERNELS
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import Call
 from replay.command_line.cli import main
-from replay.commands.doctor.report import _checked
+from replay.commands.doctor.report import list_checked_kernels
 from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import choose_job_kernel
@@ -63,7 +63,7 @@ def test_it_replays_the_sample_with_eager_s_losses_and_is_named(
 @pytest.mark.usefixtures("registered")
 def test_the_kernel_check_finds_it_right() -> None:
     assert kernel_choice.measure_error("toy", CPU) < kernel_choice.BOUND / 3
-    assert "toy" in _checked()  # by the doctor
+    assert "toy" in list_checked_kernels()  # by the doctor
 
 
 @pytest.mark.usefixtures("registered")

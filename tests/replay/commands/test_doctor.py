@@ -23,9 +23,15 @@ from actor_init.declarations.attention import KERNELS
 from replay.command_line.cli import main
 from replay.commands.doctor import hardware, packages
 from replay.commands.doctor import report as doctor
-from replay.commands.doctor.hardware import compilers, devices, launcher, log_folder, shared_memory
-from replay.commands.doctor.packages import PACKAGES, is_within, package, required_ranges, variables
-from replay.commands.doctor.probe_process import Answer, Prober, tried
+from replay.commands.doctor.hardware import (
+    check_compilers,
+    check_devices,
+    check_launcher,
+    check_log_folder,
+    check_shared_memory,
+)
+from replay.commands.doctor.packages import PACKAGES, check_package, check_variables, is_within, read_required_ranges
+from replay.commands.doctor.probe_process import ProbeAnswer, Prober, judge_answer
 from replay.output.text import CheckResult, CheckStatus, format_check
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,10 +96,10 @@ def test_an_import_that_breaks_is_a_line(
 ) -> None:
     made_package(tmp_path, "flash_attn", source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE", 60.0)  # for Python's start
+    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE_SECONDS", 60.0)  # for Python's start
     share = 0.01 if status is CheckStatus.NO_ANSWER else 0.5
     answer = Prober(300.0).ask("import_module", "flash_attn", share=share)
-    check = package(FLASH, answer, on_cuda=True, is_default=True)
+    check = check_package(FLASH, answer, on_cuda=True, is_default=True)
     assert (check.status, check.fails) == (status, status is not CheckStatus.OK)
     assert says in check.found
     if status is not CheckStatus.OK:
@@ -145,7 +151,7 @@ def test_a_version_is_held_against_its_range(number: str, wanted: str, expected:
 
 
 def test_the_ranges_are_those_of_the_metadata_and_all_can_be_read() -> None:
-    ranges = required_ranges()
+    ranges = read_required_ranges()
     assert ranges["torch"].startswith(">=2.")
     assert {"deepspeed", "transformers", "flash-attn"} <= set(ranges)
     for wanted in ranges.values():
@@ -154,17 +160,17 @@ def test_the_ranges_are_those_of_the_metadata_and_all_can_be_read() -> None:
 
 def test_a_version_out_of_range_fails_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "version", lambda _: "2.1.0")
-    check = package(TORCH, Answer(), on_cuda=False, is_default=True)
+    check = check_package(TORCH, ProbeAnswer(), on_cuda=False, is_default=True)
     assert check.fails
-    assert check.found == f"2.1.0 is outside {required_ranges()['torch']}"
+    assert check.found == f"2.1.0 is outside {read_required_ranges()['torch']}"
     assert "pip install 'torch>=" in check.advice
 
 
 def test_what_is_not_installed_fails_only_where_it_is_needed() -> None:
-    absent = package(TORCH, None, on_cuda=False, is_default=True)
+    absent = check_package(TORCH, None, on_cuda=False, is_default=True)
     assert (absent.status, absent.fails) == (CheckStatus.MISSING, True)
-    assert package(FLASH, None, on_cuda=False, is_default=False).status is CheckStatus.NOT_NEEDED
-    on_cuda = package(FLASH, None, on_cuda=True, is_default=False)
+    assert check_package(FLASH, None, on_cuda=False, is_default=False).status is CheckStatus.NOT_NEEDED
+    on_cuda = check_package(FLASH, None, on_cuda=True, is_default=False)
     assert (on_cuda.status, on_cuda.fails) == (CheckStatus.MISSING, False)
     assert "pip install" in on_cuda.advice
 
@@ -214,14 +220,16 @@ def test_a_kernel_of_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", kernel)
     error = kernel_choice.measure_error("sdpa", CPU)
-    check = tried("sdpa", Answer(facts={"error": error, "bound": 0.02}), works="", cost="", needed=True, has_error=True)
+    check = judge_answer(
+        "sdpa", ProbeAnswer(facts={"error": error, "bound": 0.02}), works="", cost="", needed=True, has_error=True
+    )
     assert check.fails
 
 
 @pytest.mark.parametrize(("error", "fails"), [(0.004, False), (0.3, True), (float("nan"), True)])
 def test_numbers_out_of_bound_are_reported_as_wrong(error: float, fails: bool) -> None:
-    answer = Answer(facts={"error": error, "bound": 0.02})
-    check = tried("flash", answer, works="right", cost="Try: this", needed=True, has_error=True)
+    answer = ProbeAnswer(facts={"error": error, "bound": 0.02})
+    check = judge_answer("flash", answer, works="right", cost="Try: this", needed=True, has_error=True)
     assert check.fails is fails
     assert ("wrong numbers" in check.found) is fails
 
@@ -238,7 +246,7 @@ def test_each_kernel_that_is_tried_is_one_that_a_replay_can_take(name: str) -> N
 def test_a_launcher_of_another_python_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_script(tmp_path / "torchrun", f"#!{other_python(tmp_path)}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    check = launcher("torchrun")
+    check = check_launcher("torchrun")
     assert check.status is CheckStatus.BROKEN
     assert "another Python, /elsewhere" in check.found
     assert f"export PATH={Path(sys.executable).parent}:$PATH" in check.advice
@@ -261,15 +269,15 @@ def test_whose_launcher_it_is_stands_in_its_first_lines(
     other_python(tmp_path)
     made_script(tmp_path / "torchrun", text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert launcher("torchrun").status is status
+    assert check_launcher("torchrun").status is status
 
 
 def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launcher("deepspeed").status is CheckStatus.MISSING
+    assert check_launcher("deepspeed").status is CheckStatus.MISSING
     made_script(tmp_path / "bin" / "deepspeed", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert launcher("deepspeed").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
+    assert check_launcher("deepspeed").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
 
 
 @pytest.mark.parametrize(
@@ -283,10 +291,10 @@ def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeyp
 )
 def test_architectures_that_deepspeed_cannot_read(monkeypatch: pytest.MonkeyPatch, value: str, advice: str) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
-    check = named(compilers(on_cuda=True, built_for="13.0"), "TORCH_CUDA_ARCH_LIST")
+    check = named(check_compilers(on_cuda=True, built_for="13.0"), "TORCH_CUDA_ARCH_LIST")
     assert check.status is (CheckStatus.BROKEN if advice else CheckStatus.OK)
     assert advice in check.advice
-    assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in compilers(on_cuda=False, built_for=None)]
+    assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in check_compilers(on_cuda=False, built_for=None)]
 
 
 def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +304,7 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: p
         lock.parent.mkdir()
         lock.touch()
     os.utime(old, (0, 0))
-    locks = [check for check in compilers(on_cuda=False, built_for=None) if check.name == "extension lock"]
+    locks = [check for check in check_compilers(on_cuda=False, built_for=None) if check.name == "extension lock"]
     assert [(check.status, check.advice.partition("Try: ")[2]) for check in locks] == [
         (CheckStatus.BROKEN, f"rm {old}")
     ]
@@ -305,9 +313,9 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: p
 def test_an_nvcc_of_another_cuda_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    check = named(compilers(on_cuda=True, built_for="13.0"), "nvcc")
+    check = named(check_compilers(on_cuda=True, built_for="13.0"), "nvcc")
     assert (check.status, check.found.split(",")[0]) == (CheckStatus.BROKEN, "12.4")
-    assert named(compilers(on_cuda=True, built_for="12.8"), "nvcc").status is CheckStatus.OK
+    assert named(check_compilers(on_cuda=True, built_for="12.8"), "nvcc").status is CheckStatus.OK
 
 
 def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,13 +323,13 @@ def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    checks = compilers(on_cuda=True, built_for="13.0")
+    checks = check_compilers(on_cuda=True, built_for="13.0")
     assert {check.status for check in checks} == {CheckStatus.MISSING}
     assert [check.name for check in checks] == ["g++", "Python.h", "ninja", "nvcc"]
 
 
 def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
-    checks = variables(
+    checks = check_variables(
         {
             "CUDA_LAUNCH_BLOCKING": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -350,12 +358,12 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
     ],
 )
 def test_a_network_interface_that_is_not_there_is_broken(name: str, value: str, status: CheckStatus) -> None:
-    assert variables({name: value})[0].status is status
+    assert check_variables({name: value})[0].status is status
 
 
 def test_what_a_launcher_left_behind_is_named() -> None:
-    assert "unset MASTER_ADDR" in named(variables({"MASTER_ADDR": "x"}), "launcher's").advice
-    assert [check.status for check in variables({"HOME": "/"})] == [CheckStatus.OK]
+    assert "unset MASTER_ADDR" in named(check_variables({"MASTER_ADDR": "x"}), "launcher's").advice
+    assert [check.status for check in check_variables({"HOME": "/"})] == [CheckStatus.OK]
 
 
 # devices, disk
@@ -363,39 +371,42 @@ def test_what_a_launcher_left_behind_is_named() -> None:
 
 def test_each_gpu_is_a_line_and_a_full_one_is_noted() -> None:
     facts = {"gpus": [GPU, GPU], "free_bytes": [139 * 2**30, 2**30], "no_peers": [[0, 1], [1, 0]], "built_for": "13.0"}
-    checks = devices(Answer(facts=facts), "580.1")
+    checks = check_devices(ProbeAnswer(facts=facts), "580.1")
     assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.NOTE, CheckStatus.OK, CheckStatus.NOTE]
     assert checks[0].found == "NVIDIA H200, 140 GiB, 139 free, capability 9.0"
     assert "0-1" in named(checks, "peer access").found
 
 
 def test_a_torch_that_cannot_see_the_gpu_of_this_machine_says_so() -> None:
-    checks = devices(Answer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "580.1")
+    checks = check_devices(ProbeAnswer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "580.1")
     assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.BROKEN]
     assert "2.13.0+cpu" in checks[1].advice
-    assert len(devices(Answer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "")) == 1
+    assert len(check_devices(ProbeAnswer(facts={"gpus": [], "torch": "2.13.0+cpu"}), "")) == 1
 
 
 def test_a_log_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "logs", Path("/proc/logs")):
-        check = log_folder(folder)
+        check = check_log_folder(folder)
         assert check.fails, folder
         assert "--log-folder" in check.advice
-    check = log_folder(tmp_path / "new" / "logs")
+    check = check_log_folder(tmp_path / "new" / "logs")
     assert (check.status, list(tmp_path.iterdir())) == (CheckStatus.OK, [tmp_path / "file"])
 
 
 def test_little_room_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
-    assert (shared_memory(tmp_path).status, log_folder(tmp_path).status) == (CheckStatus.NOTE, CheckStatus.NOTE)
-    assert "--shm-size" in shared_memory(tmp_path).advice
+    assert (check_shared_memory(tmp_path).status, check_log_folder(tmp_path).status) == (
+        CheckStatus.NOTE,
+        CheckStatus.NOTE,
+    )
+    assert "--shm-size" in check_shared_memory(tmp_path).advice
 
 
 def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert named(hardware.limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
+    assert named(hardware.check_limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
 
 
 # the whole
@@ -404,23 +415,23 @@ def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeProber:
     """Answers by probe and first argument; what the table does not have works."""
 
-    answers: dict[tuple[str, ...], Answer]
+    answers: dict[tuple[str, ...], ProbeAnswer]
 
     def __init__(self, timeout: float) -> None: ...
 
-    def ask(self, probe: str, *arguments: str, **options: Any) -> Answer:
+    def ask(self, probe: str, *arguments: str, **options: Any) -> ProbeAnswer:
         right = {"kernel": {"error": 0.003, "bound": 0.02}, "one_pass": {"loss": 1.0}}.get(probe, {})
-        return self.answers.get((probe, *arguments[:1]), self.answers.get((probe,), Answer(facts=right)))
+        return self.answers.get((probe, *arguments[:1]), self.answers.get((probe,), ProbeAnswer(facts=right)))
 
     def stop(self) -> None: ...
 
 
-ON_CPU = Answer(facts={"gpus": [], "torch": "2.13.0+cpu", "built_for": None, "default_kernel": "sdpa"})
-ON_CUDA = Answer(
+ON_CPU = ProbeAnswer(facts={"gpus": [], "torch": "2.13.0+cpu", "built_for": None, "default_kernel": "sdpa"})
+ON_CUDA = ProbeAnswer(
     facts={"gpus": [GPU] * 2, "free_bytes": [GPU["bytes"]] * 2, "no_peers": [], "torch": "2.13.0+cu130"}
     | {"built_for": "13.0", "default_kernel": "flash"}
 )
-BAD = Answer(error="ImportError: broken")
+BAD = ProbeAnswer(error="ImportError: broken")
 
 
 @pytest.mark.parametrize(
@@ -435,12 +446,15 @@ BAD = Answer(error="ImportError: broken")
         ({("devices",): ON_CUDA}, []),
         ({("devices",): ON_CUDA, ("kernel", "varlen"): BAD, ("all_reduce", "nccl"): BAD}, []),
         ({("devices",): ON_CUDA, ("import_module", "flash_attn"): BAD}, ["flash-attn"]),
-        ({("devices",): ON_CUDA, ("kernel", "flash"): Answer(facts={"error": 1.0, "bound": 0.02})}, ["flash"]),
-        ({("devices",): ON_CUDA, ("one_pass",): Answer(error="not finished in 60 s", is_silent=True)}, ["one input"]),
+        ({("devices",): ON_CUDA, ("kernel", "flash"): ProbeAnswer(facts={"error": 1.0, "bound": 0.02})}, ["flash"]),
+        (
+            {("devices",): ON_CUDA, ("one_pass",): ProbeAnswer(error="not finished in 60 s", is_silent=True)},
+            ["one input"],
+        ),
     ],
 )
 def test_the_exit_code_is_about_what_a_replay_without_options_needs(
-    answers: dict[tuple[str, ...], Answer],
+    answers: dict[tuple[str, ...], ProbeAnswer],
     failing: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -460,7 +474,7 @@ def test_an_error_that_comes_from_a_package_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     because_of = {("import_module", name): BAD for name in ("torch", "deepspeed")}
-    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): Answer(error="other")}
+    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): ProbeAnswer(error="other")}
     monkeypatch.setattr(doctor, "Prober", FakeProber)
     monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
     main(["doctor", "--log-folder", str(tmp_path)])
