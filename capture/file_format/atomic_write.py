@@ -20,9 +20,14 @@ _TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?
 OTHER_HOST_SECONDS = 3600.0
 
 
+def choose_temporary_path(path: Path) -> Path:
+    """Choose a name beside `path` to write the file under until it is whole. Readers pass such names over."""
+    return path.parent / f".{path.name}.{HOST_DIGEST}-{os.getpid()}-{_TOKEN}-{next(_temporary_numbers)}.tmp"
+
+
 def write_atomically(path: Path, *parts: bytes) -> None:
     """Write a file with mode 0600, of which readers see all or nothing. Raises OSError; then there is no new file."""
-    temporary = path.parent / f".{path.name}.{HOST_DIGEST}-{os.getpid()}-{_TOKEN}-{next(_temporary_numbers)}.tmp"
+    temporary = choose_temporary_path(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -68,6 +73,14 @@ def remove_stale_temporaries(folder: Path, rank: int) -> None:
             continue
 
 
+def remove_temporaries_of_host(folder: Path) -> None:
+    """Remove the temporaries below a folder that processes of this host left, and that are gone. Raises OSError."""
+    for path in folder.rglob(".*.tmp"):
+        match = _TEMPORARY.match(path.name)
+        if match is not None and match["host"] == HOST_DIGEST and _is_process_gone(match):
+            path.unlink(missing_ok=True)
+
+
 def _is_stale(match: re.Match[str], file: "os.DirEntry[str]", *, is_shared: bool) -> bool:
     """Tell whether the process that wrote a temporary is gone.
 
@@ -75,6 +88,11 @@ def _is_stale(match: re.Match[str], file: "os.DirEntry[str]", *, is_shared: bool
     """
     if match["host"] != HOST_DIGEST:
         return not is_shared or time.time() - file.stat().st_mtime > OTHER_HOST_SECONDS
+    return _is_process_gone(match)
+
+
+def _is_process_gone(match: re.Match[str]) -> bool:
+    """Tell whether the process of this host that wrote a temporary is gone."""
     if int(match["pid"]) == os.getpid():
         return match["token"] != _TOKEN
     try:

@@ -1,4 +1,4 @@
-"""Connect to a Ray cluster that runs, and start an actor on each of its nodes."""
+"""Connect to a running Ray cluster, and start an actor on each of its nodes."""
 
 import logging
 import os
@@ -15,8 +15,10 @@ from capture.on_ray.node_files import NodeFiles
 
 TRY_ANOTHER = f"Try: ray status, or another {Setting('address')}"
 CONNECT_SECONDS = 5.0
-_HTTP_2_BEGINS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
-_SETTINGS = 4  # type of the frame with which each HTTP/2 server answers
+# How an HTTP/2 client begins, with empty settings, and the type of the frame that every HTTP/2 server answers with. Ray
+# speaks HTTP/2 (gRPC).
+_HTTP_2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS_FRAME = 4
 
 
 class RayNode(NamedTuple):
@@ -30,9 +32,10 @@ class RayNode(NamedTuple):
 
 @contextmanager
 def connect(address: str | None) -> Iterator[Any]:
-    """Connect to the cluster at the address, and give the module `ray`; leave the cluster at the end.
+    """Connect to the cluster at the address, and give the module `ray`; disconnect at the end.
 
-    address  HOST:PORT, `auto`, or None: the cluster that this process is connected to, which it stays; else `auto`
+    address  HOST:PORT, `auto`, or None: the cluster that this process is connected to already, and stays connected to;
+             without one, `auto`
 
     Raises CaptureError without Ray, without a cluster there, or with another version of Ray or Python.
     """
@@ -45,12 +48,12 @@ def connect(address: str | None) -> Iterator[Any]:
         yield ray
         return
     address = address or "auto"
-    meant = _find_default_address() if address == "auto" else address
-    if meant is not None:
-        check_address(meant, typed=address)
+    actual_address = _find_default_address() if address == "auto" else address
+    if actual_address is not None:
+        check_address(actual_address, typed=address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # the second: other versions of Ray or Python
+    except (ConnectionError, RuntimeError, ValueError) as error:
         why = f": {' '.join(str(error).split())} {TRY_ANOTHER}"
         raise CaptureError(Setting("address", address), why) from None
     try:
@@ -60,7 +63,7 @@ def connect(address: str | None) -> Iterator[Any]:
 
 
 def _find_default_address() -> str | None:
-    """Return what Ray takes `auto` for: its variable, or the cluster last started here, which may be gone."""
+    """Find the address that Ray takes for `auto`: its variable, or the cluster last started here, which may be gone."""
     folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
     try:
         latest = (folder / "ray_current_cluster").read_text().strip()
@@ -72,35 +75,35 @@ def _find_default_address() -> str | None:
 def check_address(address: str, *, typed: str | None = None) -> None:
     """Raise CaptureError if no cluster answers at the address. Ray itself would try for minutes.
 
-    typed  what was given for it
+    typed  what was typed for it, such as `auto`
     """
-    given, meant = Setting("address", address if typed is None else typed), ""
+    setting, meaning = Setting("address", address if typed is None else typed), ""
     if typed not in (None, address):
-        meant = f", which is {address}"
+        meaning = f", which is {address}"
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         advice = "Give auto, or HOST:PORT as `ray start --head` prints it"
-        raise CaptureError(given, f"{meant} is not allowed".strip(), advice)
+        raise CaptureError(setting, f"{meaning} is not allowed".strip(), advice)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0") != "1":
-                connection.sendall(_HTTP_2_BEGINS)
+                connection.sendall(_HTTP_2_PREFACE)
                 answer = connection.recv(9)
-                if len(answer) < 4 or answer[3] != _SETTINGS:
+                if len(answer) < 4 or answer[3] != _SETTINGS_FRAME:
                     raise ConnectionError("what listens there is something else")
     except (OSError, OverflowError) as error:
-        why = f"{meant}: no Ray cluster there: {error}"
-        raise CaptureError(given, why, TRY_ANOTHER) from None
+        why = f"{meaning}: no Ray cluster there: {error}"
+        raise CaptureError(setting, why, TRY_ANOTHER) from None
 
 
 def list_nodes(ray: Any) -> list[RayNode]:
-    """List the nodes of the cluster by host, those that it has lost too."""
-    found = [RayNode(node["NodeID"], node["NodeManagerHostname"], node["Alive"]) for node in ray.nodes()]
-    return sorted(found, key=lambda node: (node.host, node.id))
+    """List the nodes of the cluster by host, also those that it has lost."""
+    nodes = [RayNode(node["NodeID"], node["NodeManagerHostname"], node["Alive"]) for node in ray.nodes()]
+    return sorted(nodes, key=lambda node: (node.host, node.id))
 
 
 @contextmanager
-def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
+def start_readers(ray: Any, nodes: Sequence[RayNode], folder: str) -> Iterator[list[Any]]:
     """Start an actor on each node that reads below the folder, and give their handles; end them at the end.
 
     The actors take no CPU, so they start beside a job that has all of them. The class travels with its code: a node
@@ -109,15 +112,15 @@ def start_readers(ray: Any, where: Sequence[RayNode], folder: str) -> Iterator[l
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.cloudpickle.register_pickle_by_value(node_files)
-    started: list[Any] = []
+    readers: list[Any] = []
     try:
-        actor = ray.remote(num_cpus=0)(NodeFiles)
-        for node in where:
-            here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            # every call only reads, so Ray may repeat one that a bad connection lost, until it knows the node dead
-            started.append(actor.options(scheduling_strategy=here, max_task_retries=-1).remote(folder))
-        yield started
+        reader_class = ray.remote(num_cpus=0)(NodeFiles)
+        for node in nodes:
+            on_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            # Calls only read. So Ray may repeat one that a bad connection lost, until it knows that the node is dead.
+            readers.append(reader_class.options(scheduling_strategy=on_node, max_task_retries=-1).remote(folder))
+        yield readers
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_files)
-        for one in started:
-            ray.kill(one)
+        for reader in readers:
+            ray.kill(reader)

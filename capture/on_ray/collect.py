@@ -5,10 +5,8 @@ A file at home is whole, and is never replaced by another one: only by a later s
 
 import json
 import os
-import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,33 +16,35 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from capture.facts import Setting
+from capture.file_format.atomic_write import choose_temporary_path, remove_temporaries_of_host
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import RayNode, connect, list_nodes, start_readers
 from capture.on_ray.node_files import FileChange, FileState, compute_checksum
 from capture.record.job_facts import select_architecture
 
-ANSWER_SECONDS = 120.0  # a node that is busy starts the actor late; one that is gone is known to Ray much sooner
-MOST_FILES_AT_ONCE = 500
-MOST_ATTEMPTS = 3  # at a file that is rewritten while it is read
-_RECORDS = re.compile(r"(manifest|incidents)_rank\d+_.*\.json")  # rewritten by the recording that they name
-_HOST = re.sub(r"\W", "_", platform.node())
-_TEMPORARY = re.compile(rf"\..+\.{_HOST}-(\d+)-\w+\.tmp")
+# A busy node starts the actor late. That a node is gone, Ray knows much sooner than this.
+ANSWER_SECONDS = 120.0
+MAX_FILES_PER_REQUEST = 500
+# How often a file is tried that is rewritten while it is read.
+MAX_ATTEMPTS = 3
+# Files that their own recording rewrites.
+_RECORD_NAME = re.compile(r"(manifest|incidents)_rank\d+_.*\.json")
 
 
 @dataclass(kw_only=True, slots=True)
 class NodeCollection:
     """What came from one node.
 
-    num_files, num_bytes  that came now
-    num_later     of these files: those that took the place of an earlier state of them
-    num_equal     files that were here already
-    num_salvaged  passes that dead processes had left in the node's memory
-    growing       files that grew while they were read: what is here is their beginning
+    num_files, num_bytes  what was copied now
+    num_later       of these files: those that replaced an earlier state of the same file
+    num_equal       files that were here already
+    num_salvaged    passes that dead processes had left in the node's memory
+    growing         files that grew while they were read: their beginning was copied
     num_unfinished  temporaries on the node
-    others        files of whose name there is another one here: they are still on the node alone
-    unread        why other files are still on the node alone
-    problem       what ended the work with this node, or what it could not do
+    others          files that were not copied, because another file has their name here
+    unread          files that were not copied for another reason, with the reason
+    problem         what ended the work with this node, or what it could not do
     """
 
     node: RayNode
@@ -67,18 +67,18 @@ class NodeCollection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collection:
-    """What came home, by node; `lost` are nodes that had left the cluster before."""
+    """What was copied from each node; `lost` are nodes that had left the cluster before."""
 
     nodes: list[NodeCollection]
     lost: list[RayNode]
 
     @property
     def is_whole(self) -> bool:
-        return all(one.is_whole for one in self.nodes)
+        return all(node.is_whole for node in self.nodes)
 
     def lines(self, folder: str | Path, target: str | Path) -> list[str]:
-        """Say what came, a line a node, what did not, and what to type next."""
-        return list(_lines(self, folder, target))
+        """Describe what was copied, a line for each node, what was not, and what to type next."""
+        return list(_describe_collection(self, folder, target))
 
 
 def collect_folder(
@@ -94,10 +94,10 @@ def collect_folder(
     folder       absolute; variables are those of the node's environment
     address      of the cluster: HOST:PORT or `auto`; None: the one that this process is connected to, else `auto`
     node         id, or the beginning of one, or host of the nodes to ask; None: all
-    on_progress  called with bytes that came, bytes of the node, and the node
+    on_progress  called with the bytes that were copied, the bytes to copy from the node, and the node
 
-    What is there and equal is not sent again, so the same call goes on after an interruption. A node that dies
-    meanwhile ends nothing but the work with it. Raises CaptureError if the target cannot be written to, without a
+    Files that are here and equal are not sent again, so the same call goes on after an interruption. If a node dies
+    meanwhile, only the work with that node ends. Raises CaptureError if the target cannot be written to, without a
     cluster, or if no node has the folder.
     """
     folder, target = str(folder), Path(target).absolute()
@@ -108,85 +108,93 @@ def collect_folder(
     if Path(folder) in target.parents:
         why = f"lies in {folder}, whose files would be brought there"
         raise CaptureError(target, why, f"Give {Setting('to')} another folder")
-    with _writable(target), connect(address) as ray:
-        known = list_nodes(ray)
-        asked = [one for one in known if one.is_alive and (node is None or one.id.startswith(node) or one.host == node)]
-        if not asked:
-            listed = ", ".join(str(one) for one in known if one.is_alive)
-            raise CaptureError(Setting("node", node), ": no such node", f"Give an id or a host of {listed}")
-        home = _Home(target)
-        with start_readers(ray, asked, folder) as actors:
-            saved = [actor.salvage.remote() for actor in actors]
-            found = [
-                _NodeCollector(ray, one, actor, home, on_progress).run(salvaged)
-                for one, actor, salvaged in zip(asked, actors, saved, strict=True)
+    with _prepare_target(target), connect(address) as ray:
+        all_nodes = list_nodes(ray)
+        alive_nodes = [candidate for candidate in all_nodes if candidate.is_alive]
+        nodes = [candidate for candidate in alive_nodes if node is None or _is_named(candidate, node)]
+        if not nodes:
+            names = ", ".join(map(str, alive_nodes))
+            raise CaptureError(Setting("node", node), ": no such node", f"Give an id or a host of {names}")
+        home = _TargetFolder(target)
+        with start_readers(ray, nodes, folder) as readers:
+            # All nodes salvage at the same time; their files are copied one node after the other.
+            salvage_answers = [reader.salvage.remote() for reader in readers]
+            collections = [
+                _NodeCollector(ray, ray_node, reader, home, on_progress).collect(salvage_answer)
+                for ray_node, reader, salvage_answer in zip(nodes, readers, salvage_answers, strict=True)
             ]
-        lost = [one for one in known if not one.is_alive]
-        if not any(one.has_folder for one in found):
+        lost = [candidate for candidate in all_nodes if not candidate.is_alive]
+        if not any(collection.has_folder for collection in collections):
             raise CaptureError(
-                f"{folder}: no node of the cluster has this folder: asked {_names(asked)}"
-                f"{f'; lost before: {_names(lost)}' if lost else ''}. Give the path that the training function has"
+                f"{folder}: no node of the cluster has this folder: asked {_join_names(nodes)}"
+                f"{f'; lost before: {_join_names(lost)}' if lost else ''}. Give the path that the training function has"
             )
-    return Collection(nodes=found, lost=lost)
+    return Collection(nodes=collections, lost=lost)
 
 
-def _lines(done: Collection, folder: str | Path, target: str | Path) -> Iterator[str]:
-    for one in done.nodes:
-        if one.has_folder:
-            yield from _lines_of_node(one, folder, target)
+def _is_named(node: RayNode, name: str) -> bool:
+    """Tell whether `name` is the beginning of the node's id, or its host."""
+    return node.id.startswith(name) or node.host == name
+
+
+def _describe_collection(collection: Collection, folder: str | Path, target: str | Path) -> Iterator[str]:
+    for node in collection.nodes:
+        if node.has_folder:
+            yield from _describe_node(node, folder, target)
         else:
-            yield f"node       {one.node}: {one.problem or f'no folder {folder}'}"
-    if done.lost:
-        yield f"lost       {_names(done.lost)}: left the cluster before; what they alone had is not here"
+            yield f"node       {node.node}: {node.problem or f'no folder {folder}'}"
+    if collection.lost:
+        yield f"lost       {_join_names(collection.lost)}: left the cluster before; what they alone had is not here"
     yield f"           capture check {target}"
     yield f"           replay inspect {target}"
 
 
-def _lines_of_node(one: NodeCollection, folder: str | Path, target: str | Path) -> Iterator[str]:
-    later = f", {one.num_later} in the place of an earlier state" if one.num_later else ""
-    here = f"; here already: {one.num_equal}" if one.num_equal else ""
-    yield f"node       {one.node}: {_counted(one.num_files, 'file')}, {one.num_bytes:,} bytes{later}{here}"
-    if one.num_salvaged:
-        yield f"salvaged   {_counted(one.num_salvaged, 'pass', 'passes')} of processes that died on {one.node}"
-    if one.problem:
-        yield f"failed     {one.node}: {one.problem}. Type the same again, or do without what is not here"
-    if one.others:
-        yield f"failed     {one.node}: {_first(one.others)} not brought: here is another file of that name"
-    if one.growing:
-        yield f"failed     {one.node}: {_first(one.growing)} still being written: the beginning is here"
-    for reason in sorted(set(one.unread.values())):
-        names = [name for name, why in one.unread.items() if why == reason]
-        yield f"failed     {one.node}: {_first(names)} not brought: {reason}"
-    if one.others:
-        yield f"           Try: capture collect '{folder}' --to {target}-2 --node {one.node.id[:8]}"
-    if one.num_unfinished:
+def _describe_node(node: NodeCollection, folder: str | Path, target: str | Path) -> Iterator[str]:
+    later = f", {node.num_later} in the place of an earlier state" if node.num_later else ""
+    equal = f"; here already: {node.num_equal}" if node.num_equal else ""
+    yield f"node       {node.node}: {_count(node.num_files, 'file')}, {node.num_bytes:,} bytes{later}{equal}"
+    if node.num_salvaged:
+        yield f"salvaged   {_count(node.num_salvaged, 'pass', 'passes')} of processes that died on {node.node}"
+    if node.problem:
+        yield f"failed     {node.node}: {node.problem}. Type the same again, or do without what is not here"
+    if node.others:
+        yield f"failed     {node.node}: {_shorten(node.others)} not brought: here is another file of that name"
+    if node.growing:
+        yield f"failed     {node.node}: {_shorten(node.growing)} still being written: the beginning is here"
+    for reason in sorted(set(node.unread.values())):
+        names = [name for name, other_reason in node.unread.items() if other_reason == reason]
+        yield f"failed     {node.node}: {_shorten(names)} not brought: {reason}"
+    if node.others:
+        yield f"           Try: capture collect '{folder}' --to {target}-2 --node {node.node.id[:8]}"
+    if node.num_unfinished:
         yield (
-            f"           {_counted(one.num_unfinished, 'temporary', 'temporaries')} left there: being written, or "
+            f"           {_count(node.num_unfinished, 'temporary', 'temporaries')} left there: being written, or "
             "cut short with its process"
         )
 
 
-def _counted(number: int, one: str, several: str | None = None) -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _first(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _names(known: Sequence[RayNode]) -> str:
-    return ", ".join(map(str, known[:8])) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+def _join_names(nodes: Sequence[RayNode]) -> str:
+    return ", ".join(map(str, nodes[:8])) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
 
 
 @contextmanager
-def _writable(target: Path) -> Iterator[None]:
-    """Make the target if it is not there, and take it away again if nothing came. Raises CaptureError."""
+def _prepare_target(target: Path) -> Iterator[None]:
+    """Make the target if it is not there, and remove it at the end if nothing was copied. Raises CaptureError."""
     is_new = not target.exists()
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _temporary(target / "probe"):
+        # Whether files can be written here is tried before the cluster is asked.
+        with _open_temporary(target / "probe"):
             pass
-        _remove_stale(target)
+        remove_temporaries_of_host(target)
     except OSError as error:
         advice = f"Give {Setting('to')} a folder where you may write"
         raise CaptureError(target, f": cannot be written to: {error.strerror}", advice) from None
@@ -202,22 +210,25 @@ def _writable(target: Path) -> Iterator[None]:
 
 
 class _Stage(IntEnum):
-    """The order in which files come: those that list others before these, as more is written meanwhile."""
+    """The order in which files are copied.
+
+    Files that list others come before those that they list, since more is written meanwhile.
+    """
 
     MODEL = 0
     RECORDS = 1
     PASSES = 2
 
 
-def _stage(name: str) -> _Stage:
-    last = PurePosixPath(name).name
-    if last == ACTOR_CONFIG_NAME:
+def _find_stage(name: str) -> _Stage:
+    file_name = PurePosixPath(name).name
+    if file_name == ACTOR_CONFIG_NAME:
         return _Stage.MODEL
-    return _Stage.RECORDS if _RECORDS.fullmatch(last) else _Stage.PASSES
+    return _Stage.RECORDS if _RECORD_NAME.fullmatch(file_name) else _Stage.PASSES
 
 
 class _FileRange(NamedTuple):
-    """A file to bring: all of it, or what follows the bytes that are here already."""
+    """The part of a file to copy: all of it, or what follows the bytes that are here already."""
 
     name: str
     begin: int
@@ -226,178 +237,203 @@ class _FileRange(NamedTuple):
 
 
 class _NodeCollector:
-    """The work with one node."""
+    """Copies the files of one node into the target, and notes in `result` what it could not copy."""
 
     def __init__(
-        self, ray: Any, node: RayNode, actor: Any, home: "_Home", on_progress: Callable[[int, int, str], None] | None
+        self,
+        ray: Any,
+        node: RayNode,
+        reader: Any,
+        home: "_TargetFolder",
+        on_progress: Callable[[int, int, str], None] | None,
     ) -> None:
         self._ray = ray
-        self._actor = actor
+        self._reader = reader
         self._home = home
         self._on_progress = on_progress
-        self._came = NodeCollection(node=node)
-        self._other_models: list[PurePosixPath] = []  # folders that hold captures of another model than here
+        self._result = NodeCollection(node=node)
+        # Folders of the node that hold captures of another model than the same folders here.
+        self._other_models: list[PurePosixPath] = []
 
-    def run(self, salvaged: Any) -> NodeCollection:
-        """Bring the node's files home. `salvaged` is the answer that the actor owes."""
-        errors = self._ray.exceptions
+    def collect(self, salvage_answer: Any) -> NodeCollection:
+        """Copy the node's files. `salvage_answer` is what the reader's `salvage` will return."""
+        result, errors = self._result, self._ray.exceptions
         try:
-            saved = self._ray.get(salvaged, timeout=ANSWER_SECONDS)
-            self._came.num_salvaged, self._came.problem = saved.num_passes, saved.problem
+            salvaged = self._ray.get(salvage_answer, timeout=ANSWER_SECONDS)
+            result.num_salvaged, result.problem = salvaged.num_passes, salvaged.problem
             for stage in _Stage:
-                self._bring(stage)
-            if self._came.has_folder:
-                self._came.num_unfinished = self._ask("num_unfinished")
+                self._copy_stage(stage)
+            if result.has_folder:
+                result.num_unfinished = self._ask("count_temporaries")
         except errors.GetTimeoutError:
-            self._came.problem = f"did not answer within {ANSWER_SECONDS:.0f} s"
+            result.problem = f"did not answer within {ANSWER_SECONDS:.0f} s"
         except errors.RayTaskError as error:
-            self._came.problem = f"cannot read the folder: {str(error.cause or error).splitlines()[-1]}"
+            result.problem = f"cannot read the folder: {str(error.cause or error).splitlines()[-1]}"
         except errors.RayError as error:
-            is_gone = all(one.id != self._came.node.id or not one.is_alive for one in list_nodes(self._ray))
-            self._came.problem = (
+            is_gone = all(node.id != result.node.id or not node.is_alive for node in list_nodes(self._ray))
+            result.problem = (
                 "left the cluster meanwhile" if is_gone else f"its actor died: {str(error).splitlines()[0]}"
             )
-        return self._came
+        return result
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=ANSWER_SECONDS)
+        """Call a method of `NodeFiles` on the node."""
+        return self._ray.get(getattr(self._reader, method).remote(*arguments), timeout=ANSWER_SECONDS)
 
-    def _bring(self, stage: "_Stage") -> None:
-        left: set[str] | None = None
-        for _ in range(MOST_ATTEMPTS):
-            listing: dict[str, FileState] | None = self._ask("listing")
-            if listing is None:
-                self._came.has_folder = False
+    def _copy_stage(self, stage: _Stage) -> None:
+        """Copy the files of a stage, and again those that were rewritten while they were read."""
+        remaining: set[str] | None = None
+        for _ in range(MAX_ATTEMPTS):
+            files: dict[str, FileState] | None = self._ask("list_files")
+            if files is None:
+                self._result.has_folder = False
                 return
-            names = [name for name in listing if _stage(name) == stage and (left is None or name in left)]
-            left = self._fetch(self._plan({name: listing[name] for name in names}))
-            if not left:
+            names = [name for name in files if _find_stage(name) == stage and (remaining is None or name in remaining)]
+            remaining = self._copy_ranges(self._choose_ranges({name: files[name] for name in names}))
+            if not remaining:
                 return
-        for name in left or ():
-            self._came.unread[name] = "it is rewritten again and again"
+        for name in remaining or ():
+            self._result.unread[name] = "it is rewritten again and again"
 
-    def _plan(self, listing: dict[str, FileState]) -> list[_FileRange]:
-        """Return what has to come; what is here, and what may not come, is noted."""
-        wanted: list[_FileRange] = []
+    def _choose_ranges(self, files: dict[str, FileState]) -> list[_FileRange]:
+        """Choose what to copy, and note the files that are here already or must not be copied."""
+        ranges: list[_FileRange] = []
         to_compare: list[tuple[str, FileState, os.stat_result]] = []
-        for name, listed in listing.items():
-            here = self._home.facts(name)
+        for name, state in files.items():
+            local = self._home.stat(name)
             if any(PurePosixPath(name).is_relative_to(folder) for folder in self._other_models):
-                self._came.unread[name] = "the actor.json here is another model's"
-            elif here is None:
-                wanted.append(_FileRange(name, 0, *listed))
-            elif (here.st_size, here.st_mtime_ns) == listed:
-                self._came.num_equal += 1
+                self._result.unread[name] = "the actor.json here is another model's"
+            elif local is None:
+                ranges.append(_FileRange(name, 0, *state))
+            elif (local.st_size, local.st_mtime_ns) == state:
+                self._result.num_equal += 1
             else:
-                to_compare.append((name, listed, here))
-        return [*wanted, *filter(None, (self._rest_of(*one) for one in to_compare))]
+                to_compare.append((name, state, local))
+        compared = (self._compare(name, state, local) for name, state, local in to_compare)
+        return [*ranges, *(file_range for file_range in compared if file_range is not None)]
 
-    def _rest_of(self, name: str, listed: FileState, here: os.stat_result) -> _FileRange | None:
-        """Return what has to come of a file that is here in another state; None, noted, for nothing or another file."""
-        num_bytes = min(listed.num_bytes, here.st_size)
-        (crc,) = self._ask("checksums", [(name, num_bytes)])
+    def _compare(self, name: str, state: FileState, local: os.stat_result) -> _FileRange | None:
+        """Choose what to copy of a file that is here in another state; None, noted, for nothing or another file.
+
+        If the shorter of both files begins as the longer one does, they are states of one file, and the longer one is
+        the later state. Otherwise a record was rewritten, or a model's config may differ only in what does not tell
+        models apart; anything else is another file.
+        """
+        stage, num_bytes = _find_stage(name), min(state.num_bytes, local.st_size)
+        (crc,) = self._ask("compute_checksums", [(name, num_bytes)])
         if crc is not None and crc == compute_checksum(self._home.folder / name, num_bytes):
-            if listed.num_bytes > here.st_size:
-                return _FileRange(name, here.st_size, *listed)
-            self._came.num_equal += 1  # or here is a later state
-        elif _stage(name) == _Stage.RECORDS:
-            if listed.modified_ns > here.st_mtime_ns:
-                return _FileRange(name, 0, *listed)
-            self._came.num_equal += 1
-        elif _stage(name) == _Stage.MODEL and self._is_same_model(name, listed):
-            self._came.num_equal += 1
+            if state.num_bytes > local.st_size:
+                return _FileRange(name, local.st_size, *state)
+            self._result.num_equal += 1
+        elif stage == _Stage.RECORDS:
+            if state.modified_ns > local.st_mtime_ns:
+                return _FileRange(name, 0, *state)
+            self._result.num_equal += 1
+        elif stage == _Stage.MODEL and self._is_same_model(name, state):
+            self._result.num_equal += 1
         else:
-            self._came.others.append(name)
-            if _stage(name) == _Stage.MODEL:
+            self._result.others.append(name)
+            if stage == _Stage.MODEL:
                 self._other_models.append(PurePosixPath(name).parent)
         return None
 
-    def _is_same_model(self, name: str, listed: FileState) -> bool:
-        (part,) = self._ask("parts", [(name, 0, listed.num_bytes)])
-        return not isinstance(part, str) and _model(part.data) == _model((self._home.folder / name).read_bytes())
+    def _is_same_model(self, name: str, state: FileState) -> bool:
+        (part,) = self._ask("read_parts", [(name, 0, state.num_bytes)])
+        if isinstance(part, str):
+            return False
+        return bool(_read_architecture(part.data) == _read_architecture((self._home.folder / name).read_bytes()))
 
-    def _fetch(self, wanted: list[_FileRange]) -> set[str]:
-        """Bring the files, and return the names of those that were rewritten meanwhile."""
+    def _copy_ranges(self, ranges: list[_FileRange]) -> set[str]:
+        """Copy the files, and return the names of those that were rewritten meanwhile."""
         rewritten: set[str] = set()
-        num_all, num_done = sum(one.end - one.begin for one in wanted), 0
-        parts = self._parts(wanted)
-        for one in wanted:
-            with self._home.writing(one.name, one.begin) as file:
+        num_all, num_copied = sum(file_range.end - file_range.begin for file_range in ranges), 0
+        parts = self._request_parts(ranges)
+        for file_range in ranges:
+            with self._home.write_temporary(file_range.name, file_range.begin) as file:
                 for part in parts:
                     if isinstance(part, str):
-                        self._came.unread[one.name] = part
+                        self._result.unread[file_range.name] = part
                         break
                     file.write(part.data)
-                    num_done += len(part.data)
+                    num_copied += len(part.data)
                     if self._on_progress is not None:
-                        self._on_progress(num_done, num_all, str(self._came.node))
-                    if _is_last(part, one):
-                        if self._keep(file, one, part):
-                            self._came.num_files += 1
-                            self._came.num_bytes += part.offset + len(part.data) - one.begin
+                        self._on_progress(num_copied, num_all, str(self._result.node))
+                    if _is_last_part(part, file_range):
+                        if self._keep_file(file, file_range, part):
+                            self._result.num_files += 1
+                            self._result.num_bytes += part.offset + len(part.data) - file_range.begin
                         else:
-                            rewritten.add(one.name)
+                            rewritten.add(file_range.name)
                         break
         return rewritten
 
-    def _parts(self, wanted: Sequence[_FileRange]) -> Iterator[FileChange | str]:
-        """Ask for the files, one after the other, and give each part as it comes."""
-        begin, offset = 0, wanted[0].begin if wanted else 0
-        while begin < len(wanted):
-            asked = [(one.name, one.begin, one.end) for one in islice(wanted, begin, begin + MOST_FILES_AT_ONCE)]
-            asked[0] = (asked[0][0], offset, asked[0][2])
-            for part in self._ask("parts", asked):
+    def _request_parts(self, ranges: Sequence[_FileRange]) -> Iterator[FileChange | str]:
+        """Ask for the files, one after the other, and yield each part as it comes.
+
+        An answer holds parts of many small files, or a part of a large one. So each request begins where the answer
+        before it has ended: at file `number`, and at `offset` in it.
+        """
+        number, offset = 0, ranges[0].begin if ranges else 0
+        while number < len(ranges):
+            requested = list(islice(ranges, number, number + MAX_FILES_PER_REQUEST))
+            request = [(file_range.name, file_range.begin, file_range.end) for file_range in requested]
+            request[0] = (requested[0].name, offset, requested[0].end)
+            for part in self._ask("read_parts", request):
                 yield part
-                if isinstance(part, str) or _is_last(part, wanted[begin]):
-                    begin += 1
-                    offset = wanted[begin].begin if begin < len(wanted) else 0
+                if isinstance(part, str) or _is_last_part(part, ranges[number]):
+                    number += 1
+                    offset = ranges[number].begin if number < len(ranges) else 0
                 else:
                     offset = part.offset + len(part.data)
 
-    def _keep(self, file: IO[bytes], one: _FileRange, last: FileChange) -> bool:
-        """Give the file its name if it is what the node has; a later state must begin with it."""
+    def _keep_file(self, file: IO[bytes], file_range: _FileRange, last_part: FileChange) -> bool:
+        """Give a copy its name. Returns False if the node's file was rewritten meanwhile, and has another beginning."""
         file.flush()
-        size = os.fstat(file.fileno()).st_size
-        if last.modified_ns != one.modified_ns:
-            (theirs,) = self._ask("checksums", [(one.name, size)])
-            if theirs is None or theirs != compute_checksum(Path(file.name), size):
+        num_bytes = os.fstat(file.fileno()).st_size
+        if last_part.modified_ns != file_range.modified_ns:
+            (crc,) = self._ask("compute_checksums", [(file_range.name, num_bytes)])
+            if crc is None or crc != compute_checksum(Path(file.name), num_bytes):
                 return False
-            if last.num_bytes > size:
-                self._came.growing.append(one.name)
-        self._came.num_later += self._home.keep(file, one.name, last.modified_ns)
+            if last_part.num_bytes > num_bytes:
+                self._result.growing.append(file_range.name)
+        self._result.num_later += self._home.keep(file, file_range.name, last_part.modified_ns)
         return True
 
 
-def _is_last(part: FileChange, wanted: _FileRange) -> bool:
-    return part.offset + len(part.data) >= wanted.end or not part.data  # the second: the file has become shorter
+def _is_last_part(part: FileChange, file_range: _FileRange) -> bool:
+    """Tell whether a part ends the file; it also does if it is empty, as the file has become shorter."""
+    return part.offset + len(part.data) >= file_range.end or not part.data
 
 
-class _Home:
-    """The folder that the files are brought into."""
+class _TargetFolder:
+    """The folder that the files are copied into."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def facts(self, name: str) -> os.stat_result | None:
-        """Return what is known of a file that is here."""
+    def stat(self, name: str) -> os.stat_result | None:
+        """Read the state of a file; None if it is not here."""
         try:
             return (self.folder / name).stat()
         except FileNotFoundError:
             return None
 
     @contextmanager
-    def writing(self, name: str, num_kept: int) -> Iterator[IO[bytes]]:
-        """Open a temporary with the first bytes of the file that is here; it is removed unless `keep` was called."""
+    def write_temporary(self, name: str, num_bytes: int) -> Iterator[IO[bytes]]:
+        """Open a temporary for a file. It is removed at the end, unless `keep` has given it the file's name.
+
+        num_bytes  size of the file that is here, which the temporary begins with; 0 for a new file
+        """
         path = self.folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _temporary(path) as file:
-            if num_kept:
+        with _open_temporary(path) as file:
+            if num_bytes:
                 with path.open("rb") as earlier:
                     shutil.copyfileobj(earlier, file)
             yield file
 
     def keep(self, file: IO[bytes], name: str, modified_ns: int) -> bool:
-        """Give the temporary its name and time. Returns whether it takes an earlier state's place."""
+        """Give the temporary its name and time. Returns whether it replaces an earlier state."""
         is_later = (self.folder / name).exists()
         os.fsync(file.fileno())
         os.utime(file.fileno(), ns=(modified_ns, modified_ns))
@@ -405,26 +441,23 @@ class _Home:
         return is_later
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 @contextmanager
-def _temporary(path: Path) -> Iterator[IO[bytes]]:
-    prefix = f".{path.name}.{_HOST}-{os.getpid()}-"
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as file:
+def _open_temporary(path: Path) -> Iterator[IO[bytes]]:
+    temporary = choose_temporary_path(path)
+    with open(temporary, "xb", opener=_open_private) as file:
         try:
             yield file
         finally:
-            Path(file.name).unlink(missing_ok=True)  # it is not there if it has got its name
+            # It is gone already if it has got the name of the file.
+            temporary.unlink(missing_ok=True)
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove the temporaries of killed collections of this host. Raises OSError."""
-    for path in folder.rglob(".*.tmp"):
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            path.unlink(missing_ok=True)
-
-
-def _model(data: bytes) -> Any:
-    """Return what tells one model from another in an actor.json; the text if it is none."""
+def _read_architecture(data: bytes) -> Any:
+    """Read what tells one model from another in an actor.json; the bytes themselves if they are no such file."""
     try:
         return select_architecture(json.loads(data)["config"])
     except (ValueError, KeyError, TypeError, AttributeError):

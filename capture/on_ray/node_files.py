@@ -1,4 +1,4 @@
-"""Send the files below a folder of one node home: a node may share no disk with the driver of a Ray job."""
+"""Send the files below a folder of one node to the driver of a Ray job, with which the node may share no disk."""
 
 import os
 import shutil
@@ -8,20 +8,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_BYTES_PER_ANSWER = 16 * 2**20
-OVERLAP_BYTES = 2**18  # sent again of a file that grew: a rank rewrites the latest line of its log
-_CHECKED_AT_ONCE = 2**20
+# So much of a file that grew is sent again: a rank rewrites the latest line of its log.
+OVERLAP_BYTES = 2**18
+_CHECKSUM_CHUNK_BYTES = 2**20
+# What a change has for the size of a file that was deleted.
 DELETED = -1
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class FileChange(NamedTuple):
-    """A part of a file: `data` begins at `offset`, and the file ends behind it unless more follows."""
+    """A part of a file: `data` begins at `offset`, and the file ends behind it unless more follows.
 
-    name: str  # relative to the folder
+    name         path relative to the folder
+    num_bytes    size of the whole file, or DELETED
+    modified_ns  when the file was last changed, as of reading the part
+    """
+
+    name: str
     offset: int
     data: bytes
-    num_bytes: int  # of the whole file; DELETED
-    modified_ns: int = 0  # when the part was read
+    num_bytes: int
+    modified_ns: int = 0
 
     @property
     def is_whole_text(self) -> bool:
@@ -29,17 +36,20 @@ class FileChange(NamedTuple):
 
 
 class FileState(NamedTuple):
-    """A file of the node, by its name relative to the folder."""
+    """The size of a file of the node, and when it was last changed."""
 
     num_bytes: int
     modified_ns: int
 
 
 class SalvageResult(NamedTuple):
-    """What came of flight recorders that dead processes left in this node's memory."""
+    """What came of flight recorders that dead processes left in this node's memory.
+
+    problem  why passes could not be written; they are still in memory
+    """
 
     num_passes: int
-    problem: str | None  # why passes could not be written; they are still in memory
+    problem: str | None
 
 
 class NodeFiles:
@@ -50,71 +60,74 @@ class NodeFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(os.path.expandvars(folder)).expanduser()
-        self._seen: dict[str, tuple[int, int, int]] = {}  # by name: inode, modification time, bytes that were sent
+        # What is known of each file that was sent, by name: inode, modification time, bytes that were sent.
+        self._sent: dict[str, tuple[int, int, int]] = {}
 
-    def news(self) -> list[FileChange]:
-        """Return changes since the last call: what was appended, files that were replaced or rewritten, and deletions.
+    def read_changes(self) -> list[FileChange]:
+        """Read the changes since the last call: what was appended, files that were replaced or rewritten, deletions.
 
-        An empty list says that all has been sent.
+        An empty list tells that everything has been sent.
         """
         changes: list[FileChange] = []
-        left = MAX_BYTES_PER_ANSWER
-        files = list(self._files())
-        for name in self._seen.keys() - {name for name, _, _ in files}:
+        num_bytes_left = MAX_BYTES_PER_ANSWER
+        files = list(self._list_files())
+        for name in self._sent.keys() - {name for name, _, _ in files}:
             changes.append(FileChange(name, 0, b"", DELETED))
-            del self._seen[name]
+            del self._sent[name]
         for name, path, facts in files:
-            if left <= 0:
+            if num_bytes_left <= 0:
                 break
-            inode, modified, sent = self._seen.get(name, (0, 0, 0))
-            if (inode, modified, sent) == (facts.st_ino, facts.st_mtime_ns, facts.st_size):
+            inode, modified_ns, num_sent = self._sent.get(name, (0, 0, 0))
+            if (inode, modified_ns, num_sent) == (facts.st_ino, facts.st_mtime_ns, facts.st_size):
                 continue
-            goes_on = inode == facts.st_ino and 0 < sent <= facts.st_size
-            begin = max(0, sent - OVERLAP_BYTES) if goes_on else 0
+            has_grown = inode == facts.st_ino and 0 < num_sent <= facts.st_size
+            begin = max(0, num_sent - OVERLAP_BYTES) if has_grown else 0
+            # The file may have been replaced since it was listed. Then the next call reads it.
             try:
-                data = _read(path, begin, left)
-            except FileNotFoundError:  # replaced between the listing and here: the next call gets it
+                data = _read_bytes(path, begin, num_bytes_left)
+            except FileNotFoundError:
                 continue
-            left -= len(data)
+            num_bytes_left -= len(data)
             changes.append(FileChange(name, begin, data, max(facts.st_size, begin + len(data))))
-            self._seen[name] = (facts.st_ino, facts.st_mtime_ns, begin + len(data))
+            self._sent[name] = (facts.st_ino, facts.st_mtime_ns, begin + len(data))
         return changes
 
-    def listing(self) -> dict[str, FileState] | None:
+    def list_files(self) -> dict[str, FileState] | None:
         """List the files by name; None if the node has no such folder. Temporaries are left out."""
         if not self.folder.is_dir():
             return None
-        return {name: FileState(facts.st_size, facts.st_mtime_ns) for name, _, facts in self._files()}
+        return {name: FileState(facts.st_size, facts.st_mtime_ns) for name, _, facts in self._list_files()}
 
-    def num_unfinished(self) -> int:
+    def count_temporaries(self) -> int:
         """Count the temporaries: files that are being written, or that a killed process did not finish."""
         return sum(1 for path in self.folder.rglob("*") if _is_temporary(path) and path.is_file())
 
-    def parts(self, wanted: Sequence[tuple[str, int, int]]) -> list[FileChange | str]:
+    def read_parts(self, ranges: Sequence[tuple[str, int, int]]) -> list[FileChange | str]:
         """Read each file from an offset to an end, in order, until one answer is full.
 
-        wanted  name, offset and end of each; the end is that of the file as it was listed
+        ranges  name, offset and end of each; the end is that of the file as it was listed
 
-        Returns as many as were reached, the last one perhaps in part; a text says why a file cannot be read.
+        Returns a part of each file that there was room for, the last one perhaps cut; a text says why a file cannot be
+        read.
         """
-        found: list[FileChange | str] = []
-        left = MAX_BYTES_PER_ANSWER
-        for name, offset, end in wanted:
-            if left <= 0:
+        parts: list[FileChange | str] = []
+        num_bytes_left = MAX_BYTES_PER_ANSWER
+        for name, offset, end in ranges:
+            if num_bytes_left <= 0:
                 break
             try:
                 with (self.folder / name).open("rb") as file:
                     file.seek(offset)
-                    data = file.read(min(left, end - offset))
+                    data = file.read(min(num_bytes_left, end - offset))
                     facts = os.fstat(file.fileno())
             except OSError as error:
-                found.append(error.strerror or str(error))
+                parts.append(error.strerror or str(error))
                 continue
-            left -= len(data)
-            found.append(FileChange(name, offset, data, facts.st_size, facts.st_mtime_ns))
-        return found
+            num_bytes_left -= len(data)
+            parts.append(FileChange(name, offset, data, facts.st_size, facts.st_mtime_ns))
+        return parts
 
-    def checksums(self, beginnings: Sequence[tuple[str, int]]) -> list[int | None]:
+    def compute_checksums(self, beginnings: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the CRC-32 of the first so many bytes of each file; None if it cannot be read or is shorter."""
         return [compute_checksum(self.folder / name, num_bytes) for name, num_bytes in beginnings]
 
@@ -137,21 +150,22 @@ class NodeFiles:
                 0, f"flight recorders in its memory cannot be written to {self.folder}: {error.strerror}"
             )
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove the file or folder `name`, and what is known of it."""
         path = self.folder / name
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-        self._seen = {seen: facts for seen, facts in self._seen.items() if not f"{seen}/".startswith(f"{name}/")}
+        self._sent = {sent: facts for sent, facts in self._sent.items() if not f"{sent}/".startswith(f"{name}/")}
 
-    def _files(self) -> Iterator[tuple[str, Path, os.stat_result]]:
+    def _list_files(self) -> Iterator[tuple[str, Path, os.stat_result]]:
         for path in sorted(self.folder.rglob("*")):
+            # The file may have been replaced or deleted since it was listed.
             try:
                 facts = path.stat()
                 is_file = path.is_file()
-            except OSError:  # replaced or deleted since it was listed
+            except OSError:
                 continue
             if is_file and not _is_temporary(path):
                 yield path.relative_to(self.folder).as_posix(), path, facts
@@ -161,7 +175,7 @@ def _is_temporary(path: Path) -> bool:
     return ".tmp" in path.suffixes
 
 
-def _read(path: Path, begin: int, num_bytes: int) -> bytes:
+def _read_bytes(path: Path, begin: int, num_bytes: int) -> bytes:
     with path.open("rb") as file:
         file.seek(begin)
         return file.read(num_bytes)
@@ -172,7 +186,7 @@ def compute_checksum(path: Path, num_bytes: int) -> int | None:
     crc = 0
     try:
         with path.open("rb") as file:
-            while num_bytes > 0 and (data := file.read(min(num_bytes, _CHECKED_AT_ONCE))):
+            while num_bytes > 0 and (data := file.read(min(num_bytes, _CHECKSUM_CHUNK_BYTES))):
                 crc = zlib.crc32(data, crc)
                 num_bytes -= len(data)
     except OSError:

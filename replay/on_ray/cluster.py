@@ -161,7 +161,7 @@ class Cluster:
         """Bring home what the nodes have written: `handle_change` gets each change."""
         open_nodes = [node for node in self.agents if node not in self._lost]
         while open_nodes:
-            news = {node: self.agents[node].news.remote() for node in open_nodes}
+            news = {node: self.agents[node].read_changes.remote() for node in open_nodes}
             open_nodes = []
             for node, changes in news.items():
                 try:
@@ -197,7 +197,7 @@ class Cluster:
     def forget(self, name: str) -> None:
         """Remove what lies below `name` on every node: it has come home."""
         for node in self.agents.keys() - self._lost:
-            self.agents[node].forget.remote(name)
+            self.agents[node].remove.remote(name)
 
     def close(self) -> None:
         if "agents" in self.__dict__:

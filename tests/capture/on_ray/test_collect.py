@@ -20,6 +20,7 @@ import torch
 
 from capture import recording
 from capture.cli import main
+from capture.file_format.atomic_write import choose_temporary_path
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray import collect, node_files
@@ -255,7 +256,8 @@ def test_a_temporary_is_no_file_yet(nodes: list[Path], tmp_path: Path) -> None:
 def test_temporaries_of_a_killed_collection_are_removed(nodes: list[Path], tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    dead, alive = (home / f".x.{collect._HOST}-{process}-abc_12.tmp" for process in (2**22 + 1, os.getpid()))
+    alive = choose_temporary_path(home / "x")
+    dead = alive.with_name(alive.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
     for path in (dead, alive):
         path.touch()
     collected(home)

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 
 def home(source: Path, target: Path, files: NodeFiles) -> None:
-    while changes := files.news():
+    while changes := files.read_changes():
         for change in changes:
             write_change(change, target)
     theirs, ours = (
@@ -75,7 +75,7 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
         home(there, here, files)
     log.unlink()
     home(there, here, files)
-    assert files.news() == []
+    assert files.read_changes() == []
 
 
 @pytest.mark.parametrize(
