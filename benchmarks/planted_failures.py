@@ -60,7 +60,7 @@ def minimised(name: str, planted: Planted, home: Path) -> bool:
     if not (folder / "smallest").is_dir():
         print(f"| {name} | {num_runs} | failed, see {home / 'printed.txt'} |", flush=True)
         return False
-    shapes = [CaptureShape.of(read_call(path)) for path in capture_files(folder / "smallest" / "inputs")]
+    shapes = [CaptureShape.read(read_call(path)) for path in capture_files(folder / "smallest" / "inputs")]
     left = next(trial for trial in reversed(trials) if trial.what == "smallest").candidate
     rows, tokens = sum(one.num_rows for one in shapes), sum(one.num_rows * one.num_columns for one in shapes)
     layers = left.spec.actor.num_layers or result["num_layers"] or 0

@@ -70,7 +70,7 @@ class NoiseFloor:
     distrusted: Sequence[str]
 
     @property
-    def ground(self) -> tuple[str, Dtype]:
+    def baseline(self) -> tuple[str, Dtype]:
         return self.group, self.dtype
 
 
@@ -194,46 +194,46 @@ class MatrixJudge:
     """Judge the cells of a matrix. Reads each log once, however often it is asked."""
 
     _runs: dict[str, PastRun] = field(default_factory=dict)
-    _found: dict[tuple[str, str], LogDistances] = field(default_factory=dict)
+    _distances: dict[tuple[str, str], LogDistances] = field(default_factory=dict)
     _costs: dict[str, Statistics] = field(default_factory=dict)
 
-    def result_of(self, rows: Sequence[ParityRow]) -> MatrixResult:
+    def judge(self, rows: Sequence[ParityRow]) -> MatrixResult:
         """Return the results that follow from the cells that are done."""
         done = {row.cell.name: row for row in rows if row.state is RowState.DONE}
         noises: list[NoiseFloor] = []
         remarks: list[str] = []
-        for ground in dict.fromkeys(row.cell.ground for row in rows):
-            noises += self._noises(ground, done)
+        for ground in dict.fromkeys(row.cell.baseline for row in rows):
+            noises += self._measure_noises(ground, done)
         remarks += [_describe_distrust(noise, done) for noise in noises if noise.distrusted]
-        remarks += self._between_dtypes(done)
+        remarks += self._compare_dtypes(done)
         judged = {
-            row.cell.name: self._judged(row, done, noises)
+            row.cell.name: self._judge_row(row, done, noises)
             for row in done.values()
             if row.cell.reference != row.cell.name
         }
-        costs = {name: self._cost(row) for name, row in done.items()}
+        costs = {name: self._summarize_cost(row) for name, row in done.items()}
         return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
 
-    def _noises(self, ground: tuple[str, Dtype], done: Mapping[str, ParityRow]) -> list[NoiseFloor]:
+    def _measure_noises(self, ground: tuple[str, Dtype], done: Mapping[str, ParityRow]) -> list[NoiseFloor]:
         """Return the noise; none before an equivalent that changes rounding has run."""
         group, dtype = ground
-        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.ground == ground]
+        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.baseline == ground]
         # By quantity, then by name of the equivalent run.
         distances: dict[str, dict[str, FarthestPoint]] = {}
         for row in equivalents:
-            measured = self._compared(row.cell.name, row.cell.reference, done)
+            measured = self._compare_with_reference(row.cell.name, row.cell.reference, done)
             for quantity, distance in measured.distances.items():
                 distances.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in ROUNDING_VARIATIONS for row in equivalents):
             return []
-        ceiling = self._ceiling(dtype, done[equivalents[0].cell.reference])
+        ceiling = self._compute_ceiling(dtype, done[equivalents[0].cell.reference])
         return [measure_noise(dtype, quantity, points, ceiling, group=group) for quantity, points in distances.items()]
 
-    def _judged(self, row: ParityRow, done: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
-        compared = self._compared(row.cell.name, row.cell.reference, done)
+    def _judge_row(self, row: ParityRow, done: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
+        compared = self._compare_with_reference(row.cell.name, row.cell.reference, done)
         if not compared.distances:
             return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
-        own = {noise.quantity: noise for noise in noises if noise.ground == row.cell.ground}
+        own = {noise.quantity: noise for noise in noises if noise.baseline == row.cell.baseline}
         outcome, deciding = judge_distances(compared.distances, own)
         # A reference is compared with one that accumulates otherwise, so what it lacks is no fault.
         if row.cell.role is Role.REFERENCE:
@@ -245,33 +245,33 @@ class MatrixJudge:
             outcome = CellResult.NOT_JUDGED
         return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
 
-    def _compared(self, name: str, reference: str, done: Mapping[str, ParityRow]) -> LogDistances:
+    def _compare_with_reference(self, name: str, reference: str, done: Mapping[str, ParityRow]) -> LogDistances:
         if reference not in done:
             return LogDistances(notes=[f"its reference did not run: {reference}"])
-        if (name, reference) not in self._found:
+        if (name, reference) not in self._distances:
             try:
-                distances = LogDistances.of(compare(self._run(done[reference]), self._run(done[name])))
+                distances = LogDistances.of(compare(self._read_run(done[reference]), self._read_run(done[name])))
             except UsageError as error:
                 distances = LogDistances(notes=[in_flags(error)])
-            self._found[name, reference] = distances
-        return self._found[name, reference]
+            self._distances[name, reference] = distances
+        return self._distances[name, reference]
 
-    def _ceiling(self, dtype: Dtype, row: ParityRow) -> float:
-        run = self._run(row)
+    def _compute_ceiling(self, dtype: Dtype, row: ParityRow) -> float:
+        run = self._read_run(row)
         return estimate_rounding_ceiling(dtype, run.config, max(record.input.real_tokens for record in run.records))
 
-    def _run(self, row: ParityRow) -> PastRun:
+    def _read_run(self, row: ParityRow) -> PastRun:
         assert row.log is not None
         if row.cell.name not in self._runs:
             self._runs[row.cell.name] = PastRun.read(row.log)
         return self._runs[row.cell.name]
 
-    def _cost(self, row: ParityRow) -> Statistics:
+    def _summarize_cost(self, row: ParityRow) -> Statistics:
         if row.cell.name not in self._costs:
-            self._costs[row.cell.name] = summarize(self._run(row).records)
+            self._costs[row.cell.name] = summarize(self._read_run(row).records)
         return self._costs[row.cell.name]
 
-    def _between_dtypes(self, done: Mapping[str, ParityRow]) -> list[str]:
+    def _compare_dtypes(self, done: Mapping[str, ParityRow]) -> list[str]:
         """Report references of a narrow dtype that are farther from the fp32 reference than rounding explains."""
         plain: dict[Dtype, ParityRow] = {}
         for row in done.values():
@@ -281,8 +281,8 @@ class MatrixJudge:
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
-            compared = self._compared(row.cell.name, wide.cell.name, done)
-            of_a_number = self._ceiling(dtype, row)
+            compared = self._compare_with_reference(row.cell.name, wide.cell.name, done)
+            of_a_number = self._compute_ceiling(dtype, row)
             for quantity, distance in compared.distances.items():
                 ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
                 if distance.value > ceiling:

@@ -63,7 +63,7 @@ class Cell:
         return self.num_processes // (self.spec.actor.parallel.tp * self.spec.actor.parallel.ring)
 
     @property
-    def ground(self) -> tuple[str, Dtype]:
+    def baseline(self) -> tuple[str, Dtype]:
         """The group and dtype. Runs with the same ground share their reference and their noise."""
         return self.group, self.spec.actor.dtype
 
@@ -95,15 +95,15 @@ class MatrixContext:
         return getattr(self.config, "model_type", None) == "custom"
 
     @property
-    def only(self) -> Setting:
+    def only_values(self) -> Setting:
         """Return the only values that this model has of some options, where a setting does not say others."""
         return {"packing": False} if self.is_custom else {}
 
-    def plain(self, dtype: Dtype) -> Setting:
+    def plain_setting(self, dtype: Dtype) -> Setting:
         """Return the setting of the reference."""
         return {**PLAIN, "attention": self.kernel, "dtype": dtype, "packing": self.must_pack}
 
-    def named(self, setting: Setting, suffix: str = "") -> str:
+    def name_run(self, setting: Setting, suffix: str = "") -> str:
         return (f"{self.group}: " if self.group else "") + name_of(setting) + (f", {suffix}" if suffix else "")
 
 
@@ -211,7 +211,7 @@ def _add_baseline(
     common: Mapping[str, Any],
 ) -> None:
     """Add the reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
-    plain = here.plain(dtype)
+    plain = here.plain_setting(dtype)
     shared = {name: value for name, value in common.items() if _find_field(name) not in NOT_PLAIN}
     admit = partial(_admit_cell, cells, refused, here, common=shared)
     admit(Role.REFERENCE, plain)
@@ -246,8 +246,8 @@ def _admit_cell(
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
-    setting = {**here.only, **setting}
-    name = here.named(setting, suffix)
+    setting = {**here.only_values, **setting}
+    name = here.name_run(setting, suffix)
     try:
         spec = _build_spec(setting, here, common, more or {}, reverses=varies == REPEATS[1])
         _check_runnable(spec, count_processes(setting), here)
@@ -255,7 +255,7 @@ def _admit_cell(
     except UsageError as error:
         refused[name] = in_flags(error)
         return
-    plain = here.named(here.plain(spec.actor.dtype))
+    plain = here.name_run(here.plain_setting(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:

@@ -185,7 +185,7 @@ class Campaign:
     def judged(self, number: int, cell: Cell, fault: str = "") -> JudgedCell:
         """What parity says of `cell` in that ground, which has the fault."""
         rows = [self._row(number, one, "") for one in self.grounds[number].cells if one.name != cell.name]
-        return MatrixJudge().result_of([*rows, self._row(number, cell, fault)]).cells[cell.name]
+        return MatrixJudge().judge([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
         """What parity names first, by the rule of `replay.commands.parity.runs`."""

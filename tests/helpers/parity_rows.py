@@ -48,7 +48,7 @@ class Made:
         self.rows.append(ParityRow(cell=cell, state=RowState.DONE, log=folder))
 
     def judged(self) -> MatrixResult:
-        return MatrixJudge().result_of(self.rows)
+        return MatrixJudge().judge(self.rows)
 
     def verdict_of(self, name: str) -> CellResult:
         return self.judged().cells[name].result

@@ -30,16 +30,16 @@ class MinimiseConsole:
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)
 
-    def begins(self, number: int) -> None:
+    def show_progress(self, number: int) -> None:
         self._bar.show(self._log.num_runs, self._log.plan.limits.num_runs, f"trial {number}")
 
-    def tried(self, trial: MinimiseTrial) -> None:
+    def show_trial(self, trial: MinimiseTrial) -> None:
         self._bar.clear()
         parts = [f"{trial.what}{_format_size(trial)}", trial.said if trial.num_runs else f"not run: {trial.said}"]
         seconds = f", {trial.seconds:.1f} s" if trial.num_runs else ""
         print_pairs(self._out, [(f"run {self._log.num_runs}", f"{': '.join(parts)}{seconds}")])
 
-    def not_seen(self) -> None:
+    def report_no_failure(self) -> None:
         tries = self._log.plan.limits.tries
         self._bar.clear()
         print_line(self._out)
@@ -54,7 +54,7 @@ class MinimiseConsole:
             ],
         )
 
-    def interrupted(self) -> None:
+    def report_interruption(self) -> None:
         self._bar.clear()
         print_pairs(self._out, [("go on", self._log.campaign.continue_command)])
 

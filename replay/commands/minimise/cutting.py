@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Candidate:
     num_processes: int = 1
 
     @classmethod
-    def of(cls, cuts: Sequence[Cut], spec: ReplaySpec, num_processes: int) -> "Candidate":
+    def from_spec(cls, cuts: Sequence[Cut], spec: ReplaySpec, num_processes: int) -> "Candidate":
         return cls(cuts=tuple(cuts), spec=remove_inputs(spec), num_processes=num_processes)
 
     @property
@@ -67,16 +67,16 @@ class Candidate:
         return hashlib.sha256(json.dumps(to_json(self.cuts)).encode()).hexdigest()
 
     @property
-    def given(self) -> list[Toggle]:
+    def changed_options(self) -> list[Toggle]:
         """Return the options that are given."""
-        return find_set_options(self.spec)
+        return find_changed_options(self.spec)
 
     def with_cut(self, place: int, **changes: Any) -> "Candidate":
         cuts = list(self.cuts)
         cuts[place] = replace(cuts[place], **changes)
         return replace(self, cuts=tuple(cuts))
 
-    def without(self, dropped: Sequence[Toggle]) -> "Candidate":
+    def without_options(self, dropped: Sequence[Toggle]) -> "Candidate":
         """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
         return replace(self, spec=with_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
 
@@ -86,7 +86,7 @@ class Candidate:
         return replace(self, spec=with_values(self.spec, [(toggle, value)]))
 
 
-def find_set_options(spec: ReplaySpec) -> list[Toggle]:
+def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
     given: dict[tuple[str, str], Toggle] = {}
     for toggle in toggles():
@@ -133,14 +133,14 @@ class CaptureShape:
     can_cut_columns: bool = True
 
     @classmethod
-    def of(cls, call: Call) -> "CaptureShape":
+    def read(cls, call: Call) -> Self:
         """Return the shape of a capture. Raises CaptureError for one without token ids."""
         batch = call.micro_batch()
         num_rows, num_columns = batch.sequences_BS.shape
         real = [row_S.nonzero().flatten().tolist() or [0, num_columns - 1] for row_S in batch.attention_mask_BS]
         named = {**call.tensors, **call.notes}
         has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*named, *call.call_facts))
-        halves = any(
+        has_half_rows = any(
             tensor.ndim >= 1 and num_rows > 1 and 2 * len(tensor) == num_rows for tensor in call.notes.values()
         )
         return cls(
@@ -149,7 +149,7 @@ class CaptureShape:
             name=call.origin.source,
             real=tuple((columns[0], columns[-1] + 1) for columns in real),
             has_values=any(name.endswith("_values") or name == "token_log_probs" for name in call.outputs),
-            can_cut_rows=not has_borders and not halves,
+            can_cut_rows=not has_borders and not has_half_rows,
             can_cut_columns=not has_borders,
         )
 
@@ -169,8 +169,8 @@ def cut_call(call: Call, cut: Cut) -> Call:
     num_actions = 0 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
     cut_down = replace(
         call,
-        tensors={name: cutter.of(tensor, trailing=num_actions) for name, tensor in call.tensors.items()},
-        notes={name: cutter.of(tensor, trailing=None) for name, tensor in call.notes.items()},
+        tensors={name: cutter.cut_tensor(tensor, num_trailing=num_actions) for name, tensor in call.tensors.items()},
+        notes={name: cutter.cut_tensor(tensor, num_trailing=None) for name, tensor in call.notes.items()},
         outputs=_cut_outputs(call, cut, cutter),
         step=None,
     )
@@ -184,10 +184,10 @@ class _Cutter:
     num_rows: int
     num_columns: int
 
-    def of(self, tensor: Tensor, *, trailing: int | None) -> Tensor:
+    def cut_tensor(self, tensor: Tensor, *, num_trailing: int | None) -> Tensor:
         """Cut the dimensions that are rows or columns.
 
-        trailing  the number of columns of a tensor that covers a row's last tokens; None: any number, as notes have
+        num_trailing  the number of columns of a tensor that covers a row's last tokens; None: any number, as notes have
         """
         kept = tensor
         has_rows = tensor.ndim > 0 and len(tensor) == self.num_rows and (self.num_rows > 1 or tensor.ndim > 1)
@@ -197,11 +197,11 @@ class _Cutter:
             if tensor.shape[dim] == self.num_columns:
                 kept = kept.narrow(dim, self.cut.first, self.cut.end - self.cut.first)
         is_shorter = has_rows and tensor.ndim == 2 and 0 < tensor.shape[1] < self.num_columns
-        if is_shorter and trailing in (None, tensor.shape[1]):
-            kept = self.trailing(kept)
+        if is_shorter and num_trailing in (None, tensor.shape[1]):
+            kept = self.cut_trailing(kept)
         return kept.contiguous().clone()
 
-    def trailing(self, kept_BA: Tensor) -> Tensor:
+    def cut_trailing(self, kept_BA: Tensor) -> Tensor:
         """Cut the columns of what covers a row's last tokens; a row's first token is never among them."""
         skipped = self.num_columns - kept_BA.shape[1]
         first, end = max(self.cut.first + 1 - skipped, 0), self.cut.end - skipped
@@ -221,19 +221,19 @@ def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
         shape = call.outputs.get(f"{name}_shape")
         if mask is None or not isinstance(sums, list) or len(sums) != cutter.num_rows:
             continue
-        goes_BA = torch.ones_like(mask)
+        is_cut_BA = torch.ones_like(mask)
         skipped = cutter.num_columns - mask.shape[1]
-        goes_BA[:, max(cut.first + 1 - skipped, 0) : max(cut.end - skipped, 0)] = False
-        is_whole = not bool((goes_BA & mask)[list(cut.rows)].any())
+        is_cut_BA[:, max(cut.first + 1 - skipped, 0) : max(cut.end - skipped, 0)] = False
+        is_whole = not bool((is_cut_BA & mask)[list(cut.rows)].any())
         if isinstance(values, list) and shape == list(mask.shape):
-            of_tokens = cutter.trailing(torch.tensor(values, dtype=torch.float64).view(mask.shape)[list(cut.rows)])
-            kept |= {f"{name}_values": of_tokens.flatten().tolist(), f"{name}_shape": list(of_tokens.shape)}
+            values_BA = cutter.cut_trailing(torch.tensor(values, dtype=torch.float64).view(mask.shape)[list(cut.rows)])
+            kept |= {f"{name}_values": values_BA.flatten().tolist(), f"{name}_shape": list(values_BA.shape)}
         if is_whole:
             kept[f"{name}_row_sums"] = [sums[row] for row in cut.rows]
         elif f"{name}_values" in kept:
-            tokens_BA = cutter.trailing(mask[list(cut.rows)])
-            of_tokens = torch.tensor(kept[f"{name}_values"], dtype=torch.float64).view(tokens_BA.shape)
-            kept[f"{name}_row_sums"] = torch.where(tokens_BA, of_tokens, 0.0).sum(dim=1).tolist()
+            tokens_BA = cutter.cut_trailing(mask[list(cut.rows)])
+            values_BA = torch.tensor(kept[f"{name}_values"], dtype=torch.float64).view(tokens_BA.shape)
+            kept[f"{name}_row_sums"] = torch.where(tokens_BA, values_BA, 0.0).sum(dim=1).tolist()
     return kept
 
 

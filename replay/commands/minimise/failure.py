@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 from replay.output.text import join_lines
 from replay.processes.pool import Child
@@ -95,7 +96,7 @@ class ReplayLog:
     records: Sequence[PassRecord] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> "ReplayLog":
+    def read(cls, folder: Path) -> Self:
         """Read the only log below `folder`."""
         _, run, records = read_run_below(folder)
         return cls(run=run, records=records)
@@ -119,8 +120,8 @@ def find_failure(child: Child) -> ReplayFailure | None:
     """Return what failed first in a replay; None if nothing did, or if it refused its options."""
     if child.is_refusal:
         return None
-    log = ReplayLog.of(child.logs)
-    ways = (
+    log = ReplayLog.read(child.logs)
+    finders = (
         _find_hang,
         _find_failed_rank,
         _find_failed_pass,
@@ -129,7 +130,7 @@ def find_failure(child: Child) -> ReplayFailure | None:
         _find_difference,
         _find_early_error,
     )
-    return next((found for way in ways if (found := way(child, log)) is not None), None)
+    return next((failure for find in finders if (failure := find(child, log)) is not None), None)
 
 
 def mask(message: str) -> str:

@@ -71,7 +71,7 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
     redaction = _redact_inputs(home, best, log.failure, check) if log.plan.redact else ""
     chosen, outside, failure, child = _run_in_folder(home, best, check)
     shutil.copy(child.output, home / "output.txt")
-    start = ReplayLog.of(child.logs).start
+    start = ReplayLog.read(child.logs).start
     settled = chosen.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
     seconds = min(log.plan.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
@@ -82,7 +82,7 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
     (home / "run.sh").write_text(_format_run_script(chosen, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
-    shapes = [CaptureShape.of(read_call(path)) for path in capture_files(home / INPUTS)]
+    shapes = [CaptureShape.read(read_call(path)) for path in capture_files(home / INPUTS)]
     folder = log.folder / SMALLEST
     written = SmallestFolder(
         folder=folder,
@@ -190,7 +190,7 @@ def _format_run_script(chosen: Candidate, cell: ParityCell | None) -> str:
     if cell is None:
         lines.append(f"exec {_make_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
     else:
-        reference, own = _make_job(_add_trace(cell.reference_of(chosen))), _make_job(_add_trace(chosen.spec))
+        reference, own = _make_job(_add_trace(cell.build_reference(chosen))), _make_job(_add_trace(chosen.spec))
         lines += [
             *(job.remark for job in (reference, own) if job.remark),
             'logs="logs/$(date +%Y%m%d-%H%M%S)"',

@@ -122,17 +122,17 @@ def _exists(path: Path) -> bool:
 
 def _find_sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
     """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
-    of_ranks = [
+    selections = [
         select(
             spec.inputs, rank, num_data_ranks, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation
         )
         for rank in range(num_data_ranks)
     ]
-    longest = max(len(selection.inputs) for selection in of_ranks)
+    longest = max(len(selection.inputs) for selection in selections)
     rounds = [
         selection.inputs[number]
         for number in range(longest)
-        for selection in of_ranks
+        for selection in selections
         if number < len(selection.inputs)
     ]
     if not rounds:
@@ -148,7 +148,7 @@ def _run(campaign: Campaign[MinimisePlan]) -> int:
     with catch_interruption() as interruption:
         exit_code = _Minimisation(log=log, console=console).run()
     if interruption.happened:
-        console.interrupted()
+        console.report_interruption()
     return exit_code
 
 
@@ -167,7 +167,7 @@ class _TrialPlan:
     inputs: Path | None = None
     contents: str = ""
 
-    def fed(self, spec: ReplaySpec) -> ReplaySpec:
+    def with_inputs(self, spec: ReplaySpec) -> ReplaySpec:
         """Return a spec with its inputs."""
         return spec if self.inputs is None else replace(spec, inputs=replace(spec.inputs, inputs=self.inputs))
 
@@ -184,7 +184,7 @@ class _TrialOutcome:
         return self.children[-1]
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         if self.failure is not None:
             return f"another failure: {self.failure.text}"
         return f"refused: {self.child.error}" if self.child.is_refusal else "no failure"
@@ -196,18 +196,18 @@ class _Minimisation:
 
     log: MinimiseLog
     console: MinimiseConsole
-    # Candidates of the search that were tried, with the failure that they showed, if any.
-    tried: dict[Candidate, ReplayFailure | None] = field(default_factory=dict)
+    # By candidate of the search, the failure that it showed; None if it showed none.
+    failures: dict[Candidate, ReplayFailure | None] = field(default_factory=dict)
     # Whether the current trial has a run that was not in the journal.
     is_new: bool = False
 
     def run(self) -> int:
         log = self.log
-        if not self._see_it_fail():
-            self.console.not_seen()
+        if not self._reproduce_failure():
+            self.console.report_no_failure()
             return 1
         assert log.failure is not None
-        shapes = [CaptureShape.of(read_source(path)) for path in log.plan.sources]
+        shapes = [CaptureShape.read(read_source(path)) for path in log.plan.sources]
         log.num_rows = sum(shape.num_rows for shape in shapes)
         log.num_tokens = sum(shape.num_rows * shape.num_columns for shape in shapes)
         whole = [
@@ -215,12 +215,12 @@ class _Minimisation:
             for number, shape in enumerate(shapes)
         ]
         search = MinimiseSearch(
-            best=Candidate.of(whole, log.plan.spec, log.plan.num_processes),
+            best=Candidate.from_spec(whole, log.plan.spec, log.plan.num_processes),
             failure=log.failure,
             shapes=shapes,
             num_layers=log.num_layers,
-            fixed=log.plan.parity.shared if log.plan.parity is not None else (),
-            shows=self.shows,
+            fixed=log.plan.parity.shared_flags if log.plan.parity is not None else (),
+            shows=self.try_candidate,
         )
         is_whole = True
         try:
@@ -231,49 +231,49 @@ class _Minimisation:
         self.console.finish(written, is_whole=is_whole)
         return 0
 
-    def _see_it_fail(self) -> bool:
+    def _reproduce_failure(self) -> bool:
         """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""
         log = self.log
-        candidate = Candidate.of([], log.plan.spec, log.plan.num_processes)
+        candidate = Candidate.from_spec([], log.plan.spec, log.plan.num_processes)
         for repeat in count():
-            trial = _TrialPlan(what=AS_TYPED, candidate=candidate, home=self._next_home())
-            if repeat >= log.plan.limits.tries and self._is_new(trial, repeat):
+            trial = _TrialPlan(what=AS_TYPED, candidate=candidate, home=self._name_next_home())
+            if repeat >= log.plan.limits.tries and self._has_to_run(trial, repeat):
                 break
-            seen = self._see(trial, repeat)
-            if seen.child.is_refusal:
-                raise UsageError(seen.child.error)
-            start = ReplayLog.of(seen.child.logs).start
+            outcome = self._replay(trial, repeat)
+            if outcome.child.is_refusal:
+                raise UsageError(outcome.child.error)
+            start = ReplayLog.read(outcome.child.logs).start
             log.num_layers = _read_num_layers({} if start is None else start.work.config)
-            log.failure = seen.failure
-            said = "no failure" if seen.failure is None else seen.failure.text
-            self._settle(trial, seen.failure, said, seen.children)
-            if seen.failure is not None:
+            log.failure = outcome.failure
+            said = "no failure" if outcome.failure is None else outcome.failure.text
+            self._add_trial(trial, outcome.failure, said, outcome.children)
+            if outcome.failure is not None:
                 return True
         return False
 
-    def shows(self, candidate: Candidate, what: str) -> ReplayFailure | None:
+    def try_candidate(self, candidate: Candidate, what: str) -> ReplayFailure | None:
         """Replay a candidate, unless it was before; return the failure if it is the one that is looked for.
 
         Raises OutOfRunsError.
         """
-        if candidate in self.tried:
-            return self.tried[candidate]
-        log, home = self.log, self._next_home()
+        if candidate in self.failures:
+            return self.failures[candidate]
+        log, home = self.log, self._name_next_home()
         inputs = log.folder / home / "inputs"
         trial = _TrialPlan(what=what, candidate=candidate, home=home, inputs=inputs, contents=candidate.contents)
         found = None
         try:
-            if self._is_new(trial, 0):
+            if self._has_to_run(trial, 0):
                 if log.num_runs >= log.plan.limits.num_runs:
                     raise OutOfRunsError
                 write_inputs(inputs, log.plan.sources, candidate)
-            found, _ = self._until_it_shows(trial)
+            found, _ = self._repeat_until_shown(trial)
         except (CaptureError, UsageError) as error:
             self.is_new = True
-            self._settle(trial, None, f"no replay: {in_flags(error)}", [])
+            self._add_trial(trial, None, f"no replay: {in_flags(error)}", [])
         if found is None:
             shutil.rmtree(inputs, ignore_errors=True)
-        self.tried[candidate] = found
+        self.failures[candidate] = found
         return found
 
     def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
@@ -282,61 +282,61 @@ class _Minimisation:
         for path in sorted(inputs.iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
         home = f"trials/{what.replace(', ', '-')}"
-        alone = replace(candidate, cuts=())
-        return self._until_it_shows(
-            _TrialPlan(what=what, candidate=alone, home=home, inputs=inputs, contents=digest.hexdigest())
+        without_cuts = replace(candidate, cuts=())
+        return self._repeat_until_shown(
+            _TrialPlan(what=what, candidate=without_cuts, home=home, inputs=inputs, contents=digest.hexdigest())
         )
 
-    def _until_it_shows(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, Child]:
+    def _repeat_until_shown(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, Child]:
         """Replay a candidate; a failure that did not come at once is given as many runs as it took."""
         children: list[Child] = []
         assert self.log.failure is not None
         for repeat in range(self.log.num_tries):
-            seen = self._see(trial, repeat)
-            children += seen.children
-            is_it = seen.failure is not None and seen.failure.is_same_as(self.log.failure)
-            if is_it:
+            outcome = self._replay(trial, repeat)
+            children += outcome.children
+            is_shown = outcome.failure is not None and outcome.failure.is_same_as(self.log.failure)
+            if is_shown:
                 break
-        found = seen.failure if is_it else None
-        self._settle(trial, found, "shows it" if is_it else seen.said, children)
-        return found, seen.child
+        found = outcome.failure if is_shown else None
+        self._add_trial(trial, found, "shows it" if is_shown else outcome.text, children)
+        return found, outcome.child
 
-    def _see(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
+    def _replay(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
         """Run one replay, and of a parity cell first its reference."""
         children: list[Child] = []
-        for job in self._jobs(trial, repeat):
+        for job in self._make_jobs(trial, repeat):
             if self.log.campaign.find_settled(job) is None:
                 self.is_new = True
-                self.console.begins(len(self.log.trials) + 1)
+                self.console.show_progress(len(self.log.trials) + 1)
             children.append(self.log.campaign.run(job))
             if children[-1].exit_code != 0:
                 break
         failure, cell = find_failure(children[-1]), self.log.plan.parity
         if cell is not None and all(child.exit_code == 0 for child in children):
-            failure = cell.failure(*children)
+            failure = cell.compare_runs(*children)
         return _TrialOutcome(failure=failure, children=children)
 
-    def _is_new(self, trial: _TrialPlan, repeat: int) -> bool:
+    def _has_to_run(self, trial: _TrialPlan, repeat: int) -> bool:
         """Is a replay of this trial still to be run?"""
-        return self.log.campaign.find_settled(self._jobs(trial, repeat)[0]) is None
+        return self.log.campaign.find_settled(self._make_jobs(trial, repeat)[0]) is None
 
-    def _jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
+    def _make_jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
         """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
         plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
         runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
         if cell is not None:
-            reference = cell.reference if trial.inputs is None else cell.reference_of(candidate)
+            reference = cell.reference if trial.inputs is None else cell.build_reference(candidate)
             runs.insert(0, ("reference", reference, cell.num_processes))
         shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
         return [
-            Job(home=f"{trial.home}/{name}", spec=trial.fed(spec), num_processes=num_processes, **shared)
+            Job(home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared)
             for name, spec, num_processes in runs
         ]
 
-    def _next_home(self) -> str:
+    def _name_next_home(self) -> str:
         return f"trials/{len(self.log.trials) + 1:04d}"
 
-    def _settle(self, plan: _TrialPlan, found: ReplayFailure | None, said: str, children: Sequence[Child]) -> None:
+    def _add_trial(self, plan: _TrialPlan, found: ReplayFailure | None, said: str, children: Sequence[Child]) -> None:
         trial = MinimiseTrial(
             what=plan.what,
             candidate=plan.candidate,
@@ -345,9 +345,9 @@ class _Minimisation:
             said=said,
             seconds=sum(child.seconds for child in children),
         )
-        self.log.settle(trial)
+        self.log.add_trial(trial)
         if self.is_new:
-            self.console.tried(trial)
+            self.console.show_trial(trial)
         self.is_new = False
 
 

@@ -40,9 +40,9 @@ def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> lis
             kept, num_chunks = alone, 2
             continue
         without = [kept[:first] + kept[end:] for first, end in pairwise(bounds)]
-        rest = next((remaining for remaining in without if num_chunks > 2 and shows(remaining)), None)
-        if rest is not None:
-            kept, num_chunks = rest, max(num_chunks - 1, 2)
+        smaller = next((part for part in without if num_chunks > 2 and shows(part)), None)
+        if smaller is not None:
+            kept, num_chunks = smaller, max(num_chunks - 1, 2)
         elif num_chunks >= len(kept):
             break
         else:
@@ -50,14 +50,14 @@ def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> lis
     return kept
 
 
-def bisect(fails_not: int, fails: int, shows: Callable[[int], bool]) -> int:
-    """Return the number nearest to `fails_not` that shows the failure, if all from it to `fails` show it."""
-    while abs(fails - fails_not) > 1:
-        middle = (fails + fails_not) // 2
+def bisect(succeeds: int, fails: int, shows: Callable[[int], bool]) -> int:
+    """Return the number nearest to `succeeds` that shows the failure, if all from it to `fails` show it."""
+    while abs(fails - succeeds) > 1:
+        middle = (fails + succeeds) // 2
         if shows(middle):
             fails = middle
         else:
-            fails_not = middle
+            succeeds = middle
     return fails
 
 
@@ -85,7 +85,14 @@ class MinimiseSearch:
         before = None
         while before != self.best:
             before = self.best
-            for stage in (self._ranks, self._files, self._rows, self._layers, self._options, self._tokens):
+            for stage in (
+                self._reduce_ranks,
+                self._reduce_files,
+                self._reduce_rows,
+                self._reduce_layers,
+                self._reduce_options,
+                self._reduce_tokens,
+            ):
                 stage()
 
     def _try(self, candidate: Candidate, what: str) -> bool:
@@ -97,29 +104,34 @@ class MinimiseSearch:
         return found is not None
 
     @property
-    def is_of_numbers(self) -> bool:
+    def is_job_difference(self) -> bool:
         """Is the failure a difference from what the job recorded, which was of its whole model?"""
         return self.failure.kind in JOB_DIFFERENCES
 
     @property
-    def _keeps_rows(self) -> bool:
+    def _needs_all_rows(self) -> bool:
         """Do the numbers that differ come of all rows and tokens together, so that none can be left out?"""
-        return self.is_of_numbers and not {*self.failure.quantities} & {*BY_ROW}
+        return self.is_job_difference and not {*self.failure.quantities} & {*BY_ROW}
 
-    def _ranks(self) -> None:
+    def _reduce_ranks(self) -> None:
         best, parallel = self.best, self.best.spec.actor.parallel
         if best.num_processes == 1:
             return
-        of_ranks = [toggle for toggle in best.given if toggle.part == "actor.parallel"]
-        apart = best.num_processes // (parallel.tp * parallel.ring)
-        for num_processes, dropped in ((1, of_ranks), (parallel.tp * parallel.ring, []), (apart, of_ranks), (2, [])):
-            is_less = num_processes < self.best.num_processes
-            smaller = _build_valid(partial(best.without, dropped))
-            if is_less and smaller is not None and self._try(replace(smaller, num_processes=num_processes), "ranks"):
+        rank_options = [toggle for toggle in best.changed_options if toggle.part == "actor.parallel"]
+        num_data_ranks = best.num_processes // (parallel.tp * parallel.ring)
+        for num_processes, dropped in (
+            (1, rank_options),
+            (parallel.tp * parallel.ring, []),
+            (num_data_ranks, rank_options),
+            (2, []),
+        ):
+            is_smaller = num_processes < self.best.num_processes
+            smaller = _build_valid(partial(best.without_options, dropped))
+            if is_smaller and smaller is not None and self._try(replace(smaller, num_processes=num_processes), "ranks"):
                 return
 
-    def _files(self) -> None:
-        cuts, place = self.best.cuts, self._place()
+    def _reduce_files(self) -> None:
+        cuts, place = self.best.cuts, self._find_failing_cut()
         if len(cuts) == 1:
             return
 
@@ -131,20 +143,20 @@ class MinimiseSearch:
             return
         size = self._num_data_ranks
         first = place // size * size
-        last = cuts[first : first + size]
-        if shows(last):
+        failing = cuts[first : first + size]
+        if shows(failing):
             return
         if first + size < len(cuts) and shows(cuts[: first + size]):
             cuts = cuts[: first + size]
-        others = tuple(cut for cut in cuts if cut not in last)
-        ddmin(others, lambda kept: shows([cut for cut in cuts if cut in kept or cut in last]))
+        others = tuple(cut for cut in cuts if cut not in failing)
+        ddmin(others, lambda kept: shows([cut for cut in cuts if cut in kept or cut in failing]))
 
     @property
     def _num_data_ranks(self) -> int:
         parallel = self.best.spec.actor.parallel
         return self.best.num_processes // (parallel.tp * parallel.ring)
 
-    def _place(self) -> int | None:
+    def _find_failing_cut(self) -> int | None:
         """Return the place of the cut that the failing pass was fed; None where that is not known."""
         names = [self.shapes[cut.source].name for cut in self.best.cuts]
         if self.failure.source in names:
@@ -153,11 +165,11 @@ class MinimiseSearch:
         place = None if index is None else index * self._num_data_ranks
         return place if place is not None and place < len(names) else None
 
-    def _rows(self) -> None:
-        if self._keeps_rows:
+    def _reduce_rows(self) -> None:
+        if self._needs_all_rows:
             return
         for place, cut in enumerate(self.best.cuts):
-            units = self._units(cut)
+            units = self._group_rows(cut)
             if len(units) == 1 or not self.shapes[cut.source].can_cut_rows:
                 continue
 
@@ -165,14 +177,14 @@ class MinimiseSearch:
                 rows = tuple(sorted(row for unit in kept for row in unit))
                 return self._try(self.best.with_cut(place, rows=rows), "rows")
 
-            hint = self.failure.row if self._place() in (place, None) else None
-            if hint is not None and hint < len(cut.rows):
-                unit = next(unit for unit in units if cut.rows[hint] in unit)
+            failing_row = self.failure.row if self._find_failing_cut() in (place, None) else None
+            if failing_row is not None and failing_row < len(cut.rows):
+                unit = next(unit for unit in units if cut.rows[failing_row] in unit)
                 if shows([unit]):
                     continue
             ddmin(units, shows)
 
-    def _units(self, cut: Cut) -> list[tuple[int, ...]]:
+    def _group_rows(self, cut: Cut) -> list[tuple[int, ...]]:
         """Return the rows that go together: pairs, where the loss is of pairs."""
         spec = self.best.spec
         if spec.measure.loss not in objectives_with("pairs") or len(cut.rows) % 2:
@@ -181,11 +193,11 @@ class MinimiseSearch:
             return list(zip(cut.rows[: len(cut.rows) // 2], cut.rows[len(cut.rows) // 2 :], strict=True))
         return list(zip(cut.rows[::2], cut.rows[1::2], strict=True))
 
-    def _layers(self) -> None:
-        if self.is_of_numbers:
+    def _reduce_layers(self) -> None:
+        if self.is_job_difference:
             return
-        given = self.best.spec.actor.num_layers
-        total = min(number for number in (given, self.num_layers, MOST_LAYERS) if number is not None)
+        typed_layers = self.best.spec.actor.num_layers
+        total = min(number for number in (typed_layers, self.num_layers, MOST_LAYERS) if number is not None)
 
         def shows(number: int) -> bool:
             smaller = _build_valid(lambda: self.best.with_option("--num-layers", number))
@@ -194,25 +206,25 @@ class MinimiseSearch:
         if "layers" in self._bisected and not (total > 1 and shows(total - 1)):
             return
         self._bisected.add("layers")
-        tried = 0
+        succeeding = 0
         for number in _list_doubled(total):
             if shows(number):
-                bisect(tried, number, shows)
+                bisect(succeeding, number, shows)
                 return
-            tried = number
-        if total - tried > 1 and total != MOST_LAYERS:
-            bisect(tried, total, shows)
+            succeeding = number
+        if total - succeeding > 1 and total != MOST_LAYERS:
+            bisect(succeeding, total, shows)
 
-    def _options(self) -> None:
+    def _reduce_options(self) -> None:
         fixed = ("--num-layers", *LIMITS, *self.fixed)
-        toggles = [toggle for toggle in self.best.given if toggle.flag not in fixed]
+        toggles = [toggle for toggle in self.best.changed_options if toggle.flag not in fixed]
         if self.best.num_processes > 1:
             toggles = [toggle for toggle in toggles if toggle.part != "actor.parallel"]
         if not toggles:
             return
 
         def shows(kept: Sequence[Any]) -> bool:
-            smaller = _build_valid(lambda: start.without([toggle for toggle in toggles if toggle not in kept]))
+            smaller = _build_valid(lambda: start.without_options([toggle for toggle in toggles if toggle not in kept]))
             what = "options " + (" ".join(toggle.flag for toggle in kept) or "none")
             return smaller is not None and self._try(smaller, what)
 
@@ -222,17 +234,17 @@ class MinimiseSearch:
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
             other = _build_valid(lambda: self.best.with_option("--random-weights", True))
-            if other is not None and not self.is_of_numbers and "--model" not in self.fixed:
+            if other is not None and not self.is_job_difference and "--model" not in self.fixed:
                 self._try(other, "random weights")
 
-    def _tokens(self) -> None:
-        if self._keeps_rows:
+    def _reduce_tokens(self) -> None:
+        if self._needs_all_rows:
             return
         for place in range(len(self.best.cuts)):
             if self.shapes[self.best.cuts[place].source].can_cut_columns:
-                self._columns(place)
+                self._reduce_columns(place)
 
-    def _columns(self, place: int) -> None:
+    def _reduce_columns(self, place: int) -> None:
         cut, shape = self.best.cuts[place], self.shapes[self.best.cuts[place].source]
 
         def shows(first: int, end: int) -> bool:
@@ -245,20 +257,20 @@ class MinimiseSearch:
         key = ("columns", cut.source)
         shorter = [(cut.first, cut.end - 1)]
         # A log-prob depends on all tokens before it. Where log-probs differ, the first columns have to stay.
-        shorter += [] if self.is_of_numbers else [(cut.first + 1, cut.end)]
+        shorter += [] if self.is_job_difference else [(cut.first + 1, cut.end)]
         if key in self._bisected and not any(shows(*columns) for columns in shorter):
             return
         self._bisected.add(key)
         cut = self.best.cuts[place]
-        token = self.failure.token if self._place() in (place, None) else None
-        if token is not None and not self.is_of_numbers:
-            at = min(cut.first + token, cut.end - 1)
-            first = max(at - 1, cut.first)
-            if shows(first, max(at + 1, first + MIN_COLUMNS)):
+        token = self.failure.token if self._find_failing_cut() in (place, None) else None
+        if token is not None and not self.is_job_difference:
+            failing_column = min(cut.first + token, cut.end - 1)
+            first = max(failing_column - 1, cut.first)
+            if shows(first, max(failing_column + 1, first + MIN_COLUMNS)):
                 return
         real = [shape.real[row] for row in cut.rows]
         shows(max(cut.first, min(first for first, _ in real)), min(cut.end, max(end for _, end in real)))
-        if self.is_of_numbers and not shape.has_values:
+        if self.is_job_difference and not shape.has_values:
             return
         cut = self.best.cuts[place]
         least = cut.first + MIN_COLUMNS
@@ -266,7 +278,7 @@ class MinimiseSearch:
             bisect(least, cut.end, lambda end: shows(cut.first, end))
         cut = self.best.cuts[place]
         most = cut.end - MIN_COLUMNS
-        if most > cut.first and not self.is_of_numbers and not shows(most, cut.end):
+        if most > cut.first and not self.is_job_difference and not shows(most, cut.end):
             bisect(most, cut.first, lambda first: shows(first, cut.end))
 
 

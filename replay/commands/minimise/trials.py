@@ -17,21 +17,19 @@ from actor_init.spec import UsageError
 from replay.agreement.noise_floor import MatrixJudge, measure_distances
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
-from replay.commands.minimise.cutting import FILE_OPTIONS, Candidate, find_set_options
+from replay.commands.minimise.cutting import FILE_OPTIONS, Candidate, find_changed_options
 from replay.commands.minimise.failure import FailureKind, ReplayFailure
 from replay.comparison.differences import compare
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 
-# Replay a cell of `replay parity` beside its reference, and tell whether the two are still further apart than noise.
-#
-# The noise is that of the parity run: it was measured on all of its inputs, and stays the bound for parts of them.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityCell:
-    """A cell that differed, as parity ran it.
+    """A cell that differed, as parity ran it, to be replayed beside its reference.
+
+    The bounds are those of the parity run: the noise was measured on all of its inputs, and bounds parts of them too.
 
     spec, reference  of the cell and of its reference, with their inputs
     num_processes  of the reference
@@ -45,41 +43,43 @@ class ParityCell:
     bounds: dict[str, float]
 
     @property
-    def shared(self) -> list[str]:
+    def shared_flags(self) -> list[str]:
         """Return the flags of what cell and reference have in common: the noise was measured with these."""
         return [
             toggle.flag
-            for toggle in find_set_options(self.spec)
+            for toggle in find_changed_options(self.spec)
             if toggle.value_in(self.reference) == toggle.value_in(self.spec)
         ]
 
-    def reference_of(self, candidate: Candidate) -> ReplaySpec:
+    def build_reference(self, candidate: Candidate) -> ReplaySpec:
         """Return the spec of the reference of a candidate: its files, as many layers, as many passes in a window.
 
         Raises UsageError for options that exclude each other.
         """
-        spec, now = self.reference, candidate.spec
-        reference = Candidate.of([], spec, self.num_processes)
-        for toggle in candidate.given:
-            if toggle.flag in FILE_OPTIONS and toggle.flag in self.shared:
-                reference = reference.with_option(toggle.flag, toggle.value_in(now))
-        if now.actor.num_layers is not None:
-            reference = reference.with_option("--num-layers", now.actor.num_layers)
-        data_ranks = candidate.num_processes // (now.actor.parallel.tp * now.actor.parallel.ring)
-        before = self.num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)
-        size = data_ranks * now.actor.num_accumulated // before
-        if size != reference.spec.actor.num_accumulated:
-            reference = reference.with_option("--grad-accumulation", size)
+        spec, candidate_spec = self.reference, candidate.spec
+        reference = Candidate.from_spec([], spec, self.num_processes)
+        for toggle in candidate.changed_options:
+            if toggle.flag in FILE_OPTIONS and toggle.flag in self.shared_flags:
+                reference = reference.with_option(toggle.flag, toggle.value_in(candidate_spec))
+        if candidate_spec.actor.num_layers is not None:
+            reference = reference.with_option("--num-layers", candidate_spec.actor.num_layers)
+        num_data_ranks = candidate.num_processes // (
+            candidate_spec.actor.parallel.tp * candidate_spec.actor.parallel.ring
+        )
+        num_reference_ranks = self.num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)
+        num_accumulated = num_data_ranks * candidate_spec.actor.num_accumulated // num_reference_ranks
+        if num_accumulated != reference.spec.actor.num_accumulated:
+            reference = reference.with_option("--grad-accumulation", num_accumulated)
         return reference.spec
 
-    def failure(self, reference: Child, cell: Child) -> ReplayFailure | None:
+    def compare_runs(self, reference: Child, cell: Child) -> ReplayFailure | None:
         """Compare the two runs. Returns None where they cannot be compared."""
         try:
-            found = measure_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
+            distances = measure_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
         except UsageError:
             return None
         beyond = {
-            name: point for name, point in found.items() if name in self.bounds and point.value > self.bounds[name]
+            name: point for name, point in distances.items() if name in self.bounds and point.value > self.bounds[name]
         }
         if not beyond:
             return None
@@ -100,17 +100,17 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     """
     log = ParityLog.read(folder)
     rows = {row.cell.name: row for row in log.rows}
-    result = MatrixJudge().result_of(log.rows)
+    result = MatrixJudge().judge(log.rows)
     differing = sorted(cell_name for cell_name, judged in result.cells.items() if judged.result == "DIFFERS")
     if name not in differing:
-        there = "differs" if name in rows else "is there"
+        condition = "differs" if name in rows else "is there"
         known = "; ".join(differing[:5]) or "none"
-        raise UsageError(f"--cell {name!r}: no such cell {there} in {folder}. Those that differ: {known}")
+        raise UsageError(f"--cell {name!r}: no such cell {condition} in {folder}. Those that differ: {known}")
     row = rows[name]
     if row.cell.python:
         raise UsageError(f"--cell {name!r} ran in {row.cell.python}. Minimise runs in one environment: this one")
     reference = rows[row.cell.reference].cell
-    bounds = {noise.quantity: noise.bound for noise in result.noises if noise.ground == row.cell.ground}
+    bounds = {noise.quantity: noise.bound for noise in result.noises if noise.baseline == row.cell.baseline}
     cell = ParityCell(
         name=name,
         spec=_reset_log_options(row.cell.spec),
@@ -211,7 +211,7 @@ class MinimiseLog:
         """Return how often the replay was run as it was typed."""
         return sum(trial.what == AS_TYPED for trial in self.trials)
 
-    def settle(self, trial: MinimiseTrial) -> None:
+    def add_trial(self, trial: MinimiseTrial) -> None:
         self.trials.append(trial)
         names = ("failure", "num_layers", "num_rows", "num_tokens", "trials")
         self.campaign.result = {name: getattr(self, name) for name in names}

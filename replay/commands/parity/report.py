@@ -39,7 +39,7 @@ class ParityProgress:
         # Runs that ended before this command began.
         self._num_settled = count_settled(log)
 
-    def ended(self, number: int, row: ParityRow, result: MatrixResult, num_running: int) -> None:
+    def show_run(self, number: int, row: ParityRow, result: MatrixResult, num_running: int) -> None:
         self._bar.clear()
         print_line(self._out, parity_wording.format_run(number, row, self._log, result))
         num_failed = sum(row.state is RowState.FAILED for row in self._log.rows)
@@ -109,13 +109,13 @@ def compute_shares(log: ParityLog, result: MatrixResult) -> Shares:
 
     A line is a run, or for more than MAX_RUNS all those with a value of an option, such as `tp 2 (96 runs)`.
     """
-    bounds = {(noise.ground, noise.quantity): noise.bound for noise in result.noises}
+    bounds = {(noise.baseline, noise.quantity): noise.bound for noise in result.noises}
     cells = {row.cell.name: row.cell for row in log.rows}
     by_run = {
         name: {
-            quantity: [point.value / bounds[cells[name].ground, quantity]]
+            quantity: [point.value / bounds[cells[name].baseline, quantity]]
             for quantity, point in judged.distances.items()
-            if (cells[name].ground, quantity) in bounds
+            if (cells[name].baseline, quantity) in bounds
         }
         for name, judged in result.cells.items()
     }

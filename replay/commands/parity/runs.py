@@ -178,10 +178,10 @@ def _run(log: ParityLog, executor: Executor, limits: RunLimits, *, trace: bool) 
     with catch_interruption() as interruption:
         for references in (True, False):
             for number in log.settle(references=references):
-                progress.ended(number, log.rows[number], judge.result_of(log.rows), campaign.num_running)
+                progress.show_run(number, log.rows[number], judge.judge(log.rows), campaign.num_running)
         if trace:
-            differences.extend(FirstDifferences(log).of(judge.result_of(log.rows)))
-    result = judge.result_of(log.rows)
+            differences.extend(FirstDifferences(log).find(judge.judge(log.rows)))
+    result = judge.judge(log.rows)
     write_report(log, result, differences, progress)
     if interruption.happened:
         return INTERRUPTED
@@ -199,7 +199,7 @@ class FirstDifferences:
         self._campaign = log.campaign
         self._rows = {row.cell.name: row for row in log.rows}
 
-    def of(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
+    def find(self, result: MatrixResult) -> Iterator[tuple[str, str]]:
         """Yield a line for each run that differs."""
         distrusted = {name for noise in result.noises for name in noise.distrusted}
         measuring = {name for name, row in self._rows.items() if row.cell.varies in ROUNDING_VARIATIONS}
@@ -208,22 +208,22 @@ class FirstDifferences:
             if judged.result is CellResult.DIFFERS:
                 index = judged.distances[judged.deciding[0]].place
                 try:
-                    said = parting(self._between(self._rows[name].cell, index, sound))
+                    said = parting(self._compare_cell(self._rows[name].cell, index, sound))
                 except UsageError as error:
                     said = f"not found: {in_flags(error)}"
                 yield "first", f"{name}: {said}"
 
-    def _between(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
+    def _compare_cell(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
         """Find the first difference; `index` is that of the farthest pass."""
         num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated
         first = index // num_inputs * num_inputs
         others = [self._rows[name].cell for name in sound if name != cell.name]
-        equivalents = [other for other in others if other.ground == cell.ground]
+        equivalents = [other for other in others if other.baseline == cell.baseline]
         reference = self._rows[cell.reference].cell
-        folders = [self._run(run_cell, first, num_inputs) for run_cell in (reference, cell, *equivalents)]
+        folders = [self._trace(run_cell, first, num_inputs) for run_cell in (reference, cell, *equivalents)]
         return find_first_difference(folders[0], folders[1], folders[2:])
 
-    def _run(self, cell: Cell, first: int, num_inputs: int) -> Path:
+    def _trace(self, cell: Cell, first: int, num_inputs: int) -> Path:
         """Return the log of the traced run over the inputs of one gradient. Raises UsageError if it failed."""
         num_each = num_inputs // cell.num_data_ranks
         spec = replace(

@@ -86,14 +86,14 @@ def _format_distance(judged: JudgedCell | None, quantity: str) -> str:
 
 def list_failures(log: ParityLog, result: MatrixResult) -> Pairs:
     """Return what the table does not show: where and by how much a run differs, why one failed, what was refused."""
-    bounds = {(noise.ground, noise.quantity): noise.bound for noise in result.noises}
+    bounds = {(noise.baseline, noise.quantity): noise.bound for noise in result.noises}
     pairs: Pairs = []
     for row in log.rows:
         judged = result.cells.get(row.cell.name)
         if judged and judged.result is CellResult.DIFFERS:
             said = [
                 f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
-                f"(bound {bounds[row.cell.ground, name]:.3g})"
+                f"(bound {bounds[row.cell.baseline, name]:.3g})"
                 for name in judged.deciding
             ]
             pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))

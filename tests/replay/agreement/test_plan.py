@@ -178,7 +178,7 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
     [cell, *_] = [one for one in planned([{"dtype": "fp32"}], group="edge rows").cells if one.role is Role.CELL]
     assert cell.name == "edge rows: deepspeed fp32 packed auto"
     assert cell.reference == "edge rows: fsdp2 fp32 padded sdpa"
-    assert cell.ground == ("edge rows", Dtype.FP32)
+    assert cell.baseline == ("edge rows", Dtype.FP32)
 
 
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:

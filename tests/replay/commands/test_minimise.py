@@ -125,12 +125,12 @@ def cell_of(**changes: Any) -> ParityCell:
 
 def test_a_parity_cell_and_its_reference_get_smaller_together() -> None:
     cell = cell_of()
-    assert sorted(cell.shared) == ["--backend", "--dtype", "--model"]
-    whole = Candidate.of([], cell.spec, 4)  # two data ranks
-    spec = cell.reference_of(whole)
+    assert sorted(cell.shared_flags) == ["--backend", "--dtype", "--model"]
+    whole = Candidate.from_spec([], cell.spec, 4)  # two data ranks
+    spec = cell.build_reference(whole)
     assert (spec.actor.grad_accumulation, spec.actor.parallel.tp, spec.actor.compile) == (2, 1, "off")
     smaller = replace(whole.with_option("--num-layers", 1).with_option("--model", "b.json"), num_processes=2)
-    spec = cell.reference_of(smaller)
+    spec = cell.build_reference(smaller)
     assert (spec.actor.num_layers, spec.actor.model, spec.actor.dtype) == (1, "b.json", "fp32")
     assert spec.actor.num_accumulated == 1
 
@@ -139,10 +139,10 @@ def test_a_parity_cell_fails_where_it_is_beyond_the_noise(tmp_path: Path) -> Non
     def run(name: str, *losses: float) -> Child:
         return child_of(tmp_path / name, 0, [passed(n, "abc"[n], loss=loss) for n, loss in enumerate(losses)])
 
-    found = cell_of().failure(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
+    found = cell_of().compare_runs(run("reference", 2.0, 2.0, 2.0), run("other", 2.0, 2.1, 2.0))
     assert found is not None
     assert (found.kind, found.quantities, found.index, found.source) == ("parity", ("loss",), 1, "b.pkl")
-    assert cell_of().failure(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
+    assert cell_of().compare_runs(run("same", 2.0, 2.0), run("as that", 2.0, 2.0 + 1e-9)) is None
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
@@ -153,7 +153,7 @@ def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_r
         inputs=replace(cell.spec.inputs, reverse_rows=is_reversed),
         measure=replace(cell.spec.measure, details=True),
     )
-    lines = _format_run_script(Candidate.of([], spec, 2), cell).splitlines()
+    lines = _format_run_script(Candidate.from_spec([], spec, 2), cell).splitlines()
     there = replace(spec.inputs, inputs=Path("inputs"))
     traced = replace(spec.measure, details=False, trace=True)
     assert [line for line in lines if line.startswith("# ")] == (
@@ -161,7 +161,9 @@ def test_the_script_of_a_parity_cell_runs_both_and_says_what_no_option_sets(is_r
     )
     reference, own = [line.partition(" --log-folder ")[0] for line in lines if "--log-folder" in line]
     assert repeated_by(reference).spec == replace(
-        cell.reference_of(Candidate.of([], spec, 2)), inputs=replace(there, reverse_rows=False), measure=traced
+        cell.build_reference(Candidate.from_spec([], spec, 2)),
+        inputs=replace(there, reverse_rows=False),
+        measure=traced,
     )
     if is_reversed:
         own += f"  {lines[2]}"

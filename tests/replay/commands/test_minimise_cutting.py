@@ -138,15 +138,15 @@ def test_nothing_is_no_capture() -> None:
 
 def test_shapes_tell_padding_and_what_cannot_be_cut() -> None:
     real = ((0, 8), (0, COLUMNS), (2, COLUMNS))
-    assert CaptureShape.of(call_of()) == CaptureShape(num_rows=ROWS, num_columns=COLUMNS, name="a.pkl", real=real)
+    assert CaptureShape.read(call_of()) == CaptureShape(num_rows=ROWS, num_columns=COLUMNS, name="a.pkl", real=real)
     packed: dict[str, Tensor] = {
         "input_ids": torch.ones(1, 6, dtype=torch.int64),
         "cu_seq_lens_q": torch.tensor([0, 2, 6]),
     }
-    shape = CaptureShape.of(call_of(tensors=packed, notes={}))
+    shape = CaptureShape.read(call_of(tensors=packed, notes={}))
     assert not shape.can_cut_rows
     assert not shape.can_cut_columns
-    pairs = CaptureShape.of(
+    pairs = CaptureShape.read(
         call_of(tensors={"input_ids": torch.ones(4, 6, dtype=torch.int64)}, notes={"chosen": torch.ones(2)})
     )
     assert not pairs.can_cut_rows

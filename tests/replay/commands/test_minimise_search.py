@@ -138,7 +138,7 @@ class Runs:
 def search_of(planted: Planted, runs: Runs) -> MinimiseSearch:
     whole = [Cut(source=n, rows=tuple(range(NUM_ROWS)), first=0, end=LENGTH) for n in range(NUM_FILES)]
     return MinimiseSearch(
-        best=Candidate.of(whole, spec_of(planted.typed), planted.num_processes),
+        best=Candidate.from_spec(whole, spec_of(planted.typed), planted.num_processes),
         failure=planted.first,
         shapes=shapes_of(NUM_FILES),
         num_layers=LAYERS,
@@ -227,8 +227,8 @@ def test_what_was_found_is_kept_where_the_runs_end() -> None:
 
 def test_options_that_need_each_other_are_not_tried_apart() -> None:
     """--step needs backward: a candidate that is refused costs no run."""
-    candidate = Candidate.of([], spec_of(["--step", "--learning-rate", "0.1", "--save-state", "x"]), 1)
-    [step] = [one for one in candidate.given if one.flag == "--step"]
-    assert "--step" not in candidate.without([step]).arguments
+    candidate = Candidate.from_spec([], spec_of(["--step", "--learning-rate", "0.1", "--save-state", "x"]), 1)
+    [step] = [one for one in candidate.changed_options if one.flag == "--step"]
+    assert "--step" not in candidate.without_options([step]).arguments
     with pytest.raises(UsageError):
         candidate.with_option("--optimizer", "none")

@@ -221,7 +221,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_and_runs_what_is_missing_alone(
     assert runs.names[1:] == RUNS[3:]  # nothing is left
     monkeypatch.setattr("replay.runlog.writer.list_versions", lambda: {"torch": "1.0"})
     assert cli.main(["parity", "--continue", str(folder)]) == 1  # so its report is made anywhere
-    assert MatrixJudge().result_of(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
+    assert MatrixJudge().judge(ParityLog.read(folder).rows).cells[RUNS[6]].result is CellResult.EQUAL
 
 
 def test_what_failed_beside_others_is_run_again_and_what_failed_alone_is_not(
@@ -374,7 +374,7 @@ def small_model(tmp_path: Path) -> list[str]:
 def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> None:
     assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
     log = ParityLog.read(folder_in(tmp_path))
-    verdicts = MatrixJudge().result_of(log.rows).cells
+    verdicts = MatrixJudge().judge(log.rows).cells
     assert {one.result for one in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
     assert [*verdicts] == RUNS[1:]
     for number, (line, row) in enumerate(zip(list_commands(log), log.rows, strict=True)):
@@ -406,7 +406,7 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     assert typed(tmp_path, "--first-difference", *small_model(tmp_path)) == 1
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {RowState.DONE}
-    verdicts = MatrixJudge().result_of(log.rows).cells
+    verdicts = MatrixJudge().judge(log.rows).cells
     assert [name for name, one in verdicts.items() if one.result is CellResult.DIFFERS] == [RUNS[4], RUNS[5]]
     lines = capsys.readouterr().out.splitlines()
     assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))

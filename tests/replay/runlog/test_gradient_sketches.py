@@ -107,7 +107,7 @@ def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_do
             own = {"o_proj": random(8, 8), "q_proj": q_proj.T.contiguous() if name == "cell" else q_proj}
             write(folder, index, own.items(), alone)
             keep_log_probs(folder, index, 0, [-1.0, None, -2.0])
-    judged = MatrixJudge().result_of(made.rows).cells
+    judged = MatrixJudge().judge(made.rows).cells
     assert judged["clean"].result is CellResult.EQUAL
     assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["gradients"])
     assert judged["cell"].distances["gradients"].where in ("q_proj at w.pkl", "q_proj at x.pkl")
@@ -133,7 +133,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
         for index in range(2):
             keep_log_probs(folder, index, 0, [None, *values[index].tolist()])
             write(folder, index, [("w", random(4, 4))], alone)
-    judged = MatrixJudge().result_of(made.rows).cells
+    judged = MatrixJudge().judge(made.rows).cells
     assert judged["clean"].result is CellResult.WITHIN_NOISE
     assert (judged["cell"].result, judged["cell"].deciding) == (CellResult.DIFFERS, ["token log-probs"])
     assert judged["cell"].distances["token log-probs"].where == "x.pkl"
