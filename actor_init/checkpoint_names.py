@@ -33,7 +33,7 @@ class Recipe:
     model: PreTrainedModel | None
 
     @classmethod
-    def unchanged(cls, name: str) -> "Recipe":
+    def from_unchanged_tensor(cls, name: str) -> "Recipe":
         """Return the recipe of a parameter that is a tensor of its own name."""
         return cls(target=name, sources=((name, name),), converter=None, model=None)
 
@@ -70,7 +70,7 @@ def find_recipes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     # transformers 4 has no conversions.
     except ImportError:
-        return {name: Recipe.unchanged(name) for name in shapes.keys() & state.keys()}
+        return {name: Recipe.from_unchanged_tensor(name) for name in shapes.keys() & state.keys()}
     mapping = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]

@@ -199,7 +199,7 @@ class FolderWeights:
                 advice = f"Copy it again, or give {RANDOM_WEIGHTS}"
                 raise UsageError(path, f"cannot be read: {error}", advice) from error
         if model is None:
-            unchanged = {name: Recipe.unchanged(name) for name in shapes}
+            unchanged = {name: Recipe.from_unchanged_tensor(name) for name in shapes}
             return cls(folder=folder, file_of_name=file_of_name, recipes=unchanged)
         try:
             recipes = find_recipes(model, shapes)

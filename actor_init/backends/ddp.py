@@ -45,7 +45,7 @@ from actor_init.world import World
 
 
 @dataclass(slots=True)
-class AccumulationWindow:
+class DDPWindow:
     """The passes whose gradients add up before a step. torch decides in the forward whether backward averages over the
     ranks: in the window's last pass alone.
     """
@@ -63,7 +63,7 @@ class DDPBackend(TorchBackend):
     """An actor under DDP. `replica` wraps `model`."""
 
     replica: DistributedDataParallel
-    window: AccumulationWindow
+    window: DDPWindow
 
     @classmethod
     def open(
@@ -90,7 +90,7 @@ class DDPBackend(TorchBackend):
             optimizer=optimizer,
             schedule=make_schedule(spec, optimizer) if optimizer else None,
             scaler=torch.amp.GradScaler(world.device.type, enabled=spec.dtype is Dtype.FP16 and has_masters),
-            window=AccumulationWindow(size=spec.num_accumulated),
+            window=DDPWindow(size=spec.num_accumulated),
             attention=attention,
             kernels=kernels,
         )

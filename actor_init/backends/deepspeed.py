@@ -294,10 +294,10 @@ def _make_gated_optimizer(spec: ActorSpec, gate: StepGate) -> Callable[[Iterable
         optimizer = make_optimizer(spec, parameters) or torch.optim.SGD(parameters, lr=0.0)
         step = type(optimizer).step
 
-        def gated_step(self: Any, closure: Any = None) -> Any:
+        def step_if_open(self: Any, closure: Any = None) -> Any:
             return step(self, closure) if gate.is_open else None
 
-        optimizer.step = MethodType(gated_step, optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(step_if_open, optimizer)  # type: ignore[method-assign]
         return optimizer
 
     return build

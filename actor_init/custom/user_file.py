@@ -63,7 +63,7 @@ class UserFunction:
         return f"{self.file.name}:{self.function}"
 
     @property
-    def typed(self) -> Setting:
+    def full_setting(self) -> Setting:
         return Setting(self.setting, str(self))
 
     def build(self, captured: Mapping[str, object] | None) -> nn.Module:
@@ -83,11 +83,11 @@ class UserFunction:
                 lost = "those would be lost: parameters have no values before they are sharded"
                 why = f": {self.function} loads weights, and {lost}"
                 advice = f"Try: no loading there, and {Setting('weights', 'FILE')}"
-                raise UsageError(self.typed, why, advice)
+                raise UsageError(self.full_setting, why, advice)
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if not isinstance(module, nn.Module):
             why, advice = f": {self.function} returned {_describe_type(module)}", "It has to return the torch.nn.Module"
-            raise UsageError(self.typed, why, advice)
+            raise UsageError(self.full_setting, why, advice)
         return module
 
     def load(self) -> Any:
@@ -98,7 +98,7 @@ class UserFunction:
         if not callable(function):
             defined = [name for name, value in vars(module).items() if _is_defined_in(value, module)]
             known = f"It has {', '.join(defined[:8])}" if defined else "It defines no function"
-            raise UsageError(self.typed, f": {self.file} has no function {self.function}", known)
+            raise UsageError(self.full_setting, f": {self.file} has no function {self.function}", known)
         return function
 
     def _takes_config(self, function: Any, captured: Mapping[str, object] | None) -> bool:
@@ -109,11 +109,11 @@ class UserFunction:
         if len(needed) > 1 or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in needed):
             names = ", ".join(parameter.name for parameter in needed)
             why = f": {self.function} needs {names}, and is called with the captured config at most"
-            raise UsageError(self.typed, why, "Give the others defaults")
+            raise UsageError(self.full_setting, why, "Give the others defaults")
         if needed and captured is None:
             lacking = "there is no actor.json with a config beside the inputs"
             why = f": {self.function} needs {needed[0].name}, and {lacking}"
-            raise UsageError(self.typed, why, "Give it a default")
+            raise UsageError(self.full_setting, why, "Give it a default")
         first = parameters[:1]
         return bool(needed) or bool(first and first[0].name == CONFIG_ARGUMENT and captured is not None)
 
@@ -132,7 +132,7 @@ class UserFunction:
             line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(self.file) else frame.lineno
             file = self.file if isinstance(error, SyntaxError) else frame.filename
             why = f": {what} {' '.join(last.split())}, at {file}:{line}"
-            raise UsageError(self.typed, why, "With --traceback: all of it") from error
+            raise UsageError(self.full_setting, why, "With --traceback: all of it") from error
 
 
 _VARIADIC_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

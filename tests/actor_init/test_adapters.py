@@ -34,15 +34,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(source: ModelSource) -> Any:
+def build_model(source: ModelSource) -> Any:
     model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
     add_adapter(model, source.adapter)
     materialise(model, source.weights, CPU)
     return model.eval()
 
 
-def names(model: nn.Module) -> set[str]:
-    return {name.removeprefix("base_model.model.") for name, one in model.named_parameters() if one.requires_grad}
+def list_trained_names(model: nn.Module) -> set[str]:
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name.removeprefix("base_model.model.") for name in trained}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -53,37 +54,38 @@ def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
     theirs = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **CONFIGS[kind]))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for one in theirs.parameters():
-            if one.requires_grad:  # B begins at 0, where the adapter changes nothing
-                one.add_(0.1 * torch.randn(one.shape, generator=generator))
+        for parameter in theirs.parameters():
+            # B begins at 0, where the adapter changes nothing.
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     theirs.save_pretrained(tmp_path / "adapter")
     spec = ActorSpec(model=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), dtype=Dtype.FP32)
-    ours = built(find_model(spec, None, ""))
+    ours = build_model(find_model(spec, None, ""))
     with torch.no_grad():
         expected, alone = theirs.eval()(input_ids=IDS_BS).logits, base.eval()(input_ids=IDS_BS).logits
         torch.testing.assert_close(ours(input_ids=IDS_BS).logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(expected, alone, atol=1e-3)
-    assert names(ours) == names(theirs)
-    assert len(list_trained_parameters(ours)) == len(names(theirs))
+    assert list_trained_names(ours) == list_trained_names(theirs)
+    assert len(list_trained_parameters(ours)) == len(list_trained_names(theirs))
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type IA3, which is not built here; LoRA and DoRA are. Try: adapter='none'"),
         ({"peft_type": "LORA", "r": 4, "bias": "all"}, "an adapter with bias, which is not built here"),
     ],
 )
-def test_other_kinds_are_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_other_kinds_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_adapter(tmp_path, "default")
 
 
 def test_several_adapters_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
-    one = {"peft_type": "LORA", "r": 4}
+    config = {"peft_type": "LORA", "r": 4}
     with pytest.raises(UsageError, match=r"has 2 adapters \(first, second\), and one can be built"):
-        Adapter.from_configs({"first": one, "second": one}, "captures")
+        Adapter.from_configs({"first": config, "second": config}, "captures")
     with pytest.raises(UsageError, match=r"adapter_config.json: No such file or directory. Give a folder with"):
         read_adapter(tmp_path, "default")
 

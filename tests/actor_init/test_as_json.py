@@ -113,7 +113,8 @@ def test_a_log_with_numbers_that_are_not_finite_is_read(tmp_path: Path) -> None:
     ]
     run = PastRun.read(write_log(tmp_path / "log", written, typed="--dtype fp32"))
     assert (run.actor.dtype, run.weights, run.devices) == (Dtype.FP32, "random, seed 0", ["H200"])
-    assert str(run.records) == str(written)  # as text: nan is not nan
+    # They are compared as text, because nan is not nan.
+    assert str(run.records) == str(written)
 
 
 STATE = SavedState(

@@ -33,14 +33,15 @@ def test_graphs_serve_the_lengths_they_are_to_and_have_constants_for_heads(
 ) -> None:
     graphs: list[GraphModule] = []
 
-    def kept(graph: GraphModule, _: Any) -> Any:
+    def keep_graph(graph: GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep_graph))
     block = Block()
-    if is_managed:  # by what `fully_shard` tells dynamo
+    # `fully_shard` tells dynamo so.
+    if is_managed:
         vars(block).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     compile_blocks([block], lengths=lengths)
     for length in (6, 9, 5):

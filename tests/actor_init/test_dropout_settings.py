@@ -12,9 +12,10 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "acting"),
+    ("family", "settings", "acting"),
     [
-        ("gpt2", {"resid_pdrop": 0.0}, ["attn_pdrop", "embd_pdrop"]),  # and summary_first_dropout, which is 0.1
+        # summary_first_dropout is 0.1 here, and belongs to another head.
+        ("gpt2", {"resid_pdrop": 0.0}, ["attn_pdrop", "embd_pdrop"]),
         ("gpt2", {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}, []),
         ("llama", {"attention_dropout": 0.1, "classifier_dropout": 0.2}, ["attention_dropout"]),
         ("opt", {"dropout": 0.0, "layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}, ["layerdrop"]),
@@ -22,8 +23,8 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
         ("qwen2", {}, []),
     ],
 )
-def test_the_model_is_asked_which_settings_act(family: str, given: dict[str, Any], acting: list[str]) -> None:
-    config = strip_config(AutoConfig.for_model(family, **SMALL | given))
+def test_the_model_is_asked_which_settings_act(family: str, settings: dict[str, Any], acting: list[str]) -> None:
+    config = strip_config(AutoConfig.for_model(family, **SMALL | settings))
     assert find_acting_dropouts(config) == acting
 
 

@@ -46,15 +46,17 @@ def test_buffers_are_those_of_a_model_built_on_the_cpu(name: str, monkeypatch: p
 
     old = build_on_meta(config, attention="sdpa", dtype=torch.float32)
     monkeypatch.setattr(type(old), "_init_weights", init_of_4_57)
-    weights = make_random_weights(config, 0)  # its vectors too come from a model of the old kind
-    for prefix in ("model.layers.0", "model.layers.1", ""):  # as the backends do
+    # The vectors of these weights too come from a model of the old kind.
+    weights = make_random_weights(config, 0)
+    # The backends materialise a model block by block.
+    for prefix in ("model.layers.0", "model.layers.1", ""):
         materialise(old, weights, torch.device("cpu"), prefix=prefix)
-    buffers, found = dict(expected.named_buffers()), dict(old.named_buffers())
+    buffers, old_buffers = dict(expected.named_buffers()), dict(old.named_buffers())
     assert buffers
-    assert buffers.keys() == found.keys()
-    assert all(torch.equal(buffers[one], found[one]) for one in buffers)
+    assert buffers.keys() == old_buffers.keys()
+    assert all(torch.equal(buffers[name], old_buffers[name]) for name in buffers)
     parameters = dict(new.named_parameters())
-    assert all(torch.equal(parameters[one], value) for one, value in old.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in old.named_parameters())
 
 
 def test_matrices_are_never_filled() -> None:

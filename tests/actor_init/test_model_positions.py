@@ -21,13 +21,15 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
     "pad_token_id": 0,
-    "initializer_range": 0.3,  # so that another position is another loss
+    # With weights of this size another position gives another loss.
+    "initializer_range": 0.3,
     "max_position_embeddings": 32,
 }
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0}
 NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
-FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {  # and do they look columns up in a table?
+# Their settings, and whether they look columns up in a table. hunyuan_v1_dense has norms behind the rotation.
+FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "gpt2": (GPT2, True),
     "gpt_bigcode": (GPT2, True),
     "gpt_neo": (NEO, True),
@@ -38,22 +40,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {  # and do they look columns
     "llama": (LLAMA, False),
     "ctrl": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "dff": 48, "resid_pdrop": 0.0}, True),
     "xglm": ({"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, True),
-    "hunyuan_v1_dense": (LLAMA | {"head_dim": 8}, True),  # norms behind the rotation
+    "hunyuan_v1_dense": (LLAMA | {"head_dim": 8}, True),
 }
 
 
 SEE_EACH_OTHER = [("opt", True), ("biogpt", True), ("xglm", True)]
 
 
-def config_of(family: str) -> PretrainedConfig:
+def make_config(family: str) -> PretrainedConfig:
     return AutoConfig.for_model(family, **SMALL | FAMILIES[family][0])
 
 
-def left_padded() -> MicroBatch:
+def make_left_padded() -> MicroBatch:
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(1, 64, (3, 12), generator=generator)
     real_BS = torch.arange(12) >= torch.tensor([[0], [3], [5]])
-    is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)  # the model would predict it from padding
+    # The model would predict the first real token from padding.
+    is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)
     labels_BS = ids_BS.masked_fill(~real_BS | is_first_BS, IGNORED_LABEL)
     return MicroBatch(
         sequences_BS=ids_BS, attention_mask_BS=real_BS, labels_BS=labels_BS, trains=True, origin=Origin(source="here")
@@ -62,7 +65,7 @@ def left_padded() -> MicroBatch:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
-    assert has_column_positions(config_of(family)) is FAMILIES[family][1]
+    assert has_column_positions(make_config(family)) is FAMILIES[family][1]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +75,8 @@ def test_the_class_is_asked_which_positions_it_makes(family: str) -> None:
 )
 def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) -> None:
     spec = ActorSpec(packing=packing, dtype=Dtype.FP32)
-    source = find_model(spec, config_of(family).to_dict(), "test")
-    batch = left_padded()
+    source = find_model(spec, make_config(family).to_dict(), "test")
+    batch = make_left_padded()
     losses: list[float] = []
     for _ in range(2):
         model = build_on_meta(source.config, attention="eager", dtype=torch.float32).eval()
@@ -87,18 +90,21 @@ def test_left_padded_rows_have_the_model_s_own_loss(family: str, packing: bool) 
             else:
                 inputs = prepare_inputs(add_model_positions(batch, source.config), packing=packing)
                 losses.append(compute_negated_mean(action_log_probs(model, inputs), inputs).item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # fp32, other orders of summation
+    # In fp32, added in other orders.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_positions_that_were_given_and_a_trainer_s_own_actor_are_left_as_they_are() -> None:
-    batch = left_padded()
+    batch = make_left_padded()
     positions = {"position_ids": batch.attention_mask_BS.long().cumsum(dim=1)}
-    given = replace(batch, extra_tensors=positions)
+    with_positions = replace(batch, extra_tensors=positions)
     actor_s = replace(batch, labels_BS=None, action_mask_BA=batch.attention_mask_BS[:, 1:])
-    for one in (given, actor_s):
-        assert add_model_positions(one, config_of("gpt2")) is one
-    noted = replace(actor_s, has_noted_mask=True)  # the model itself was called, and the mask is the loop's
-    for one in (batch, noted):
+    for unchanged in (with_positions, actor_s):
+        assert add_model_positions(unchanged, make_config("gpt2")) is unchanged
+    # Here the model itself was called, and the mask is the loop's.
+    noted = replace(actor_s, has_noted_mask=True)
+    for changed in (batch, noted):
         assert (
-            add_model_positions(one, config_of("gpt2")).extra_tensors["position_ids"].tolist() == [list(range(12))] * 3
+            add_model_positions(changed, make_config("gpt2")).extra_tensors["position_ids"].tolist()
+            == [list(range(12))] * 3
         )

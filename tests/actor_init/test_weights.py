@@ -30,26 +30,29 @@ CPU = torch.device("cpu")
 GOLDEN = "a2941b2a14b53da6122b73bd44c09f7af425e5ccee7ae7d6484ea182297bbf84"
 
 
-def model_of(spec: ActorSpec, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_model(spec: ActorSpec, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     source = find_model(spec, config, "test")
     model = build_on_meta(source.config, attention="eager", dtype=dtype)
     materialise(model, source.weights, CPU)
     return model
 
 
-def state(model: PreTrainedModel) -> dict[str, Tensor]:
+def copy_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: value.float() for name, value in model.state_dict().items()}
 
 
 def test_fewer_layers_leave_the_others_as_they_are() -> None:
-    whole, cut = state(model_of(ActorSpec(), CONFIG)), state(model_of(ActorSpec(num_layers=1), CONFIG))
+    whole, cut = copy_state(build_model(ActorSpec(), CONFIG)), copy_state(build_model(ActorSpec(num_layers=1), CONFIG))
     assert set(cut) < set(whole)
     for name, value in cut.items():
         assert torch.equal(value, whole[name]), name
 
 
 def test_bf16_weights_are_the_fp32_ones() -> None:
-    full, half = state(model_of(ActorSpec(), CONFIG)), state(model_of(ActorSpec(), CONFIG, torch.bfloat16))
+    full, half = (
+        copy_state(build_model(ActorSpec(), CONFIG)),
+        copy_state(build_model(ActorSpec(), CONFIG, torch.bfloat16)),
+    )
     for name, value in half.items():
         assert torch.equal(value, full[name]), name
 
@@ -99,13 +102,15 @@ def test_every_module_that_is_filled_is_reported(monkeypatch: pytest.MonkeyPatch
     reports: list[int] = []
     monkeypatch.setattr(RandomWeights, "fill", lambda *_: False)
     materialise(model, source.weights, CPU, on_progress=reports.append)
-    assert len(reports) >= 3 * 9  # of each block the linear layers and norms
+    # Each block has nine linear layers and norms.
+    assert len(reports) >= 3 * 9
 
 
 def test_values_are_uniform_with_the_config_s_deviation() -> None:
     values = torch.empty(1000, 1000)
     RandomWeights(seed=3, std=0.02).fill("x", values)
-    assert values.mean().item() == pytest.approx(0, abs=1e-4)  # 5 standard errors of 0.02 / 1000
+    # 5 standard errors of 0.02 / 1000.
+    assert values.mean().item() == pytest.approx(0, abs=1e-4)
     assert values.std().item() == pytest.approx(0.02, rel=2e-3)
     assert values.abs().max().item() == pytest.approx(0.02 * math.sqrt(3), rel=1e-2)
     neighbours = torch.corrcoef(torch.stack([values.flatten()[:-1], values.flatten()[1:]]))[0, 1]
@@ -113,7 +118,7 @@ def test_values_are_uniform_with_the_config_s_deviation() -> None:
 
 
 def test_norms_lie_around_1_and_biases_around_0() -> None:
-    values = state(model_of(ActorSpec(), CONFIG))
+    values = copy_state(build_model(ActorSpec(), CONFIG))
     norm, bias = values["model.norm.weight"], values["model.layers.0.self_attn.q_proj.bias"]
     assert norm.mean().item() == pytest.approx(1, abs=5 * NORM_SPREAD / 32**0.5)
     assert norm.std().item() == pytest.approx(NORM_SPREAD, rel=0.3)
@@ -137,32 +142,32 @@ def test_vectors_that_are_no_norms_keep_the_range_of_the_model_s_init_and_are_th
     """Some of these inits draw at random: another state of the generator gives the same values."""
     config = {**CONFIG, "model_type": model_type, **sizes}
     torch.manual_seed(1)
-    first = state(model_of(ActorSpec(), config))
+    first = copy_state(build_model(ActorSpec(), config))
     torch.manual_seed(2)
-    half = state(model_of(ActorSpec(), config, torch.bfloat16))
+    half = copy_state(build_model(ActorSpec(), config, torch.bfloat16))
     assert low < first[name].min() <= first[name].max() < high
-    for own, value in half.items():
-        assert torch.equal(value, first[own]), own
+    for name, value in half.items():
+        assert torch.equal(value, first[name]), name
 
 
 def test_samples_are_the_values_that_a_model_gets_vectors_too() -> None:
     source = find_model(ActorSpec(), CONFIG, "test")
-    for name, value in state(model_of(ActorSpec(), CONFIG)).items():
+    for name, value in copy_state(build_model(ActorSpec(), CONFIG)).items():
         shape = tuple(value.shape)
-        found = source.weights.sample(name, shape, 3, 5)
-        assert found is not None
-        assert torch.equal(found, value.flatten()[3:8]), name
+        sample = source.weights.sample(name, shape, 3, 5)
+        assert sample is not None
+        assert torch.equal(sample, value.flatten()[3:8]), name
 
 
 def test_rotary_frequencies_are_hugging_face_s() -> None:
     source = find_model(ActorSpec(), CONFIG, "test")
     plain = AutoModelForCausalLM.from_config(source.config)
-    made = model_of(ActorSpec(), CONFIG)
-    assert torch.equal(made.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    model = build_model(ActorSpec(), CONFIG)
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
 
 
 def test_tied_embeddings_stay_one_parameter() -> None:
-    model = model_of(ActorSpec(), {**CONFIG, "tie_word_embeddings": True})
+    model = build_model(ActorSpec(), {**CONFIG, "tie_word_embeddings": True})
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
@@ -170,7 +175,8 @@ def saved(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
     source = find_model(ActorSpec(), config, "test")
     torch.manual_seed(5)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(source.config)
-    model.save_pretrained(folder, max_shard_size="20KB")  # several files
+    # It makes several files.
+    model.save_pretrained(folder, max_shard_size="20KB")
     return model
 
 
@@ -178,24 +184,24 @@ def saved(folder: Path, config: dict[str, Any]) -> PreTrainedModel:
 def test_a_folder_s_weights_are_loaded(tmp_path: Path, tied: bool) -> None:
     model = saved(tmp_path, {**CONFIG, "tie_word_embeddings": tied})
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    loaded = state(model_of(ActorSpec(model=str(tmp_path)), {}))
-    for name, value in state(model).items():
+    loaded = copy_state(build_model(ActorSpec(model=str(tmp_path)), {}))
+    for name, value in copy_state(model).items():
         assert torch.equal(loaded[name], value), name
 
 
 def test_random_weights_pass_over_a_folder_s(tmp_path: Path) -> None:
     saved(tmp_path, CONFIG)
-    made = state(model_of(ActorSpec(model=str(tmp_path), random_weights=True), {}))
-    assert torch.equal(made["lm_head.weight"], state(model_of(ActorSpec(), CONFIG))["lm_head.weight"])
+    values = copy_state(build_model(ActorSpec(model=str(tmp_path), random_weights=True), {}))
+    assert torch.equal(values["lm_head.weight"], copy_state(build_model(ActorSpec(), CONFIG))["lm_head.weight"])
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, CONFIG)
     with pytest.raises(UsageError, match="no weights named"):
-        model_of(ActorSpec(model=str(only(tmp_path, "config.json", 1))), {})
+        build_model(ActorSpec(model=str(only(tmp_path, "config.json", 1))), {})
     next(tmp_path.glob("*.safetensors")).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     with pytest.raises(UsageError, match="cannot be read"):
-        model_of(ActorSpec(model=str(tmp_path)), {})
+        build_model(ActorSpec(model=str(tmp_path)), {})
 
 
 def only(folder: Path, config: str, num_files: int) -> Path:
@@ -208,15 +214,16 @@ def only(folder: Path, config: str, num_files: int) -> Path:
 
 
 def test_a_buffer_that_no_init_sets_comes_from_the_folder_or_is_refused(tmp_path: Path) -> None:
-    config = {**CONFIG, "model_type": "apertus"}  # its activation has buffers
+    # The activation of apertus has buffers.
+    config = {**CONFIG, "model_type": "apertus"}
     with pytest.raises(UsageError, match=r"does not say what model.layers.0.mlp.act_fn.\w+ holds"):
-        model_of(ActorSpec(), config)
-    rest = {name: value for name, value in config.items() if name != "model_type"}
-    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", **rest))
+        build_model(ActorSpec(), config)
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model("apertus", **fields))
     saved.save_pretrained(tmp_path)
     expected = {name: value.float() for name, value in saved.state_dict().items()}
     assert any("act_fn" in name for name in expected)
-    loaded = state(model_of(ActorSpec(model=str(tmp_path)), {}))
+    loaded = copy_state(build_model(ActorSpec(model=str(tmp_path)), {}))
     assert loaded.keys() == expected.keys()
     for name, value in loaded.items():
         assert torch.equal(value, expected[name]), name

@@ -21,52 +21,53 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the system is asked to read: begin and end."""
-    told: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
-    def note(descriptor: int, begin: int, length: int, advice: int) -> None:
+    def note_request(descriptor: int, begin: int, length: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        told.append((begin, begin + length))
+        requests.append((begin, begin + length))
 
-    monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr(weights, "AHEAD_BYTES", 2048)  # two tensors
-    return told
+    monkeypatch.setattr(os, "posix_fadvise", note_request)
+    # These are two tensors.
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 2048)
+    return requests
 
 
 def test_places_are_those_of_the_values(path: Path) -> None:
-    places, content = find_tensor_offsets(path), path.read_bytes()
-    assert places.keys() == TENSORS.keys()
-    for name, (begin, end) in places.items():
+    offsets, content = find_tensor_offsets(path), path.read_bytes()
+    assert offsets.keys() == TENSORS.keys()
+    for name, (begin, end) in offsets.items():
         assert content[begin:end] == TENSORS[name].numpy().tobytes()
 
 
 def test_in_the_files_order_each_byte_is_asked_for_once_and_before_it_is_needed(
-    path: Path, told: list[tuple[int, int]]
+    path: Path, requests: list[tuple[int, int]]
 ) -> None:
-    ahead, places = ReadAhead(), find_tensor_offsets(path)
-    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+    ahead, offsets = ReadAhead(), find_tensor_offsets(path)
+    for name, (begin, end) in sorted(offsets.items(), key=lambda name_and_offsets: name_and_offsets[1]):
         ahead.request(path, name)
-        assert told[0][0] <= begin
-        assert told[-1][1] >= end + 1024
-    assert all(one[1] == two[0] for one, two in pairwise(told))
-    assert len(told) < len(places)
+        assert requests[0][0] <= begin
+        assert requests[-1][1] >= end + 1024
+    assert all(first[1] == second[0] for first, second in pairwise(requests))
+    assert len(requests) < len(offsets)
 
 
-def test_a_tensor_elsewhere_is_asked_for_too(path: Path, told: list[tuple[int, int]]) -> None:
-    ahead, places = ReadAhead(), find_tensor_offsets(path)
+def test_a_tensor_elsewhere_is_asked_for_too(path: Path, requests: list[tuple[int, int]]) -> None:
+    ahead, offsets = ReadAhead(), find_tensor_offsets(path)
     for name in ("layers.6.weight", "layers.1.weight"):
         ahead.request(path, name)
-        assert told[-1] == (places[name][0], places[name][1] + 2048)
+        assert requests[-1] == (offsets[name][0], offsets[name][1] + 2048)
 
 
 def test_a_folder_is_read_ahead_as_parameters_are_filled_and_not_for_a_sample(
-    path: Path, told: list[tuple[int, int]]
+    path: Path, requests: list[tuple[int, int]]
 ) -> None:
     weights = FolderWeights.open(path.parent, None)
     weights.sample("layers.3.weight", (256,), 5, 2)
-    assert told == []
+    assert requests == []
     parameter = torch.empty(256)
     weights.fill("layers.3.weight", parameter)
     assert torch.equal(parameter, TENSORS["layers.3.weight"])
-    assert len(told) == 1
+    assert len(requests) == 1

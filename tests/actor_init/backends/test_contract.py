@@ -71,8 +71,8 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def test_every_pair_of_toggles_meets() -> None:
     for first, second in itertools.combinations(range(len(Row._fields)), 2):
-        wanted = set(itertools.product({row[first] for row in TABLE}, {row[second] for row in TABLE}))
-        assert {(row[first], row[second]) for row in TABLE} == wanted, (Row._fields[first], Row._fields[second])
+        expected_pairs = set(itertools.product({row[first] for row in TABLE}, {row[second] for row in TABLE}))
+        assert {(row[first], row[second]) for row in TABLE} == expected_pairs, (Row._fields[first], Row._fields[second])
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

@@ -35,9 +35,11 @@ UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bi
 CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 50}}
 QWEN3 = "qwen3, norms on heads"
 SOME = [QWEN3, "llama, tied, biases, uneven", "llama, all biases, odd sizes"]
-TWO = "--grad-accumulation 2 --skip-inputs 14 --max-inputs 2"  # short ones
-RUNS = [  # processes, flags, models; an accumulation window each
-    (2, "--zero-stage 1 --grad-accumulation 32 --max-inputs 32", ["llama"]),  # every input of the sample
+# Two short inputs.
+TWO = "--grad-accumulation 2 --skip-inputs 14 --max-inputs 2"
+# Processes, flags and models of runs of one accumulation window each. The first feeds every input of the sample.
+RUNS = [
+    (2, "--zero-stage 1 --grad-accumulation 32 --max-inputs 32", ["llama"]),
     (2, f"--zero-stage 1 {TWO}", CONFIGS),
     (2, f"--zero-stage 3 {TWO}", CONFIGS),
     (2, f"--zero-stage 0 {TWO} --gradient-checkpointing", SOME),
@@ -58,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Any]:
+def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Any]:
     """By case, what each rank found."""
     home = tmp_path_factory.mktemp("found")
     answers: dict[tuple[str, int, str], Any] = {}
@@ -90,16 +92,19 @@ def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize(("name", "num_processes", "flags"), CASES)
 def test_losses_gradients_and_norms_are_the_reference_s(
-    name: str, num_processes: int, flags: str, found: dict[tuple[str, int, str], Any]
+    name: str, num_processes: int, flags: str, results: dict[tuple[str, int, str], Any]
 ) -> None:
-    ranks = found[name, num_processes, flags]
+    ranks = results[name, num_processes, flags]
     num_passes = int(flags.split("--max-inputs ")[1].split()[0])
     assert len(ranks) == num_processes
     for rank in ranks:
-        assert rank["num_inputs"] == num_passes * num_processes // 2  # tp peers share theirs
+        # The two tp peers are fed the same inputs.
+        assert rank["num_inputs"] == num_passes * num_processes // 2
         assert rank["num_split"] >= 7 * SIZES["num_hidden_layers"] or "--zero-stage 3" in flags
         assert rank["loss"] < LOSS_BOUND
-        assert {own: error for own, error in rank["gradients"].items() if not error < GRADIENT_BOUND} == {}
+        assert {
+            parameter_name: error for parameter_name, error in rank["gradients"].items() if not error < GRADIENT_BOUND
+        } == {}
         assert rank["norm"] < NORM_BOUND
 
 
@@ -137,8 +142,8 @@ def test_the_norm_in_bf16_has_every_rank_in_it(
     ],
 )
 def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any], tp: int, complaint: str) -> None:
-    rest = {**SIZES, **{key: value for key, value in config.items() if key != "model_type"}}
-    whole = AutoConfig.for_model(config["model_type"], **rest)
+    fields = {**SIZES, **{key: value for key, value in config.items() if key != "model_type"}}
+    whole = AutoConfig.for_model(config["model_type"], **fields)
     with pytest.raises(UsageError) as refusal:
         check_autotp(build_on_meta(whole, attention="sdpa", dtype=torch.float32), tp)
     assert complaint in in_flags(refusal.value)
@@ -152,8 +157,8 @@ def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any],
     ],
 )
 def test_the_command_succeeds_and_tp_peers_share_their_inputs(command: str, world_size: int, tmp_path: Path) -> None:
-    done = run(command, tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    process = run(command, tmp_path)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     (folder,) = tmp_path.iterdir()
     log, records = read_log(folder)
     assert log["world_size"] == world_size

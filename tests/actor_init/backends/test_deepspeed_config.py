@@ -16,14 +16,14 @@ from tests.helpers.commands import ROOT
 from tests.helpers.planning import CONFIG
 
 
-def written(folder: Path, content: Any) -> Path:
+def write_config(folder: Path, content: Any) -> Path:
     path = folder / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
 def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -> None:
-    given = {
+    config = {
         "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000, "stage": "auto"},
         "data_types": {"grad_accum_dtype": "bf16"},
         "gradient_clipping": "auto",
@@ -32,28 +32,28 @@ def test_what_no_option_says_is_added_and_auto_is_the_option_s(tmp_path: Path) -
         "bf16": {"enabled": True},
         "steps_per_print": 10,
     }
-    found = build_config(
-        ActorSpec(deepspeed_config=written(tmp_path, given), zero_stage=2, max_norm=0.5).with_defaults()
+    merged = build_config(
+        ActorSpec(deepspeed_config=write_config(tmp_path, config), zero_stage=2, max_norm=0.5).with_defaults()
     )
-    assert found["zero_optimization"] == {
+    assert merged["zero_optimization"] == {
         "stage": 2,
         "memory_efficient_linear": True,
         "overlap_comm": True,
         "reduce_bucket_size": 1000,
     }
-    assert found["data_types"] == {"grad_accum_dtype": "bf16"}
-    assert (found["gradient_clipping"], found["steps_per_print"]) == (0.5, 10)
-    assert "optimizer" not in found
-    assert "train_batch_size" not in found
+    assert merged["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert (merged["gradient_clipping"], merged["steps_per_print"]) == (0.5, 10)
+    assert "optimizer" not in merged
+    assert "train_batch_size" not in merged
 
 
 def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
-    path = written(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    path = write_config(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     assert build_config(ActorSpec(deepspeed_config=path))["zero_force_ds_cpu_optimizer"] is False
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("config", "says"),
     [
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2; here it is 1, which --zero-stage says. "),
         ({"gradient_accumulation_steps": 4}, "here it is 1, .* and try: --grad-accumulation 4"),
@@ -68,9 +68,9 @@ def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
         ("{", "cannot be read: .* Give a JSON file"),
     ],
 )
-def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, given: Any, says: str) -> None:
+def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, config: Any, says: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        build_config(ActorSpec(deepspeed_config=written(tmp_path, given)).with_defaults())
+        build_config(ActorSpec(deepspeed_config=write_config(tmp_path, config)).with_defaults())
     assert re.search(says, in_flags(refusal.value))
 
 
@@ -80,16 +80,20 @@ def test_other_backends_have_no_such_file() -> None:
 
 
 def test_parity_gives_it_to_deepspeed_s_runs_alone_and_a_matrix_may_list_several(tmp_path: Path) -> None:
-    here = MatrixContext(device="cpu", num_devices=1, num_inputs=2, config=CONFIG, must_pack=False)
-    path = str(written(tmp_path, {"zero_optimization": {"overlap_comm": True}}))
+    context = MatrixContext(device="cpu", num_devices=1, num_inputs=2, config=CONFIG, must_pack=False)
+    path = str(write_config(tmp_path, {"zero_optimization": {"overlap_comm": True}}))
     bad = tmp_path / "bad.json"
     bad.write_text('{"gradient_clipping": 1}')
     settings = [{"backend": backend, "dtype": "fp32", "zero_stage": 3} for backend in ("deepspeed", "fsdp2")]
-    cells = plan_matrix(settings, {"deepspeed_config": path}, here).cells
-    given = {cell.spec.actor.backend: cell.spec.actor.deepspeed_config for cell in cells if cell.role is Role.CELL}
-    assert given == {"deepspeed": Path(path)}
+    cells = plan_matrix(settings, {"deepspeed_config": path}, context).cells
+    config_by_backend = {
+        cell.spec.actor.backend: cell.spec.actor.deepspeed_config for cell in cells if cell.role is Role.CELL
+    }
+    assert config_by_backend == {"deepspeed": Path(path)}
     assert not any(cell.spec.actor.deepspeed_config for cell in cells if cell.spec.actor.backend == "fsdp2")
-    listed = plan_matrix([{"dtype": "fp32", "deepspeed_config": one} for one in (path, str(bad))], {}, here)
+    listed = plan_matrix(
+        [{"dtype": "fp32", "deepspeed_config": config_path} for config_path in (path, str(bad))], {}, context
+    )
     assert f"deepspeed fp32 packed auto deepspeed-config {path}" in [cell.name for cell in listed.cells]
     assert "gradient_clipping is 1" in listed.refused[f"deepspeed fp32 packed auto deepspeed-config {bad}"]
 
@@ -98,7 +102,7 @@ def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: 
     from replay.command_line.cli import parse_command_line
     from replay.runner.run import run_in
 
-    path = written(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
+    path = write_config(tmp_path, {"zero_optimization": {"round_robin_gradients": True}})
     inputs = str(ROOT / "inputs" / "edges" / "rows")
     typed = ["--deepspeed-config", str(path), "--inputs", inputs, "--max-inputs", "1", "--zero-stage", "2"]
     spec = parse_command_line([*typed, "--quiet", "--log-folder", str(tmp_path / "logs")]).args[0].spec

@@ -37,31 +37,31 @@ def world() -> Iterator[World]:
 
 
 def opened(world: World, **config: Any) -> Any:
-    return opened_backend(world, **config).model
+    return open_fsdp2_backend(world, **config).model
 
 
-def opened_backend(world: World, **config: Any) -> FSDP2Backend:
+def open_fsdp2_backend(world: World, **config: Any) -> FSDP2Backend:
     source = ModelSource(name="tiny", config=LlamaConfig(**TINY | config), weights=RandomWeights(seed=0, std=0.02))
     return FSDP2Backend.open(ActorSpec(backend="fsdp2", dtype=Dtype.FP32, packing=True).with_defaults(), source, world)
 
 
-def gathered_with_root(model: LlamaForCausalLM) -> set[str]:
+def list_modules_gathered_with_root(model: LlamaForCausalLM) -> set[str]:
     root: Any = model
     root.unshard()
-    return gathered_in(model)
+    return list_gathered_modules(model)
 
 
-def gathered_in(model: nn.Module) -> set[str]:
+def list_gathered_modules(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
 
 
 def test_the_root_s_group_has_neither_embedding_nor_head(world: World) -> None:
-    assert gathered_with_root(opened(world)) == {"model.norm.weight"}
+    assert list_modules_gathered_with_root(opened(world)) == {"model.norm.weight"}
 
 
 def test_a_weight_of_both_stays_in_the_root_s_group(world: World) -> None:
     tied = opened(world, tie_word_embeddings=True)
-    assert gathered_with_root(tied) == {"model.norm.weight", "model.embed_tokens.weight"}
+    assert list_modules_gathered_with_root(tied) == {"model.norm.weight", "model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_a_weight_of_both_stays_in_the_root_s_group(world: World) -> None:
 )
 def test_embedding_and_head_are_apart_unless_tied(config: PretrainedConfig, is_apart: bool) -> None:
     model = build_on_meta(config, attention="eager", dtype=TORCH_DTYPES[Dtype.FP32])
-    found = find_embedding_and_head(model)
+    modules = find_embedding_and_head(model)
     expected = (model.get_input_embeddings(), model.get_output_embeddings()) if is_apart else (None, None)
-    assert all(one is other for one, other in zip(found, expected, strict=True))
+    assert all(module is other for module, other in zip(modules, expected, strict=True))
 
 
 def test_a_user_s_model_names_neither() -> None:
@@ -84,12 +84,12 @@ def test_a_user_s_model_names_neither() -> None:
 
 
 def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:
-    backend = opened_backend(world, vocab_size=264)
+    backend = open_fsdp2_backend(world, vocab_size=264)
     inputs = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=True)
     with torch.no_grad():
         backend.forward(inputs, trains=False)
-    assert "lm_head.weight" not in gathered_in(backend.model)
+    assert "lm_head.weight" not in list_gathered_modules(backend.model)
     log_probs = backend.forward(inputs, trains=True)
-    assert gathered_in(backend.model) == {"lm_head.weight", "model.norm.weight"}
+    assert list_gathered_modules(backend.model) == {"lm_head.weight", "model.norm.weight"}
     backend.backward(-log_probs.mean())
-    assert gathered_in(backend.model) == set()
+    assert list_gathered_modules(backend.model) == set()

@@ -76,10 +76,10 @@ def test_its_clipped_steps_lead_where_a_plain_loop_leads(logs: dict[str, Path], 
 
 
 def test_help_lists_it() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", WORKER, "replay", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    words = " ".join(done.stdout.split())
+    words = " ".join(process.stdout.split())
     assert "--backend deepspeed|fsdp2|ddp|toy" in words
     assert "toy: a plain model, for tests." in words
     assert "ddp: nothing ever. toy: nothing ever." in words
@@ -88,22 +88,22 @@ def test_help_lists_it() -> None:
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("matrix", list(BuiltInMatrix))
 def test_every_named_matrix_has_cells_of_it_that_differ_in_nothing_that_it_lacks(matrix: str) -> None:
-    cells = [one for one in read_settings(matrix, 2) if one["backend"] == "toy"]
-    assert {one.get("data", 1) for one in cells} == {1, 2}
-    assert not any({"zero_stage", "tp", "ring"} & one.keys() for one in cells)
+    cells = [cell for cell in read_settings(matrix, 2) if cell["backend"] == "toy"]
+    assert {cell.get("data", 1) for cell in cells} == {1, 2}
+    assert not any({"zero_stage", "tp", "ring"} & cell.keys() for cell in cells)
     edges = make_edge_settings(matrix, 2, Attention.SDPA)
-    assert all("toy" in {one["backend"] for one in group} for group in edges.values())
+    assert all("toy" in {cell["backend"] for cell in group} for group in edges.values())
 
 
 @pytest.mark.usefixtures("registered")
 def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
     config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, hidden_size=32)
-    here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=config, must_pack=False)
+    context = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=config, must_pack=False)
     with liger_on_a_cpu():
-        found = plan_matrix(read_settings("quick", 2), {}, here)
-    cells = {cell.name for cell in found.cells if cell.role is Role.CELL and cell.spec.actor.backend == "toy"}
+        plan = plan_matrix(read_settings("quick", 2), {}, context)
+    cells = {cell.name for cell in plan.cells if cell.role is Role.CELL and cell.spec.actor.backend == "toy"}
     assert {"toy fp32 packed sdpa", "toy fp32 padded sdpa", "toy fp32 packed sdpa data 2"} <= cells
-    refused = {name: reason for name, reason in found.refused.items() if name.startswith("toy")}
+    refused = {name: reason for name, reason in plan.refused.items() if name.startswith("toy")}
     assert set(refused) == {
         "toy bf16 packed sdpa",
         "toy bf16 padded sdpa",
@@ -139,8 +139,8 @@ def test_texts_and_specs_know_it() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_the_suite_trains_it_as_it_declares() -> None:
-    before = [one.name for one in CONFIGURATIONS]
-    assert [one.name for one in read_configurations()] == [*before, "toy"]
+    before = [configuration.name for configuration in CONFIGURATIONS]
+    assert [configuration.name for configuration in read_configurations()] == [*before, "toy"]
 
 
 def test_without_its_entry_nobody_knows_it() -> None:

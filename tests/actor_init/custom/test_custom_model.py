@@ -19,11 +19,11 @@ ODD = f"{FOLDER / 'odd.py'}"
 CPU = torch.device("cpu")
 
 
-def source_of(function: str, captured: dict[str, Any] | None = None, **options: Any) -> ModelSource:
+def open_source(function: str, captured: dict[str, Any] | None = None, **options: Any) -> ModelSource:
     return find_model(ActorSpec(model=f"{ODD}:{function}", **options), captured, "captured")
 
 
-def built(source: ModelSource) -> Any:
+def build_model(source: ModelSource) -> Any:
     model = build_on_meta(source.config, attention="its own", dtype=torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
     materialise(model, source.weights, CPU)
@@ -31,7 +31,7 @@ def built(source: ModelSource) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("nope", f"{Path(ODD).resolve()} has no function nope. It has Tiny, Sequence"),
         ("raises", "raises raised RuntimeError: no such model, at {file}:"),
@@ -48,30 +48,30 @@ def built(source: ModelSource) -> Any:
         ("loads", "loads loads weights, and those would be lost: .* weights='FILE'"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(function: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said.format(file=Path(ODD).resolve())) as refusal:
-        source_of(function)
+def test_a_mistake_in_the_file_is_one_line(function: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.format(file=Path(ODD).resolve())) as refusal:
+        open_source(function)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "No such file or directory. Try: model='FILE.py:function'"),
         ("def broken(:", "it raised SyntaxError: .*, at {file}:1"),
         ("\nimport nothing_there", "it raised ModuleNotFoundError: No module named 'nothing_there', at {file}:2"),
     ],
 )
-def test_a_file_that_does_not_run_is_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_run_is_one_line(text: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UsageError, match=said.format(file=file)):
+    with pytest.raises(UsageError, match=message.format(file=file)):
         find_model(ActorSpec(model=f"{file}:build"), None, "captured")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"parallel": ParallelSpec(tp=2)}, "tp=2 needs a plan"),
         ({"parallel": ParallelSpec(ring=2)}, "ring=2 slices attention"),
@@ -84,8 +84,8 @@ def test_a_file_that_does_not_run_is_one_line(text: str | None, said: str, tmp_p
         ),
     ],
 )
-def test_what_only_transformers_models_can_do_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_only_transformers_models_can_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ActorSpec(model="mine.py:build", **options)
 
 
@@ -109,49 +109,50 @@ def test_rows_of_a_user_s_model_stay_padded() -> None:
 
 
 def test_the_function_is_given_the_captured_config() -> None:
-    assert source_of("needs_one", {"vocab_size": 32}).config.vocab_size == 32
-    assert source_of("takes_one", {"vocab_size": 32}).config.vocab_size == 32
-    assert source_of("takes_one").config.vocab_size == 64
+    assert open_source("needs_one", {"vocab_size": 32}).config.vocab_size == 32
+    assert open_source("takes_one", {"vocab_size": 32}).config.vocab_size == 32
+    assert open_source("takes_one").config.vocab_size == 64
 
 
 def test_layers_are_cut_and_named() -> None:
-    model = build_on_meta(source_of("Tiny", num_layers=2).config, attention="", dtype=torch.float32)
+    model = build_on_meta(open_source("Tiny", num_layers=2).config, attention="", dtype=torch.float32)
     assert [name for name, _ in find_blocks(model)] == ["layers.0", "layers.1"]
-    named = source_of("Sequence", blocks="layers").config
+    named = open_source("Sequence", blocks="layers").config
     assert (named.num_hidden_layers, named.vocab_size, named.hidden_size) == (3, 64, 8)
     with pytest.raises(UsageError, match=r"num_layers=4, but layers has 3. Allowed: 1 to 3"):
-        source_of("Tiny", num_layers=4)
+        open_source("Tiny", num_layers=4)
     with pytest.raises(UsageError, match=r"blocks='head' is no list of layers in the Tiny of odd.py:Tiny"):
-        source_of("Tiny", blocks="head")
+        open_source("Tiny", blocks="head")
 
 
 def test_buffers_and_ties_stay_what_the_code_makes_them() -> None:
-    model = built(source_of("Rotary"))
+    model = build_model(open_source("Rotary"))
     assert model.embedding.weight is model.head.weight
     assert torch.equal(model.table, torch.linspace(0, 1, 8))
     assert torch.equal(model.get_buffer("other"), torch.linspace(1, 2, 8))
-    assert model.embedding.weight.std() > 0.01  # random by name, not the code's zeros
+    # The values are random by name. Those of the code are zeros.
+    assert model.embedding.weight.std() > 0.01
 
 
 def test_random_weights_are_the_same_in_each_build_and_around_the_code_s_own() -> None:
-    first, second = (built(source_of("Tiny")) for _ in range(2))
+    first, second = (build_model(open_source("Tiny")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert (first.norm.weight - 1).abs().max() < 0.1
-    cut = built(source_of("Tiny", num_layers=1))
+    cut = build_model(open_source("Tiny", num_layers=1))
     assert torch.equal(cut.layers[0].weight, first.layers[0].weight)
 
 
 def test_a_module_made_once_in_the_file_is_left_alone() -> None:
-    source = source_of("the_same")
+    source = open_source("the_same")
     before = {name: values.clone() for name, values in odd.ONE.state_dict().items()}
-    first, second = built(source), built(source)
+    first, second = build_model(source), build_model(source)
     assert torch.equal(first.head.weight, second.head.weight)
     assert first is not second
     assert all(torch.equal(values, before[name]) for name, values in odd.ONE.state_dict().items())
 
 
 def test_a_forward_gets_the_keywords_that_it_names() -> None:
-    model = built(source_of("Masked"))
+    model = build_model(open_source("Masked"))
     ids, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[True, True, False]])
     logits = model(input_ids=ids, attention_mask=mask, position_ids=torch.tensor([[0, 1, 2]]), use_cache=False).logits
     plain = model.logits(ids)
@@ -179,8 +180,8 @@ def test_remote_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    wanted = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=2)).eval()
-    wanted.save_pretrained(folder)
+    original = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, num_key_value_heads=2)).eval()
+    original.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "odd_remote"}
     config["auto_map"] = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -191,12 +192,12 @@ def test_remote_code_runs_where_the_user_names_it_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(LOADER.format(folder=str(folder)))
     source = find_model(ActorSpec(model=f"{file}:build", weights=folder), None, "captured")
-    model = built(source).eval()
+    model = build_model(source).eval()
     ids = torch.arange(1, 7)[None]
     mask, positions = torch.ones_like(ids), torch.arange(6)[None]
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        assert torch.equal(logits, wanted(input_ids=ids).logits)
+        assert torch.equal(logits, original(input_ids=ids).logits)
     assert source.config.num_hidden_layers == 2
 
 
@@ -206,17 +207,17 @@ CHECKPOINTS = ["model.safetensors", "ckpt.pt", "model.pth", "folder", "folder of
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_weights_are_read_by_name(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    wanted = odd.Tiny()
-    path = written(wanted, kind, tmp_path)
-    source = source_of("Tiny", weights=path)
-    model = built(source)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
+    original = odd.Tiny()
+    path = write_weights(original, kind, tmp_path)
+    source = open_source("Tiny", weights=path)
+    model = build_model(source)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
     sample = source.weights.sample("layers.1.weight", (8, 8), 10, 3)
     assert sample is not None
-    assert torch.equal(sample, wanted.layers[1].weight.detach().flatten()[10:13])  # type: ignore[operator]
+    assert torch.equal(sample, original.layers[1].weight.detach().flatten()[10:13])  # type: ignore[operator]
 
 
-def written(module: nn.Module, kind: str, home: Path) -> Path:
+def write_weights(module: nn.Module, kind: str, home: Path) -> Path:
     weights: dict[str, Tensor] = module.state_dict()
     match kind:
         case "model.safetensors":
@@ -238,7 +239,7 @@ def written(module: nn.Module, kind: str, home: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("none.pt", None, "none.pt': does not exist. Give a safetensors or torch file"),
         ("some.txt", b"", "is no checkpoint, by its name"),
@@ -248,19 +249,19 @@ def written(module: nn.Module, kind: str, home: Path) -> Path:
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_one_line(
-    name: str, content: bytes | None, said: str, tmp_path: Path
+    name: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     if name and content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=said) as refusal:
-        source_of("Tiny", weights=tmp_path / name)
+    with pytest.raises(UsageError, match=message) as refusal:
+        open_source("Tiny", weights=tmp_path / name)
     assert "\n" not in str(refusal.value)
 
 
 def test_another_model_s_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file({"embedding.weight": torch.zeros(64, 9)}, tmp_path / "wide.safetensors")
     with pytest.raises(UsageError, match=r"embedding.weight has shape \[64, 9\], and the model's is \[64, 8\]"):
-        built(source_of("Tiny", weights=tmp_path / "wide.safetensors"))
+        build_model(open_source("Tiny", weights=tmp_path / "wide.safetensors"))
     save_file({"embedding.weight": torch.zeros(64, 8)}, tmp_path / "few.safetensors")
     with pytest.raises(UsageError, match=r"has nothing named layers.0.weight \(it has 1 tensors"):
-        built(source_of("Tiny", weights=tmp_path / "few.safetensors"))
+        build_model(open_source("Tiny", weights=tmp_path / "few.safetensors"))

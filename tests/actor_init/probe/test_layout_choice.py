@@ -42,15 +42,15 @@ DECIDED: dict[str, Layout] = {
 }
 
 
-def spec_of(**given: Any) -> ActorSpec:
-    return ActorSpec(backend="fsdp2", dtype=Dtype.FP32, **given).with_defaults()
+def make_spec(**options: Any) -> ActorSpec:
+    return ActorSpec(backend="fsdp2", dtype=Dtype.FP32, **options).with_defaults()
 
 
 @pytest.mark.parametrize("family", DECIDED)
 def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: World) -> None:
     config = tiny_config(family)
     alone = EachAlone(config)
-    spec, layout = choose_layout(spec_of(), config, world, is_given=False)
+    spec, layout = choose_layout(make_spec(), config, world, is_given=False)
     assert (layout.packs, layout.borders, layout.as_captured) == (
         DECIDED[family].packs,
         DECIDED[family].borders,
@@ -61,18 +61,19 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
     kernel = choose_kernel(spec, world.device, config)
     assert alone.off(kernel, layout) <= BOUND
     if layout.why and "does not run" not in layout.why:
-        assert alone.off(kernel, PACKED) > 0.01  # without the probe
+        # Without the probe the numbers would be wrong.
+        assert alone.off(kernel, PACKED) > 0.01
 
 
 def test_packing_that_was_typed_is_refused_where_it_is_wrong(world: World) -> None:
     with pytest.raises(UsageError, match=r"packed documents of mamba see each other.* Try: packing=False"):
-        choose_layout(spec_of(packing=True), tiny_config("mamba"), world, is_given=True)
+        choose_layout(make_spec(packing=True), tiny_config("mamba"), world, is_given=True)
 
 
 def test_padding_that_was_typed_is_as_captured_and_says_what_the_model_sees(world: World) -> None:
-    spec, layout = choose_layout(spec_of(packing=False), tiny_config("rwkv"), world, is_given=True)
+    spec, layout = choose_layout(make_spec(packing=False), tiny_config("rwkv"), world, is_given=True)
     assert (spec.packs, layout.as_captured, layout.why) == (False, True, "rwkv sees padding on the left")
-    _, layout = choose_layout(spec_of(packing=False), tiny_config("mamba"), world, is_given=True)
+    _, layout = choose_layout(make_spec(packing=False), tiny_config("mamba"), world, is_given=True)
     assert layout == Layout(packs=False)
 
 
@@ -81,7 +82,7 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
         raise ValueError("no such width\nand more")
 
     monkeypatch.setattr(packing_probe, "build_small_model", fail)
-    _, layout = choose_layout(spec_of(), tiny_config("llama"), world, is_given=False)
+    _, layout = choose_layout(make_spec(), tiny_config("llama"), world, is_given=False)
     assert not layout.packs
     assert "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why
 
@@ -89,22 +90,23 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
 def test_the_run_s_random_states_and_the_config_stay_as_they_are(world: World) -> None:
     config = tiny_config("gpt_oss")
     before, state = deepcopy(config.to_dict()), torch.get_rng_state()
-    choose_layout(spec_of(), config, world, is_given=False)
+    choose_layout(make_spec(), config, world, is_given=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert config.to_dict() == before
 
 
-def large_llama() -> PretrainedConfig:
+def make_large_llama() -> PretrainedConfig:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     return LlamaConfig(vocab_size=128256, num_hidden_layers=32, **sizes)
 
 
 def test_a_large_model_is_tried_as_a_narrow_one() -> None:
-    small = next(make_small_configs(large_llama()))
+    small = next(make_small_configs(make_large_llama()))
     assert count_parameters(small) < 3e6
     assert (small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads) == (2, 2, 1)
-    assert small.head_dim == 128  # as the kernel sees it
-    assert not explain_not_packed(large_llama())
+    # The kernel sees heads of the same width.
+    assert small.head_dim == 128
+    assert not explain_not_packed(make_large_llama())
 
 
 def test_the_copy_has_each_kind_of_layer() -> None:
@@ -136,8 +138,8 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
 
 def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
-    said = run_ranks(["-m", "benchmarks.packing_families", "--ring", "--only", *families], 2)
-    lines = {line.split()[0]: line for line in said.splitlines() if line.startswith(tuple(families))}
+    output = run_ranks(["-m", "benchmarks.packing_families", "--ring", "--only", *families], 2)
+    lines = {line.split()[0]: line for line in output.splitlines() if line.startswith(tuple(families))}
     assert all(lines[family].endswith(" packed") for family in families[:3])
     for family in families[3:]:
         assert f"--ring 2 slices packed rows, and {family} does not keep its slices right" in lines[family]
@@ -146,20 +148,20 @@ def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
 def test_a_ring_refuses_dropout_that_its_kernel_lacks_before_the_actor_opens(tmp_path: Path) -> None:
     config = tiny_config("gpt2", vocab_size=264, n_positions=2048, attn_pdrop=0.1)
     tiny_model(config).save_pretrained(tmp_path / "model")
-    done = run(f"replay --model {tmp_path / 'model'} --ring 2 --backend fsdp2 --max-inputs 1", tmp_path / "logs")
-    assert (done.returncode, done.stdout) == (2, "")
+    process = run(f"replay --model {tmp_path / 'model'} --ring 2 --backend fsdp2 --max-inputs 1", tmp_path / "logs")
+    assert (process.returncode, process.stdout) == (2, "")
     says = "--ring 2: gpt2's attention has dropout in training, and ring_gathered has none. Try: no --ring"
-    assert f"replay: {says}" in done.stderr.splitlines()
+    assert f"replay: {says}" in process.stderr.splitlines()
     assert not list((tmp_path / "logs").glob("*"))
 
 
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
-    spec, _ = choose_layout(spec_of(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
+    spec, _ = choose_layout(make_spec(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
     assert spec.attention == Attention.EAGER
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (KeyError("ring_gathered"), "its layers have no attention that a ring can replace"),
         (TypeError("forward() got an unexpected keyword argument 'ring'"), "its layers cannot run on a slice"),
@@ -169,5 +171,5 @@ def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
     ],
     ids=str,
 )
-def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, said: str) -> None:
-    assert explain_no_slice(error, "ring_gathered").startswith(said)
+def test_what_a_ring_cannot_slice_is_said_in_words(error: Exception, message: str) -> None:
+    assert explain_no_slice(error, "ring_gathered").startswith(message)

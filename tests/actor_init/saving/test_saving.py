@@ -18,9 +18,11 @@ from tests.helpers.sharded import SIZES
 
 pytestmark = pytest.mark.long
 
-LEARNING_RATE, MAX_NORM, WARMUP_STEPS = 1e-2, 0.5, 4  # the three steps after a load: two of warm-up, one behind it
+# The three steps after a load are the last two of the warm-up and one behind it.
+LEARNING_RATE, MAX_NORM, WARMUP_STEPS = 1e-2, 0.5, 4
 TRAINING = f"--step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --lr-warmup-steps {WARMUP_STEPS}"
-UPDATE_BOUND = 2e-3  # relative to the whole update: AdamW divides sums in another order by their own size
+# Relative to the whole update. AdamW divides sums, which are added in another order, by their own size.
+UPDATE_BOUND = 2e-3
 
 STRATEGIES = {
     **{f"deepspeed {stage}": f"--zero-stage {stage} --dtype fp32" for stage in range(4)},
@@ -40,13 +42,15 @@ STRATEGIES = {
     "fsdp2 3 tp 2 tied": "--backend fsdp2 --tp 2 --dtype fp32",
 }
 TWO_RANKS = [f"deepspeed {stage}" for stage in range(4)] + ["fsdp2 3", "deepspeed 2 bf16", "fsdp2 3 tied"]
-WORLDS = {  # by processes and tp: who runs there
+# The strategies that run in each world. A world is a number of processes, or tp.
+WORLDS = {
     "1": [name for name in STRATEGIES if "tp" not in name],
     "2": TWO_RANKS,
     "tp": [name for name in STRATEGIES if "tp" in name],
 }
 ALONE = [(world, name) for world, names in WORLDS.items() for name in names]
-MOVES = [  # saved in one world, loaded in another
+# States that are saved in one world and loaded in another: world and strategy of both.
+MOVES = [
     *[("2", f"deepspeed {stage}", "1", f"deepspeed {stage}") for stage in range(4)],
     ("1", "deepspeed 1", "2", "deepspeed 1"),
     ("1", "deepspeed 3", "2", "deepspeed 3"),
@@ -61,7 +65,7 @@ MOVES = [  # saved in one world, loaded in another
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
     home: Path
-    models: dict[bool, Path]  # by whether its embeddings are tied
+    models: dict[bool, Path]
 
     @property
     def inputs(self) -> Path:
@@ -70,16 +74,16 @@ class Runs:
     def model_of(self, strategy: str) -> Path:
         return self.models["tied" in strategy]
 
-    def folder(self, kind: str, world: str, strategy: str, came: str = "") -> Path:
-        return self.home / f"{kind} {world} {strategy} {came}".strip().replace(" ", "-")
+    def folder(self, kind: str, world: str, strategy: str, first_world: str = "") -> Path:
+        return self.home / f"{kind} {world} {strategy} {first_world}".strip().replace(" ", "-")
 
-    def command(self, kind: str, world: str, strategy: str, rest: str, came: str = "") -> list[str]:
-        logs = ["--log-folder", str(self.folder(f"log {kind}", world, strategy, came))]
+    def command(self, kind: str, world: str, strategy: str, flags: str, first_world: str = "") -> list[str]:
+        logs = ["--log-folder", str(self.folder(f"log {kind}", world, strategy, first_world))]
         where = ["--model", str(self.model_of(strategy)), "--inputs", str(self.inputs), *logs, "--quiet"]
-        return [*STRATEGIES[strategy].split(), *where, "--warmup", "0", *rest.split()]
+        return [*STRATEGIES[strategy].split(), *where, "--warmup", "0", *flags.split()]
 
-    def records(self, kind: str, world: str, strategy: str, came: str = "") -> list[PassRecord]:
-        return records_of(self.folder(f"log {kind}", world, strategy, came))
+    def records(self, kind: str, world: str, strategy: str, first_world: str = "") -> list[PassRecord]:
+        return records_of(self.folder(f"log {kind}", world, strategy, first_world))
 
     def run(self, world: str, commands: list[list[str]]) -> None:
         table = self.home / f"commands-{len(list(self.home.iterdir()))}.json"
@@ -97,10 +101,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", tie_word_embeddings=tied, **SIZES)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(models[tied])
-    made = Runs(home=tmp_path_factory.mktemp("runs"), models=models)
+    runs = Runs(home=tmp_path_factory.mktemp("runs"), models=models)
     for number in range(12):
         write_pass(
-            made.inputs,
+            runs.inputs,
             rank=number % 2,
             step=number,
             length=40 + number,
@@ -111,28 +115,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for world, names in WORLDS.items():
         commands = []
         for name in names:
-            model, opened, first = (made.folder(kind, world, name) for kind in ("trained", "opened", "state"))
+            model, opened, first = (runs.folder(kind, world, name) for kind in ("trained", "opened", "state"))
             commands += [
-                made.command("opened", world, name, f"--max-inputs 1 --save-model {opened}"),
-                made.command("whole", world, name, f"{TRAINING} --max-inputs 6 --save-state {first}-6"),
-                made.command(
+                runs.command("opened", world, name, f"--max-inputs 1 --save-model {opened}"),
+                runs.command("whole", world, name, f"{TRAINING} --max-inputs 6 --save-state {first}-6"),
+                runs.command(
                     "first", world, name, f"{TRAINING} --max-inputs 3 --save-model {model} --save-state {first}"
                 ),
             ]
-        made.run(world, commands)
+        runs.run(world, commands)
     for world, names in WORLDS.items():
         commands = []
         for name in names:
-            state, last = made.folder("state", world, name), made.folder("last", world, name)
+            state, last = runs.folder("state", world, name), runs.folder("last", world, name)
             going_on = f"{TRAINING} --skip-inputs 3 --max-inputs 3 --load-state {state} --save-state {last}"
-            commands.append(made.command("second", world, name, going_on))
-            again = f"--skip-inputs 3 --max-inputs 1 --model {made.folder('trained', world, name)}"
-            commands.append(made.command("again", world, name, again))
-        for came, saver, _, loader in [move for move in MOVES if move[2] == world]:
-            going_on = f"{TRAINING} --skip-inputs 3 --max-inputs 3 --load-state {made.folder('state', came, saver)}"
-            commands.append(made.command("moved", world, loader, going_on, came))
-        made.run(world, commands)
-    return made
+            commands.append(runs.command("second", world, name, going_on))
+            again = f"--skip-inputs 3 --max-inputs 1 --model {runs.folder('trained', world, name)}"
+            commands.append(runs.command("again", world, name, again))
+        for first_world, saver, _, loader in [move for move in MOVES if move[2] == world]:
+            going_on = (
+                f"{TRAINING} --skip-inputs 3 --max-inputs 3 --load-state {runs.folder('state', first_world, saver)}"
+            )
+            commands.append(runs.command("moved", world, loader, going_on, first_world))
+        runs.run(world, commands)
+    return runs
 
 
 def opened_by_transformers(folder: Path) -> dict[str, Tensor]:
@@ -144,11 +150,11 @@ def opened_by_transformers(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def dtype_of(strategy: str) -> torch.dtype:
+def read_dtype(strategy: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(strategy.split()[-1], torch.float32)
 
 
-def windows_of(records: list[PassRecord], inputs: Path) -> list[list[Path]]:
+def list_windows(records: list[PassRecord], inputs: Path) -> list[list[Path]]:
     """What all data ranks replayed in each pass."""
     sources: dict[int, dict[str, None]] = {}
     for record in records:
@@ -156,7 +162,7 @@ def windows_of(records: list[PassRecord], inputs: Path) -> list[list[Path]]:
     return [[inputs / name for name in sources[index]] for index in sorted(sources)]
 
 
-def numbers_of(records: list[PassRecord]) -> list[tuple[int, str, float | None, float | None]]:
+def list_numbers(records: list[PassRecord]) -> list[tuple[int, str, float | None, float | None]]:
     return [(record.rank, record.source, record.result.loss, record.result.grad_norm) for record in records]
 
 
@@ -166,7 +172,7 @@ def test_a_model_saved_as_it_was_opened_has_the_very_same_tensors(world: str, st
     expected = opened_by_transformers(runs.model_of(strategy))
     assert saved.keys() == expected.keys()
     for name, tensor in saved.items():
-        assert tensor.dtype == dtype_of(strategy), name
+        assert tensor.dtype == read_dtype(strategy), name
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
@@ -174,7 +180,7 @@ def test_a_model_saved_as_it_was_opened_has_the_very_same_tensors(world: str, st
 def test_a_trained_model_has_the_tensors_of_a_plain_loop(world: str, strategy: str, runs: Runs) -> None:
     reference = Reference(runs.model_of(strategy))
     before = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
-    windows = windows_of(runs.records("first", world, strategy), runs.inputs)
+    windows = list_windows(runs.records("first", world, strategy), runs.inputs)
     reference.trained(windows, learning_rate=LEARNING_RATE, max_norm=MAX_NORM, warmup_steps=WARMUP_STEPS)
     saved = opened_by_transformers(runs.folder("trained", world, strategy))
     for name, expected in reference.model.state_dict().items():
@@ -186,8 +192,8 @@ def test_a_trained_model_has_the_tensors_of_a_plain_loop(world: str, strategy: s
 @pytest.mark.parametrize(("world", "strategy"), ALONE)
 def test_going_on_is_as_if_it_had_never_stopped(world: str, strategy: str, runs: Runs) -> None:
     """To the last bit: the same ranks add the same numbers in the same order."""
-    whole = numbers_of(runs.records("whole", world, strategy))
-    second = numbers_of(runs.records("second", world, strategy))
+    whole = list_numbers(runs.records("whole", world, strategy))
+    second = list_numbers(runs.records("second", world, strategy))
     assert len(second) == len(whole) // 2
     assert second == whole[len(second) :]
     uninterrupted, resumed = (
@@ -206,19 +212,18 @@ def test_a_saved_model_replays_to_the_losses_of_the_actor_that_saved_it(world: s
     assert [record.result.loss for record in runs.records("again", world, strategy)] == whole
 
 
-@pytest.mark.parametrize(("came", "saver", "world", "loader"), MOVES)
+@pytest.mark.parametrize(("first_world", "saver", "world", "loader"), MOVES)
 def test_going_on_with_other_ranks_is_what_a_plain_loop_does(
-    came: str, saver: str, world: str, loader: str, runs: Runs
+    first_world: str, saver: str, world: str, loader: str, runs: Runs
 ) -> None:
-    first, moved = runs.records("first", came, saver), runs.records("moved", world, loader, came)
-    windows = windows_of(first, runs.inputs) + windows_of(moved, runs.inputs)
+    first, moved = runs.records("first", first_world, saver), runs.records("moved", world, loader, first_world)
+    windows = list_windows(first, runs.inputs) + list_windows(moved, runs.inputs)
     assert len(windows) == 6
     expected = Reference(runs.model_of(saver)).trained(
         windows, learning_rate=LEARNING_RATE, max_norm=MAX_NORM, warmup_steps=WARMUP_STEPS
     )
     for record in moved:
         losses, norm = expected[3 + record.index]
-        assert record.result.loss == pytest.approx(
-            losses[record.source], rel=10 * LOSS_BOUND
-        )  # after five steps of AdamW
+        # Five steps of AdamW have added up rounding.
+        assert record.result.loss == pytest.approx(losses[record.source], rel=10 * LOSS_BOUND)
         assert record.result.grad_norm == pytest.approx(norm, rel=10 * NORM_BOUND)

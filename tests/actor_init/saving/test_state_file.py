@@ -28,15 +28,15 @@ def replay(home: Path, typed: str) -> int:
     return main([*typed.split(), "--log-folder", str(home / f"log-{len(list(home.glob('log-*')))}")])
 
 
-def numbers(home: Path, run: int) -> list[tuple[str, float | None, float | None]]:
+def read_numbers(home: Path, run: int) -> list[tuple[str, float | None, float | None]]:
     return [(record.source, record.result.loss, record.result.grad_norm) for record in records_of(home / f"log-{run}")]
 
 
-def said(out: str, name: str) -> list[str]:
+def find_lines(out: str, name: str) -> list[str]:
     return [line[11:] for line in out.splitlines() if line[:11].strip() == name]
 
 
-def whats_there(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.startswith("log-")}
 
 
@@ -47,15 +47,15 @@ def test_the_line_that_says_how_to_go_on_goes_on(
     inputs = folder_of(tmp_path, LENGTHS)
     common = f"{flags} {TRAINING} --inputs {inputs}"
     assert replay(tmp_path, common) == 0
-    assert said(capsys.readouterr().out, "go on") == []
+    assert find_lines(capsys.readouterr().out, "go on") == []
     assert replay(tmp_path, f"{common} --max-inputs 3 --save-state {tmp_path}/state") == 0
     out = capsys.readouterr().out
-    assert said(out, "saved") == [f"state in {tmp_path}/state: 3 steps, the next with learning rate 0.0075"]
-    program, *typed = shlex.split(said(out, "go on")[0])
+    assert find_lines(out, "saved") == [f"state in {tmp_path}/state: 3 steps, the next with learning rate 0.0075"]
+    program, *typed = shlex.split(find_lines(out, "go on")[0])
     assert program == "replay"
     at = typed.index("--log-folder")
     assert replay(tmp_path, shlex.join(typed[:at] + typed[at + 2 :])) == 0
-    assert numbers(tmp_path, 2) == numbers(tmp_path, 0)[3:]
+    assert read_numbers(tmp_path, 2) == read_numbers(tmp_path, 0)[3:]
     (folder,) = (tmp_path / "log-2").iterdir()
     assert read_log(folder)[0]["facts"]["weights"] == f"from the state in {tmp_path}/state, after 3 steps"
 
@@ -68,12 +68,12 @@ def test_a_window_that_was_cut_short_is_done_again(
     assert replay(tmp_path, common) == 0
     assert replay(tmp_path, f"{common} --max-inputs 3 --save-state {tmp_path}/state") == 0
     out = capsys.readouterr().out
-    assert said(out, "not saved") == ["the last 1 pass: their accumulation window was cut short"]
-    assert "--skip-inputs 2 " in said(out, "go on")[0]
+    assert find_lines(out, "not saved") == ["the last 1 pass: their accumulation window was cut short"]
+    assert "--skip-inputs 2 " in find_lines(out, "go on")[0]
     state = json.loads((tmp_path / "state" / "state.json").read_text())
     assert (state["num_steps"], state["num_inputs"]) == (1, 2)
     assert replay(tmp_path, f"{common} --skip-inputs 2 --load-state {tmp_path}/state") == 0
-    assert numbers(tmp_path, 2) == numbers(tmp_path, 0)[2:]
+    assert read_numbers(tmp_path, 2) == read_numbers(tmp_path, 0)[2:]
 
 
 @pytest.mark.parametrize("flags", BACKENDS)
@@ -84,7 +84,7 @@ def test_a_pass_that_broke_off_leaves_the_loaded_state_for_the_next(flags: str, 
     standing = common.replace("--step", "") + f" --load-state {tmp_path}/state"
     assert replay(tmp_path, f"{standing} --skip-inputs 4") == 0
     assert replay(tmp_path, f"{standing} --skip-inputs 2") == 1
-    assert numbers(tmp_path, 2)[-1] == numbers(tmp_path, 1)[0]
+    assert read_numbers(tmp_path, 2)[-1] == read_numbers(tmp_path, 1)[0]
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 0", "--zero-stage 3", *BACKENDS])
@@ -95,7 +95,7 @@ def test_a_state_saved_before_the_first_step_begins_at_the_beginning(flags: str,
     assert json.loads((tmp_path / "state" / "state.json").read_text())["num_steps"] == 0
     assert replay(tmp_path, common) == 0
     assert replay(tmp_path, f"{common} --load-state {tmp_path}/state") == 0
-    assert numbers(tmp_path, 2) == numbers(tmp_path, 1)
+    assert read_numbers(tmp_path, 2) == read_numbers(tmp_path, 1)
 
 
 def test_a_state_saved_without_a_step_is_the_state_as_it_was_loaded(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_state_saved_without_a_step_is_the_state_as_it_was_loaded(tmp_path: Pa
     assert json.loads((tmp_path / "b" / "state.json").read_text())["num_steps"] == 3
     for run in ("a", "b"):
         assert replay(tmp_path, f"{common} --skip-inputs 3 --load-state {tmp_path}/{run}") == 0
-    assert numbers(tmp_path, 3) == numbers(tmp_path, 2)
+    assert read_numbers(tmp_path, 3) == read_numbers(tmp_path, 2)
 
 
 def test_a_run_that_failed_saves_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +114,10 @@ def test_a_run_that_failed_saves_nothing_and_says_so(tmp_path: Path, capsys: pyt
     assert replay(tmp_path, f"{common} --save-state {tmp_path}/state --save-model {tmp_path}/model") == 1
     expected = [f"--save-{what} {tmp_path}/{what}: the run did not succeed" for what in ("model", "state")]
     out = capsys.readouterr().out
-    assert said(out, "not saved") == expected
-    (ended,) = said(out, "ended")
+    assert find_lines(out, "not saved") == expected
+    (ended,) = find_lines(out, "ended")
     assert ended.startswith("1 input not replayed: with --step a pass that fails loses the weights")
-    assert whats_there(tmp_path) == {"inputs"}
+    assert list_files(tmp_path) == {"inputs"}
 
 
 def _full(_: Any, folder: Path) -> None:
@@ -133,8 +133,8 @@ def test_what_could_not_be_saved_leaves_nothing_half_written(
     assert replay(tmp_path, f"{common} --save-model {tmp_path}/model --save-state {tmp_path}/state") == 1
     out, err = capsys.readouterr()
     assert f"{tmp_path}/state could not be saved and does not exist: [Errno 28] No space left on device" in err
-    assert said(out, "not saved") == [f"--save-state {tmp_path}/state: the run did not succeed"]
-    assert whats_there(tmp_path) == {"inputs", "model"}  # the model had been written whole
+    assert find_lines(out, "not saved") == [f"--save-state {tmp_path}/state: the run did not succeed"]
+    assert list_files(tmp_path) == {"inputs", "model"}
     (folder,) = (tmp_path / "log-0").iterdir()
     assert read_log(folder)[0]["status"] == "failed"
 
@@ -148,12 +148,12 @@ def test_a_large_model_is_written_in_several_files(tmp_path: Path, monkeypatch: 
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
         assert set(index["weight_map"]) == set(file.keys())
-    one, several = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "several"))
-    for (name, expected), tensor in zip(one.state_dict().items(), several.state_dict().values(), strict=True):
+    single, several = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "several"))
+    for (name, expected), tensor in zip(single.state_dict().items(), several.state_dict().values(), strict=True):
         assert tensor.equal(expected), name
     for model in ("one", "several"):
         assert replay(tmp_path, f"--quiet --inputs {inputs} --model {tmp_path}/{model}") == 0
-    assert numbers(tmp_path, 3) == numbers(tmp_path, 2) == numbers(tmp_path, 0)
+    assert read_numbers(tmp_path, 3) == read_numbers(tmp_path, 2) == read_numbers(tmp_path, 0)
 
 
 @pytest.fixture(scope="module")
@@ -215,15 +215,15 @@ def test_what_makes_no_sense_is_refused_before_anything_is_built(
     name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, expected = (text.format(home=saved) for text in REFUSED[name])
-    before = whats_there(saved)
-    kept = TRAINING.replace("--step", "") if "--optimizer none" in arguments else TRAINING
-    given = {word for word in arguments.split() if word.startswith("--")}
-    words = kept.split()
-    for option in given & set(words):
+    before = list_files(saved)
+    training = TRAINING.replace("--step", "") if "--optimizer none" in arguments else TRAINING
+    options = {word for word in arguments.split() if word.startswith("--")}
+    words = training.split()
+    for option in options & set(words):
         del words[words.index(option) : words.index(option) + 2]
     assert replay(tmp_path, f"{' '.join(words)} --inputs {saved}/inputs {arguments}") == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     assert expected in lines[0]
-    assert whats_there(saved) == before
+    assert list_files(saved) == before
     assert not list(tmp_path.iterdir())
