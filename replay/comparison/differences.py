@@ -212,7 +212,7 @@ def _gradients(
             reference=gradient.size,
             other=gradient.other_norm,
             name=gradient.name,
-            apart=gradient.apart,
+            apart=gradient.distance,
         )
         for one, partner in pairs
         for gradient in compare(read(reference.folder, one.index), read(other.folder, partner.index))

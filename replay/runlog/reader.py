@@ -19,17 +19,24 @@ from replay.runlog.writer import INTERRUPTED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastRun(Parts):
-    """A run that finished, with every pass on every rank."""
+    """A run that finished, with every pass on every rank.
+
+    command  without the launcher
+    weights  their digest
+    config   of the model
+    devices  by rank
+    records  in the order of pass and rank
+    """
 
     folder: Path
-    command: str  # without the launcher
+    command: str
     facts: Mapping[str, object]
-    weights: str  # digest
-    config: Values  # of the model
+    weights: str
+    config: Values
     devices: Sequence[str]
     versions: Mapping[str, str | None]
     memory_kind: str
-    records: list[PassRecord]  # by pass and rank
+    records: list[PassRecord]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -75,9 +82,10 @@ def find_run_folder(path: Path) -> Path:
     if (path / RUN_FILE).is_file():
         return path
     runs = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))
-    inside = sorted(file.parent for file in path.glob(f"runs/**/{RUN_FILE}"))
-    if not runs and inside:
-        raise UsageError(f"{path} holds no run of its own (no {RUN_FILE}), but {inside[-1]} is one. Give that")
+    # A command of many runs keeps them below `runs`.
+    deeper_runs = sorted(file.parent for file in path.glob(f"runs/**/{RUN_FILE}"))
+    if not runs and deeper_runs:
+        raise UsageError(f"{path} holds no run of its own (no {RUN_FILE}), but {deeper_runs[-1]} is one. Give that")
     if not runs:
         raise UsageError(f"{path} holds no run (no {RUN_FILE}). Give a folder that a run left, such as {EXAMPLE}")
     if len(runs) > 1:
@@ -86,21 +94,21 @@ def find_run_folder(path: Path) -> Path:
 
 
 def _check_finished(folder: Path, run: RunFile) -> tuple[RunStart, int]:
-    """Return the start of a run that finished, and the number of its passes.
+    """Return the start of a run that finished, and the number of its passes. Raises UsageError if it did not finish.
 
-    A run can fail with all its passes: damaged inputs and a failed save do that.
+    The exit code does not tell: a run with damaged inputs or a failed save fails, and has all its passes.
     """
-    again = f"Try: {run.command}, again"
+    advice = f"Try: {run.command}, again"
     if run.failure:
-        where = run.where_it_broke_off()
-        raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. {again}")
+        where = run.describe_failed_rank()
+        raise UsageError(f"{folder}: the run broke off{where}, see {folder / 'failure.txt'}. {advice}")
     if run.exit_code is None:
-        raise UsageError(f"{folder}: the log is cut short: it has no end, so the run goes on or was killed. {again}")
+        raise UsageError(f"{folder}: the log is cut short: it has no end, so the run goes on or was killed. {advice}")
     if run.exit_code == INTERRUPTED:
-        raise UsageError(f"{folder}: the log is cut short: the run was interrupted. {again}")
+        raise UsageError(f"{folder}: the log is cut short: the run was interrupted. {advice}")
     if run.start is None or run.end is None:
         missing = "devices is" if run.start is None else "statistics is"
-        raise UsageError(f"{folder / RUN_FILE} is damaged: {missing} missing. {again}")
+        raise UsageError(f"{folder / RUN_FILE} is damaged: {missing} missing. {advice}")
     return run.start, run.end.statistics.num_passes
 
 
@@ -122,27 +130,28 @@ def read_records(folder: Path) -> list[PassRecord]:
 
 
 def _read_all_ranks(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
+    """Read the records of all ranks, by pass and rank; `may_differ` if ranks may have different numbers of passes."""
     records: list[PassRecord] = []
     for rank in range(num_ranks):
         path = folder / f"rank{rank}.jsonl"
-        own = read_lines(path, command)
-        if [(record.index, record.rank) for record in own] != [(index, rank) for index in range(len(own))]:
+        lines = read_lines(path, command)
+        if [(record.index, record.rank) for record in lines] != [(index, rank) for index in range(len(lines))]:
             raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
-        if len(own) != num_passes and not (may_differ and len(own) < num_passes):
+        if len(lines) != num_passes and not (may_differ and len(lines) < num_passes):
             raise UsageError(
-                f"{path} is cut short: it has {len(own)} of {pluralise(num_passes, 'pass')}. Try: {command}, again"
+                f"{path} is cut short: it has {len(lines)} of {pluralise(num_passes, 'pass')}. Try: {command}, again"
             )
-        records += own
+        records += lines
     return sorted(records, key=lambda record: (record.index, record.rank))
 
 
 def read_lines(path: Path, command: str) -> list[PassRecord]:
     """Read one rank's passes. Raises UsageError, which advises `command`, for a file that is damaged or cut short."""
     try:
-        *lines, rest = path.read_text(encoding="utf-8").split("\n")
+        *lines, unfinished = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {join_lines(str(error))}. Try: {command}, again") from error
-    if rest:
+    if unfinished:
         raise UsageError(f"{path} is cut short in line {len(lines) + 1}. Try: {command}, again")
     records: list[PassRecord] = []
     for number, line in enumerate(lines, start=1):
@@ -157,7 +166,7 @@ def read_lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
     """Read one rank's passes up to the first line that is damaged or cut short; also return what is wrong with it."""
     records: list[PassRecord] = []
     try:
-        *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, unfinished = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         return records, f"{path.name} cannot be read: {error.strerror}"
     for number, line in enumerate(lines, start=1):
@@ -165,22 +174,25 @@ def read_lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
             records.append(parse_line(line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
             return records, in_flags(error)
-    return records, f"{path.name} is cut short in line {len(lines) + 1}" if rest else None
+    return records, f"{path.name} is cut short in line {len(lines) + 1}" if unfinished else None
 
 
-# Group a run's records into passes and accumulation windows identified by their inputs, and match those of two runs.
-#
-# Matching ignores order, data ranks, and tp or ring peers.
+# The records of two runs are matched by the inputs of their passes and windows. So their order, data ranks, and tp or
+# ring peers do not matter.
 
-Item = TypeVar("Item")
+Matched = TypeVar("Matched")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedPass:
-    """One input through the model, as recorded by all ranks that shared it."""
+    """One input through the model, as recorded by all ranks that shared it.
 
-    peers: Sequence[PassRecord]  # one per tp and ring rank
-    is_counted: bool  # in the statistics of time and memory
+    peers       the records of the tp and ring ranks
+    is_counted  the pass counts in the statistics of time and memory
+    """
+
+    peers: Sequence[PassRecord]
+    is_counted: bool
     num_windows_before: int
 
     @property
@@ -190,12 +202,18 @@ class SharedPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientWindow:
-    """The passes that one gradient was averaged over: `grad_accumulation` passes on every data rank."""
+    """The passes that one gradient was averaged over: `grad_accumulation` passes on every data rank.
 
-    inputs: tuple[str, ...]  # sorted, because their order does not matter
-    norms: Sequence[float]  # of every rank
-    last_pass: int  # index of its last pass in the run
-    index: int  # of its last pass, as each rank counts its own
+    inputs     sorted, because their order does not matter
+    norms      of the gradient, by rank
+    last_pass  the number of its last pass among all passes of the run
+    index      of its last pass, as each rank counts its passes
+    """
+
+    inputs: tuple[str, ...]
+    norms: Sequence[float]
+    last_pass: int
+    index: int
 
     @property
     def name(self) -> str:
@@ -225,17 +243,19 @@ def group_passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Shared
 
 
 def match_by_key(
-    reference: Iterable[Item], others: Iterable[Item], key: Callable[[Item], Hashable]
-) -> list[tuple[Item, Item]]:
-    """Pair items with the same key, in the order of `reference`; equal keys pair up in order."""
-    partners = _number_duplicates(others, key)
-    return [(item, partners[name]) for name, item in _number_duplicates(reference, key).items() if name in partners]
+    references: Iterable[Matched], others: Iterable[Matched], key: Callable[[Matched], Hashable]
+) -> list[tuple[Matched, Matched]]:
+    """Pair values with the same key, in the order of `references`; several values with one key pair up in order."""
+    partners = _index_by_key(others, key)
+    pairs = _index_by_key(references, key).items()
+    return [(reference, partners[numbered_key]) for numbered_key, reference in pairs if numbered_key in partners]
 
 
-def _number_duplicates(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[tuple[Hashable, int], Item]:
-    seen: Counter[Hashable] = Counter()
-    numbered: dict[tuple[Hashable, int], Item] = {}
-    for item in items:
-        numbered[key(item), seen[key(item)]] = item
-        seen[key(item)] += 1
-    return numbered
+def _index_by_key(values: Iterable[Matched], key: Callable[[Matched], Hashable]) -> dict[tuple[Hashable, int], Matched]:
+    """Index values by their key and by how many values before have the same key."""
+    counts: Counter[Hashable] = Counter()
+    by_key: dict[tuple[Hashable, int], Matched] = {}
+    for value in values:
+        by_key[key(value), counts[key(value)]] = value
+        counts[key(value)] += 1
+    return by_key

@@ -8,22 +8,33 @@ from typing import Any
 
 from actor_init.as_json import AnyFloat, parse_json, to_json
 
-# parts of errors that say that memory did not suffice, of CUDA's allocator and of a CPU's
+# Parts of the errors by which CUDA's allocator and a CPU's say that memory did not suffice.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class FirstUse(StrEnum):
-    """What a pass did for the first time in its process; such a pass is no measurement. Values go into the log."""
+    """What a pass did for the first time in its process; such a pass is no measurement. Values go into the log.
 
-    COMPILED = "compiled"  # by dynamo, inductor or its autotuning
-    TRITON = "Triton kernel"  # compiled or loaded
-    AUTOTUNED = "autotuned"  # by Triton, kernels that may have been compiled before
-    GPU_CODE = "GPU code"  # kernels or workspaces loaded: memory in use outside torch's allocator grew
-    PLAN = "cuDNN plan"  # its attention was called for a number of tokens for which it had no plan
-    RETRY = "cudaMalloc retry"  # the allocator gave memory back to get other memory
-    LIBRARY = "library"  # a shared library was loaded
-    IMPORT = "import"  # a Python module was imported
-    ONCE = "slow once"  # run again, the same pass was faster
+    COMPILED   dynamo, inductor or its autotuning compiled a graph
+    TRITON     a Triton kernel was compiled or loaded
+    AUTOTUNED  Triton timed the variants of a kernel, which may have been compiled before
+    GPU_CODE   kernels or workspaces were loaded: memory in use outside torch's allocator grew
+    PLAN       cuDNN's attention was called for a number of tokens for which it had no plan
+    RETRY      CUDA's allocator gave memory back to get other memory
+    LIBRARY    a shared library was loaded
+    IMPORT     a Python module was imported
+    ONCE       the same pass was faster when it was run again
+    """
+
+    COMPILED = "compiled"
+    TRITON = "Triton kernel"
+    AUTOTUNED = "autotuned"
+    GPU_CODE = "GPU code"
+    PLAN = "cuDNN plan"
+    RETRY = "cudaMalloc retry"
+    LIBRARY = "library"
+    IMPORT = "import"
+    ONCE = "slow once"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,77 +42,108 @@ class PhaseCost:
     """The cost of one phase of one pass on one rank: seconds of device time on CUDA, of wall time on a CPU.
 
     Bytes are the CUDA allocator's, or on a CPU the process's resident set: see `memory_kind` in run.json.
+
+    allocated_bytes      when the phase ended; None if the system reports peaks only
+    peak_reserved_bytes  None on a CPU
+    host_seconds         until the host had launched the phase; None on a CPU
     """
 
     seconds: AnyFloat
-    allocated_bytes: int | None  # when the phase ended; None if the system reports peaks only
+    allocated_bytes: int | None
     peak_allocated_bytes: int
-    peak_reserved_bytes: int | None  # None on a CPU
-    host_seconds: AnyFloat | None = None  # until the host had launched the phase; None on a CPU
+    peak_reserved_bytes: int | None
+    host_seconds: AnyFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputSection:
-    """What a pass was given: the micro-batch of its capture, and how much of it the model computed."""
+    """The micro-batch of a pass's capture, and how much of it the model computed.
+
+    fed_tokens    tokens computed, padding included, over all ranks that shared the micro-batch
+    row_tokens    real tokens of each row
+    input_digest  of its tensors; None if the file could not be read
+    trains        None if the file could not be read
+    """
 
     rows: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0
-    fed_tokens: int = 0  # tokens computed, padding included, over all ranks that shared the micro-batch
-    row_tokens: list[int] = field(default_factory=list)  # real tokens of each row
-    input_digest: str | None = None  # of its tensors; None if the file could not be read
-    trains: bool | None = None  # None if the file could not be read
+    fed_tokens: int = 0
+    row_tokens: list[int] = field(default_factory=list)
+    input_digest: str | None = None
+    trains: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostSection:
-    """What a pass cost, as its clock measured it; nothing of a pass that was not measured."""
+    """What a pass cost, as its clock measured it; nothing of a pass that was not measured.
 
-    phases: Mapping[str, PhaseCost] = field(default_factory=dict)  # forward, backward, step
-    seconds: AnyFloat | None = None  # host wall time of the whole pass, without copies to the device
-    wait_seconds: AnyFloat | None = None  # after forward, for the slowest rank's forward; None with one rank
-    seconds_again: AnyFloat | None = None  # of forward and backward in a second run; None: there was none
+    phases         by name: forward, backward, step
+    seconds        host wall time of the whole pass, without copies to the device
+    wait_seconds   after forward, until the slowest rank's forward had ended; None with one rank
+    seconds_again  of forward and backward in a second run; None: there was no second run
+    """
+
+    phases: Mapping[str, PhaseCost] = field(default_factory=dict)
+    seconds: AnyFloat | None = None
+    wait_seconds: AnyFloat | None = None
+    seconds_again: AnyFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResultSection:
-    """What a pass computed."""
+    """What a pass computed.
+
+    row_log_probs      of each row, the fp64 sum over its action tokens
+    row_action_tokens  of each row, the number of these tokens
+    weight             of its mean loss in the gradient of its window; 1: equal weights
+    grad_norm          before clipping; on the pass that ends an accumulation window
+    """
 
     loss: AnyFloat | None = None
-    row_log_probs: list[AnyFloat] = field(default_factory=list)  # per row, the fp64 sum over its action tokens
-    row_action_tokens: list[int] = field(default_factory=list)  # per row, the number of those tokens
-    weight: AnyFloat = 1.0  # of its mean loss in the gradient of its window; 1: equal weights
-    grad_norm: AnyFloat | None = None  # before clipping; on the pass that ends an accumulation window
+    row_log_probs: list[AnyFloat] = field(default_factory=list)
+    row_action_tokens: list[int] = field(default_factory=list)
+    weight: AnyFloat = 1.0
+    grad_norm: AnyFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompilationSection:
-    """What torch.compile did in a pass."""
+    """What torch.compile did in a pass.
+
+    compile_seconds  how many of the pass's seconds it took
+    recompilations   graphs that were made again, each with the guard that failed
+    """
 
     new_graphs: int = 0
-    compile_seconds: AnyFloat = 0.0  # of the pass's seconds, in which it worked
-    recompilations: list[str] = field(default_factory=list)  # graphs made again, each with the guard that failed
+    compile_seconds: AnyFloat = 0.0
+    recompilations: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassRecord:
-    """One micro-batch through the model on one rank; a line of rank<k>.jsonl, which has sections' fields side by side.
+    """One micro-batch through the model on one rank: a line of rank<k>.jsonl, where sections are not nested.
 
-    A pass that failed keeps the sections that it has not come to as they are of a pass that did nothing.
+    A pass that failed has the default values in the sections that it did not reach.
+
+    data_rank         ranks with the same data rank share a micro-batch
+    first_uses        values of FirstUse, in its order
+    first_non_finite  the first tensor with a nan or an inf, as far as this rank saw it
+    traced            a trace was written, which makes a pass slower
     """
 
     index: int
     source: str
     rank: int
-    data_rank: int = 0  # ranks with the same data rank share a micro-batch
+    data_rank: int = 0
     input: InputSection = InputSection()
     cost: CostSection = CostSection()
     result: ResultSection = ResultSection()
     compilation: CompilationSection = CompilationSection()
-    first_uses: list[str] = field(default_factory=list)  # values of FirstUse, in its order
-    first_non_finite: str | None = None  # the first tensor with a nan or an inf, as far as this rank saw it
+    first_uses: list[str] = field(default_factory=list)
+    first_non_finite: str | None = None
     warmup: bool = False
-    traced: bool = False  # traced passes are slower
+    traced: bool = False
     error: str | None = None
     error_type: str | None = None
 
@@ -119,17 +161,18 @@ def describes_out_of_memory(error: str) -> bool:
     return error.startswith(("OutOfMemoryError:", "MemoryError:")) or any(part in error for part in OUT_OF_MEMORY)
 
 
+# A line has the fields of the record and of its sections side by side, and is read by a class that is made of them.
 _SECTIONS: dict[str, Any] = {part.name: part.type for part in fields(PassRecord) if is_dataclass(part.type)}
-_OWN = [part for part in fields(PassRecord) if part.name not in _SECTIONS]
+_TOP_FIELDS = [part for part in fields(PassRecord) if part.name not in _SECTIONS]
 _LINE = make_dataclass(
     "_Line",
-    [(part.name, part.type, copy(part)) for kind in (_OWN, *map(fields, _SECTIONS.values())) for part in kind],
+    [(part.name, part.type, copy(part)) for group in (_TOP_FIELDS, *map(fields, _SECTIONS.values())) for part in group],
     kw_only=True,
 )
 
 
 def to_line(record: PassRecord) -> dict[str, object]:
-    """Return a record as its line has it. Sections are no objects there, so a table of passes has a column a field."""
+    """Return the fields of a record's line. Sections are not nested, so that a table of passes has a column a field."""
     line: dict[str, object] = {}
     for part in fields(record):
         value = to_json(getattr(record, part.name))
@@ -143,7 +186,7 @@ def parse_line(line: str, *, source: str) -> PassRecord:
 
 
 def make_record(**values: Any) -> PassRecord:
-    """Return the record with these values, named as in its line; the others are those of a pass that did nothing."""
+    """Make the record with these values, named as in its line; all other fields have their defaults."""
     sections = {
         name: kind(**{part.name: values.pop(part.name) for part in fields(kind) if part.name in values})
         for name, kind in _SECTIONS.items()

@@ -19,19 +19,21 @@ from actor_init.spec import UsageError
 from replay.output.text import join_lines
 from replay.runlog.summary import Statistics
 
-FORMAT = 1  # of run.json and rank<k>.jsonl; raised when readers of the old format would misread the new
+# The format of run.json and rank<k>.jsonl. It is raised when readers of the old format would misread the new one.
+FORMAT = 1
 RUN_FILE = "run.json"
 
-Values = Mapping[str, Any]  # what JSON has of an object that this room does not know
+# A section as JSON has it, whose class only the packages above this one know.
+Values = Mapping[str, Any]
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWork:
-    """What another run must share to be comparable, besides its spec and records."""
+    """What another run must share to be comparable: the digest of its weights, and the model's config."""
 
-    weights: str  # a digest
-    config: Values  # of the model
+    weights: str
+    config: Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,18 +59,24 @@ class RunInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStart:
-    """What is known of a run before its first pass."""
+    """What is known of a run before its first pass.
 
-    started: str  # ISO 8601
-    command: str  # without the launcher
+    started   ISO 8601
+    command   without the launcher
+    resolved  the choices that were made, each with who made it
+    devices   by rank
+    """
+
+    started: str
+    command: str
     spec: Values
-    resolved: Sequence[Values]  # choices
+    resolved: Sequence[Values]
     facts: Mapping[str, object]
     work: RunWork
     inputs: RunInputs
     memory_kind: str
     world_size: int
-    devices: Sequence[str]  # by rank
+    devices: Sequence[str]
     versions: Mapping[str, str | None]
 
 
@@ -84,7 +92,7 @@ class FirstNonFinite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """What a run came to. Rooms above write the sections that are `Values`, and read them."""
+    """The results of a run. The packages that compute the sections of type `Values` write and read them."""
 
     statistics: Statistics
     verdict: Values | None = None
@@ -114,13 +122,17 @@ def read_section(kind: type[Part], values: Values | None, *, source: str) -> Par
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
-    """run.json: written when a run has begun, and again when it has ended."""
+    """run.json: written when a run has begun, and again when it has ended.
+
+    start      None: a rank failed before the run had begun
+    exit_code  None: the run goes on, or was killed
+    """
 
     status: str
-    start: RunStart | None = None  # None: a rank failed before there was one
+    start: RunStart | None = None
     end: RunEnd | None = None
     failure: RunFailure | None = None
-    exit_code: int | None = None  # None: the run goes on, or was killed
+    exit_code: int | None = None
     seconds: float | None = None
 
     @classmethod
@@ -142,17 +154,17 @@ class RunFile:
                 f"Try: the version that wrote it, or the run again"
             )
 
-        def part(kind: type[Part], of: Any = values) -> Part:
+        def read_part(kind: type[Part], part: Any = values) -> Part:
             try:
-                return from_json(kind, of, source=f"{path} is damaged", ignore_others=True)
+                return from_json(kind, part, source=f"{path} is damaged", ignore_others=True)
             except UsageError as error:
                 raise UsageError(f"{error.text}. Try: {values.get('command', 'replay')}, again") from error
 
         return cls(
             status=str(values.get("status")),
-            start=part(RunStart) if "devices" in values else None,
-            end=part(RunEnd) if "statistics" in values else None,
-            failure=part(RunFailure, failure) if (failure := values.get("failure")) else None,
+            start=read_part(RunStart) if "devices" in values else None,
+            end=read_part(RunEnd) if "statistics" in values else None,
+            failure=read_part(RunFailure, failure) if (failure := values.get("failure")) else None,
             exit_code=values.get("exit_code"),
             seconds=values.get("seconds"),
         )
@@ -161,12 +173,12 @@ class RunFile:
     def command(self) -> str:
         return "replay" if self.start is None else self.start.command
 
-    def where_it_broke_off(self) -> str:
-        """Return ` on rank 3` where it is known which rank ended the run, else nothing."""
+    def describe_failed_rank(self) -> str:
+        """Write ` on rank 3` where it is known which rank ended the run, else nothing."""
         return "" if self.failure is None or self.failure.rank is None else f" on rank {self.failure.rank}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of run.json; what is not known yet is not there."""
+        """Return the fields of run.json, without those that are not known yet."""
         parts = [to_json(part) for part in (self.start, self.end) if part is not None]
         last = {"failure": to_json(self.failure), "exit_code": self.exit_code, "seconds": self.seconds}
         fields: dict[str, Any] = {"format": FORMAT, "status": self.status}
@@ -175,7 +187,7 @@ class RunFile:
         return fields
 
     def write(self, folder: Path) -> None:
-        """Replace run.json, whole."""
+        """Replace run.json at once, so that no reader sees a part of it."""
         path = folder / RUN_FILE
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.write_bytes(json_bytes(self.to_dict(), indent=2))

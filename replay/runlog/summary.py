@@ -4,6 +4,7 @@ A pass counts if it counts on every rank: no warm-up, no new graph or other firs
 for each other within a pass, so one rank's compilation slows them all.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
@@ -26,17 +27,20 @@ FIRST_USES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseStatistics:
-    """Statistics of one phase over all counted passes and ranks."""
+    """Statistics of one phase over all counted passes and ranks.
+
+    Quantiles are those of `statistics.quantiles`, inclusive: never outside the measured range.
+    """
 
     median_seconds: float
-    p95_seconds: float  # statistics.quantiles, inclusive: never outside the measured range
-    iqr_seconds: float  # inter-quartile range, by the same method
+    p95_seconds: float
+    iqr_seconds: float
     peak_allocated_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extreme:
-    """A value and the input it belongs to."""
+    """The largest value of all passes and ranks, and the input and rank that it belongs to."""
 
     value: float
     index: int
@@ -46,21 +50,29 @@ class Extreme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """The statistics of a run. Everything but the counts is None or empty if no pass counted."""
+    """The statistics of a run. Everything but the counts is None or empty if no pass counted.
+
+    left_out                number of passes by the reason why they do not count
+    median_seconds          of forward, backward and step together, as p95_seconds and iqr_seconds are
+    real_tokens_per_second  of all ranks together; a pass takes as long as its slowest rank
+    padding_share           of all tokens in the inputs
+    padding_time_share      of the ranks' time, if every token costs the same
+    wait_share              of the ranks' time, that they waited for the slowest; None with one rank
+    """
 
     num_passes: int
     num_counted: int
-    left_out: Mapping[str, int] = field(default_factory=dict)  # passes by reason
+    left_out: Mapping[str, int] = field(default_factory=dict)
     phases: Mapping[str, PhaseStatistics] = field(default_factory=dict)
-    median_seconds: float | None = None  # forward + backward + step
+    median_seconds: float | None = None
     p95_seconds: float | None = None
     iqr_seconds: float | None = None
-    real_tokens_per_second: float | None = None  # of all ranks together; a pass takes as long as its slowest rank
+    real_tokens_per_second: float | None = None
     slowest: Extreme | None = None  # seconds
     highest_peak: Extreme | None = None  # bytes
-    padding_share: float | None = None  # of all tokens in the inputs
-    padding_time_share: float | None = None  # of the ranks' time, assuming that every token costs the same
-    wait_share: float | None = None  # of the ranks' time, waiting for the slowest; None with one rank
+    padding_share: float | None = None
+    padding_time_share: float | None = None
+    wait_share: float | None = None
 
 
 def sum_phase_seconds(record: PassRecord) -> float:
@@ -74,40 +86,43 @@ def find_peak_bytes(record: PassRecord) -> int:
 def summarize(records: Sequence[PassRecord]) -> Statistics:
     """Compute statistics over the records of all ranks."""
     passes: dict[int, list[PassRecord]] = {}
-    for record in sorted(records, key=lambda r: (r.index, r.rank)):
+    for record in sorted(records, key=lambda record: (record.index, record.rank)):
         passes.setdefault(record.index, []).append(record)
     reasons = {index: find_reason_to_leave_out(ranks) for index, ranks in passes.items()}
-    known = dict.fromkeys((FAILED, TRACED, WARMUP, NEW_GRAPH, *FIRST_USES.values()))
-    given = [reason for reason in reasons.values() if reason is not None]
-    left_out = {name: n for name in known | dict.fromkeys(given) if (n := given.count(name))}
+    reason_order = dict.fromkeys((FAILED, TRACED, WARMUP, NEW_GRAPH, *FIRST_USES.values(), *reasons.values()))
+    counts = Counter(reasons.values())
+    left_out = {reason: counts[reason] for reason in reason_order if reason is not None and counts[reason]}
     counted = [ranks for index, ranks in passes.items() if reasons[index] is None]
     if not counted:
         return Statistics(num_passes=len(passes), num_counted=0, left_out=left_out)
 
     flat = [record for ranks in counted for record in ranks]
     seconds = [sum_phase_seconds(record) for record in flat]
-    pass_seconds = sum(max(sum_phase_seconds(r) + (r.cost.wait_seconds or 0.0) for r in ranks) for ranks in counted)
-    own_inputs = list({(record.index, record.data_rank): record for record in flat}.values())
-    num_real = sum(record.input.real_tokens for record in own_inputs)
+    pass_seconds = sum(
+        max(sum_phase_seconds(record) + (record.cost.wait_seconds or 0.0) for record in ranks) for ranks in counted
+    )
+    # Tp and ring peers share one micro-batch, which is counted once.
+    micro_batches = list({(record.index, record.data_rank): record.input for record in flat}.values())
+    num_real = sum(micro_batch.real_tokens for micro_batch in micro_batches)
     return Statistics(
         num_passes=len(passes),
         num_counted=len(counted),
         left_out=left_out,
-        phases=_phase_statistics(flat),
+        phases=_summarize_phases(flat),
         median_seconds=median(seconds),
         p95_seconds=percentile_95(seconds),
         iqr_seconds=inter_quartile_range(seconds),
         real_tokens_per_second=num_real / pass_seconds if pass_seconds else None,
         slowest=_find_largest(flat, seconds),
         highest_peak=_find_largest(flat, [find_peak_bytes(record) for record in flat]),
-        padding_share=1 - num_real / sum(record.input.padded_tokens for record in own_inputs),
-        padding_time_share=_padding_time_share(flat),
-        wait_share=_wait_share(flat),
+        padding_share=1 - num_real / sum(micro_batch.padded_tokens for micro_batch in micro_batches),
+        padding_time_share=_compute_padding_time_share(flat),
+        wait_share=_compute_wait_share(flat),
     )
 
 
 def find_reason_to_leave_out(ranks: Sequence[PassRecord]) -> str | None:
-    """Return why a pass, given its records of all ranks, is not counted; None if it is."""
+    """Find why a pass, given its records of all ranks, is not counted; None if it is."""
     if any(record.error is not None for record in ranks):
         return FAILED
     if any(record.traced for record in ranks):
@@ -133,7 +148,7 @@ def inter_quartile_range(values: Sequence[float]) -> float:
     return third - first
 
 
-def _phase_statistics(records: Sequence[PassRecord]) -> dict[str, PhaseStatistics]:
+def _summarize_phases(records: Sequence[PassRecord]) -> dict[str, PhaseStatistics]:
     costs: dict[str, list[tuple[float, int]]] = {}
     for record in records:
         for name, cost in record.cost.phases.items():
@@ -154,18 +169,17 @@ def _find_largest(records: Sequence[PassRecord], values: Sequence[float]) -> Ext
     return Extreme(value=value, index=record.index, source=record.source, rank=record.rank)
 
 
-def _padding_time_share(records: Sequence[PassRecord]) -> float | None:
-    costs = [
-        (sum_phase_seconds(r) * (1 - r.input.real_tokens / r.input.fed_tokens), sum_phase_seconds(r))
-        for r in records
-        if r.input.fed_tokens
-    ]
-    whole = sum(seconds for _, seconds in costs)
-    return sum(padding for padding, _ in costs) / whole if whole else None
+def _compute_padding_time_share(records: Sequence[PassRecord]) -> float | None:
+    padding_seconds = total_seconds = 0.0
+    for record in records:
+        if record.input.fed_tokens:
+            seconds = sum_phase_seconds(record)
+            padding_seconds += seconds * (1 - record.input.real_tokens / record.input.fed_tokens)
+            total_seconds += seconds
+    return padding_seconds / total_seconds if total_seconds else None
 
 
-def _wait_share(records: Sequence[PassRecord]) -> float | None:
-    waits = [
-        (r.cost.wait_seconds, r.cost.seconds) for r in records if r.cost.wait_seconds is not None and r.cost.seconds
-    ]
-    return sum(wait for wait, _ in waits) / sum(whole for _, whole in waits) if waits else None
+def _compute_wait_share(records: Sequence[PassRecord]) -> float | None:
+    costs = [record.cost for record in records]
+    waits = [(cost.wait_seconds, cost.seconds) for cost in costs if cost.wait_seconds is not None and cost.seconds]
+    return sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits) if waits else None

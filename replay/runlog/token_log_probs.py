@@ -23,7 +23,8 @@ def write(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]
     """Write the log-probs of a pass; None stands for tokens that are no action tokens."""
     path = path_of(folder, index, rank)
     path.parent.mkdir(exist_ok=True)
-    values_N = torch.tensor([one for one in log_probs if one is not None], dtype=torch.float32, device="cpu")
+    values = [value for value in log_probs if value is not None]
+    values_N = torch.tensor(values, dtype=torch.float32, device="cpu")
     save_file({_NAME: values_N}, path)
 
 
@@ -32,7 +33,7 @@ def path_of(folder: Path, index: int, rank: int) -> Path:
 
 
 def read(folder: Path, index: int, rank: int) -> Tensor:
-    """Read what `keep` wrote, [N] fp32. Raises UsageError if it is missing or damaged."""
+    """Read what `write` wrote, [N] fp32. Raises UsageError if it is missing or damaged."""
     path = path_of(folder, index, rank)
     try:
         values_N: Tensor = load_file(path)[_NAME]
@@ -42,7 +43,7 @@ def read(folder: Path, index: int, rank: int) -> Tensor:
 
 
 def compare(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:
-    """Compare the ranks of two runs that shared a pass.
+    """Compare the ranks that shared a pass in two runs, and return the pair that is farthest apart.
 
     Returns the mean absolute log-prob of both, the largest difference of a token, and the number of tokens.
     """
@@ -50,14 +51,14 @@ def compare(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[flo
 
 
 def _compare_ranks(references: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[float, float, float, int]]:
-    for one_N, other_N in product(references, others):
-        if len(one_N) != len(other_N):
-            yield math.inf, math.inf, math.inf, len(one_N)
+    for reference_N, other_N in product(references, others):
+        if len(reference_N) != len(other_N):
+            yield math.inf, math.inf, math.inf, len(reference_N)
             continue
-        if not len(one_N):
+        if not len(reference_N):
             yield 0.0, 0.0, 0.0, 0
             continue
-        apart_N = torch.where(one_N == other_N, 0.0, (one_N.double() - other_N.double()).abs())
-        apart_N[one_N.isnan() & other_N.isnan()] = 0.0
-        size, other_size = (float(values.double().abs().mean()) for values in (one_N, other_N))
-        yield size, other_size, float(apart_N.nan_to_num(nan=math.inf).max()), len(one_N)
+        difference_N = torch.where(reference_N == other_N, 0.0, (reference_N.double() - other_N.double()).abs())
+        difference_N[reference_N.isnan() & other_N.isnan()] = 0.0
+        size, other_size = (float(values_N.double().abs().mean()) for values_N in (reference_N, other_N))
+        yield size, other_size, float(difference_N.nan_to_num(nan=math.inf).max()), len(reference_N)

@@ -1,8 +1,8 @@
 """Write a run's log: `logs/<time>-<name>/run.json` and one `rank<k>.jsonl` per rank, with a line per pass.
 
-A run that failed on one of several ranks also has the files of `replay/watch/shutdown.py` and `shutdown.py`.
-run.json is written at the start ("status": "running") and rewritten at the end; a line is flushed when its pass
-is done. Both are strict JSON: a non-finite float is the string "nan", "inf" or "-inf".
+A run that failed on one of several ranks also has the files that `replay/watch` writes. run.json is written at the
+start ("status": "running") and rewritten at the end; a line is flushed when its pass is done. Both are strict JSON: a
+non-finite float is the string "nan", "inf" or "-inf".
 
     {"index": 0, "source": "actor_inputs_rank0_20260301_091244_430740.pkl", "rank": 0, "rows": 2, ...,
      "phases": {"forward": {"seconds": 0.06, "peak_allocated_bytes": 41339551744, ...}}, "loss": 1.71, "error": null}
@@ -28,7 +28,8 @@ from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RunEnd, RunFile, RunInputs, RunStart, RunWork
 
 PACKAGES = ("micro-replay", "torch", "deepspeed", "transformers", "triton", "flash-attn", "ring-flash-attn")
-INTERRUPTED = 130  # the exit code after Ctrl-C
+# The exit code after Ctrl-C.
+INTERRUPTED = 130
 
 
 def create_folder(logs: Path, name: str) -> Path:
@@ -62,11 +63,15 @@ def list_versions() -> dict[str, str | None]:
     return versions_by_name
 
 
-def refuse_other_versions(there: Mapping[str, str | None], folder: Path) -> None:
-    """Raise UsageError if the runs in `folder`, made with the versions `there`, would go on with others."""
-    others = [(name, there.get(name), here) for name, here in list_versions().items() if here != there.get(name)]
-    if said := "; ".join(f"{name} {before} there, {here} here" for name, before, here in others):
-        raise UsageError(Setting("continue", folder), f"has runs of {said}", "Go on with those")
+def refuse_other_versions(previous: Mapping[str, str | None], folder: Path) -> None:
+    """Raise UsageError if the runs in `folder`, made with the `previous` versions, would go on with others."""
+    differences = [
+        f"{name} {previous.get(name)} there, {version} here"
+        for name, version in list_versions().items()
+        if version != previous.get(name)
+    ]
+    if differences:
+        raise UsageError(Setting("continue", folder), f"has runs of {'; '.join(differences)}", "Go on with those")
 
 
 class Logbook:
@@ -75,9 +80,10 @@ class Logbook:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.rank = rank
-        self.run: RunFile | None = None  # once the run has begun
+        # None until the run has begun.
+        self.run: RunFile | None = None
         self._began = datetime.now().astimezone()
-        self._begin_of_last = 0
+        self._last_line_offset = 0
         self._lines: IO[str] = (folder / f"rank{rank}.jsonl").open("x", encoding="utf-8")
 
     def begin(
@@ -111,13 +117,13 @@ class Logbook:
 
     def write(self, record: PassRecord) -> None:
         """Write one line, on disk before the next pass begins."""
-        self._begin_of_last = self._lines.tell()
+        self._last_line_offset = self._lines.tell()
         self._lines.write(json.dumps(to_line(record), allow_nan=False) + "\n")
         self._lines.flush()
 
     def write_again(self, record: PassRecord) -> None:
         """Replace the latest line."""
-        self._lines.seek(self._begin_of_last)
+        self._lines.seek(self._last_line_offset)
         self._lines.truncate()
         self.write(record)
 

@@ -71,7 +71,7 @@ class Run:
         if file.exit_code is None:
             problems.append("run.json has no end: the run goes on, or was killed")
         if failure := file.failure:
-            problems.append(f"the run broke off{file.where_it_broke_off()}: {failure.error or failure.kind}")
+            problems.append(f"the run broke off{file.describe_failed_rank()}: {failure.error or failure.kind}")
         if failed := len({record.index for record in records if record.error is not None}):
             problems.append(f"{pluralise(failed, 'pass')} failed")
         return cls(folder=folder, file=file, records=records, problems=problems)

@@ -65,7 +65,7 @@ def test_a_rank_that_fails_before_the_run_has_begun_is_in_run_json(tmp_path: Pat
     assert (run.start, run.end, run.status, run.exit_code) == (None, None, "failed", 1)
     assert run.failure is not None
     assert (run.failure.phase, run.failure.error) == (Phase.OPENING, "no memory")
-    assert run.where_it_broke_off() == " on rank 1"
+    assert run.describe_failed_rank() == " on rank 1"
 
 
 def test_a_verdict_on_numbers_that_are_not_finite_is_read_as_it_was_written() -> None:
