@@ -46,20 +46,21 @@ def record_children(*, name: str, is_module: bool, order: Mapping[str, Any]) -> 
     text = json.dumps(order)
 
     def change_command(command: Any, environment: Any) -> Any:
-        is_rank = any(variable in (environment or os.environ) for variable in _RANK_VARIABLES)
-        if not is_same_job(command) or not is_rank:
+        if not is_same_job(command):
+            return command
+        if not any(variable in (environment or os.environ) for variable in _RANK_VARIABLES):
             return command
         arguments = command[3 if is_module else 2 :]
-        again = f"{_MAKE_IMPORTABLE}from capture.run import run_again; run_again()"
-        return [command[0], "-c", again, text, command[2 if is_module else 1], *arguments]
+        code = f"{_MAKE_IMPORTABLE}from capture.run import run_again; run_again()"
+        return [command[0], "-c", code, text, command[2 if is_module else 1], *arguments]
 
     start, launch = subprocess.Popen.__init__, multiprocessing.popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
     command_line = multiprocessing.spawn.get_command_line
     # Whether each launch under way, the innermost last, may be that of a rank.
     may_train: list[bool] = []
 
-    def our_start(self: Any, args: Any, *more: Any, **settings: Any) -> None:
-        start(self, change_command(args, settings.get("env")), *more, **settings)
+    def our_start(self: Any, args: Any, *arguments: Any, **settings: Any) -> None:
+        start(self, change_command(args, settings.get("env")), *arguments, **settings)
 
     def our_launch(self: Any, process: Any) -> None:
         may_train.append(getattr(getattr(process, "_target", None), "__module__", None) in _TRAINING_MODULES)

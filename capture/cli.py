@@ -109,27 +109,31 @@ def _add_run(commands: Any) -> None:
         help="Names of the forward's arguments, for a model of one's own, as idx=input_ids,targets=labels; labels are "
         "as transformers has them, and targets that are the next tokens already are shift_labels.",
     )
-    kept = run.add_argument_group("which passes are kept (as in capture.recording)")
-    kept.add_argument("--every", type=int, metavar="N", help="Every Nth forward of those that the other options leave.")
-    kept.add_argument("--forwards", metavar="FIRST:END", help="Numbers of forwards, as 100:200 (without 200).")
-    kept.add_argument("--ranks", metavar="LIST", help="Ranks that record, as 0,3.")
-    kept.add_argument("--passes", metavar="all/train/rollout", help="With autograd on (train), off (rollout), or all.")
-    kept.add_argument("--max-files", type=int, metavar="N", help="At most N files for each rank.")
-    kept.add_argument("--max-bytes", type=int, metavar="N", help="At most N bytes for each rank.")
-    kept.add_argument("--keep", metavar="first/last", help="Which passes stay when a limit is reached.")
-    kept.add_argument(
+    retention = run.add_argument_group("which passes are kept (as in capture.recording)")
+    retention.add_argument(
+        "--every", type=int, metavar="N", help="Every Nth forward of those that the other options leave."
+    )
+    retention.add_argument("--forwards", metavar="FIRST:END", help="Numbers of forwards, as 100:200 (without 200).")
+    retention.add_argument("--ranks", metavar="LIST", help="Ranks that record, as 0,3.")
+    retention.add_argument(
+        "--passes", metavar="all/train/rollout", help="With autograd on (train), off (rollout), or all."
+    )
+    retention.add_argument("--max-files", type=int, metavar="N", help="At most N files for each rank.")
+    retention.add_argument("--max-bytes", type=int, metavar="N", help="At most N bytes for each rank.")
+    retention.add_argument("--keep", metavar="first/last", help="Which passes stay when a limit is reached.")
+    retention.add_argument(
         "--flight-recorder", type=int, metavar="N", help="Keep the last N passes in memory; an incident writes them."
     )
-    kept.add_argument(
+    retention.add_argument(
         "--slow-step", metavar="X", help="A step of X times the median is an incident; 60s: one of 60 seconds."
     )
-    kept.add_argument(
+    retention.add_argument(
         "--reproduce",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Keep random states, outputs, samples of weights and gradients, to judge a replay by (default: on).",
     )
-    kept.add_argument(
+    retention.add_argument(
         "--segment",
         metavar="SIZE",
         help="Put many passes into one file of about this size, as 64MB, in a folder for each rank. Without it a pass "
@@ -171,7 +175,9 @@ def _parse_argument_names(typed: str | None) -> dict[str, str]:
 
     pairs = [pair.partition("=") for pair in (typed or "").split(",") if pair]
     try:
-        names = check_argument_names({theirs.strip(): ours.strip() for theirs, _, ours in pairs})
+        names = check_argument_names(
+            {forward_name.strip(): capture_name.strip() for forward_name, _, capture_name in pairs}
+        )
     except (TypeError, ValueError):
         names = {}
     if typed is not None and (not names or len(names) < len(pairs)):

@@ -23,8 +23,10 @@ class ProgressBar:
         """Show how much is done, and how long the remaining part may take."""
         seconds = time.monotonic() - self._began
         filled = BAR_WIDTH * num_done // max(num_all, 1)
-        left = f", {_format_duration(seconds / num_done * (num_all - num_done))} left" if 0 < num_done < num_all else ""
-        self._overwrite(f"{'#' * filled:.<{BAR_WIDTH}} {num_done:,} of {num_all:,}{left}  {text}".rstrip())
+        time_left = ""
+        if 0 < num_done < num_all:
+            time_left = f", {_format_duration(seconds / num_done * (num_all - num_done))} left"
+        self._overwrite(f"{'#' * filled:.<{BAR_WIDTH}} {num_done:,} of {num_all:,}{time_left}  {text}".rstrip())
 
     def clear(self) -> None:
         self._overwrite("")

@@ -110,12 +110,12 @@ class ModelSearch:
         self._close = close
         self._process = os.getpid()
         self._search = ModuleSearch(self._accepts, self._record)
-        self._late_hooks = RunningStepHook()
+        self._running_step_hook = RunningStepHook()
         hold_notes()
 
     def end(self) -> None:
         self._search.end()
-        self._late_hooks.remove()
+        self._running_step_hook.remove()
         take_held_notes()
 
     def _accepts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -131,7 +131,7 @@ class ModelSearch:
 
     def _record(self, module: nn.Module) -> None:
         recorder = self._order.record(module)
-        self._late_hooks.remove()
+        self._running_step_hook.remove()
         recorder.note_next(**take_held_notes())
         self.recordings.append((type(module).__name__, recorder))
         if os.getpid() == self._process:
@@ -272,13 +272,13 @@ def _describe_recordings(
         }
         for reason, count in recorder.not_recorded.items():
             counts[f"training pass{'es' * (count > 1)} not recorded ({reason})"] = count
-        others = "".join(f", {count} {what}" for what, count in counts.items() if count)
+        others = "".join(f", {count} {description}" for description, count in counts.items() if count)
         passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
         return f"capture: {passes} of {name}{others}, in {recorder.folder}"
     if order.module_name is not None:
         return f"capture: nothing recorded: no module of class {order.module_name} was called in this process"
     if order.arguments:
-        arguments = ", ".join(f"{theirs} ({ours})" for theirs, ours in order.arguments.items())
+        arguments = ", ".join(f"{forward_name} ({name})" for forward_name, name in order.arguments.items())
         return (
             f"capture: nothing recorded: no module that is trained was called with {arguments} as rows of token ids. "
             "--arguments has the names that the outermost module's forward gives its arguments"

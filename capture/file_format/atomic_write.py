@@ -84,7 +84,7 @@ def remove_temporaries_of_host(folder: Path) -> None:
 def _is_stale(match: re.Match[str], file: "os.DirEntry[str]", *, is_shared: bool) -> bool:
     """Tell whether the process that wrote a temporary is gone.
 
-    Of a rank's own file on another host it is: the rank runs here now.
+    A file of this rank that another host wrote is stale: the rank now runs on this host.
     """
     if match["host"] != HOST_DIGEST:
         return not is_shared or time.time() - file.stat().st_mtime > OTHER_HOST_SECONDS

@@ -464,6 +464,7 @@ def _check_head(head: object, payload: memoryview, source: str) -> None:
         raise CaptureError(f"{source}: the checksum is wrong: the file is damaged. Delete it or copy it again")
 
 
-def describe_other_format(source: str, written: object) -> str:
+def describe_other_format(source: str, file_format: object) -> str:
     """Say that a file has another format than this version reads."""
-    return f"{source}: format {repr(written)[:20]}; this version reads format {FORMAT}. Upgrade micro-replay to read it"
+    advice = "Upgrade micro-replay to read it"
+    return f"{source}: format {repr(file_format)[:20]}; this version reads format {FORMAT}. {advice}"

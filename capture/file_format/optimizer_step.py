@@ -65,9 +65,9 @@ class ParameterSamples:
     def from_json(cls, text: str, source: str) -> "ParameterSamples":
         """Read what `to_json` wrote. Raises CaptureError for anything else."""
         try:
-            written = json.loads(text)
-            samples = tuple(_parse_sample(name, *parts) for name, parts in written["samples"].items())
-            parsed = cls(samples=samples, **{key: value for key, value in written.items() if key != "samples"})
+            content = json.loads(text)
+            samples = tuple(_parse_sample(name, *parts) for name, parts in content["samples"].items())
+            parsed = cls(samples=samples, **{key: value for key, value in content.items() if key != "samples"})
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: these are no samples of parameters: {text[:80]}") from None
         counts = (parsed.num_parameters, parsed.num_frozen, *parsed.left_out.values())
@@ -152,10 +152,10 @@ class OptimizerStep:
     def from_json(cls, text: str, source: str) -> "OptimizerStep":
         """Read what `to_json` wrote. Raises CaptureError for anything else."""
         try:
-            written = json.loads(text)
-            gradients = written.pop("gradients")
+            content = json.loads(text)
+            gradients = content.pop("gradients")
             plain: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
+                name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
             }
             samples = None if gradients is None else ParameterSamples.from_json(gradients, source)
             step = cls(gradients=samples, **plain)

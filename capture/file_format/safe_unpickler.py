@@ -86,8 +86,8 @@ class PickleReader:
         self.memo: dict[int, Any] = {}
         self.num_text_bytes = 0
 
-    def error(self, what: str) -> CaptureError:
-        return CaptureError(f"{self.source}: {what} at byte {self.position}: the file is damaged or no capture")
+    def error(self, problem: str) -> CaptureError:
+        return CaptureError(f"{self.source}: {problem} at byte {self.position}: the file is damaged or no capture")
 
     def take(self, num_bytes: int) -> memoryview:
         view = self.data[self.position : self.position + num_bytes]
@@ -165,7 +165,7 @@ class PickleReader:
                 f"{self.source}: refused: the pickle names {full_name}; a capture names nothing. {advice}"
             )
         if (module, name) not in self.names:
-            allowed = ", ".join(sorted(".".join(known) for known in self.names)) or "none"
+            allowed = ", ".join(sorted(".".join(pair) for pair in self.names)) or "none"
             raise CaptureError(f"{self.source}: refused: the pickle names {full_name}; allowed: {allowed}. {advice}")
         return self.names[module, name]
 

@@ -60,8 +60,8 @@ class SegmentHead:
 
     def pack(self) -> bytes:
         """Return a line of JSON, padded to whole records."""
-        known = {name: getattr(self, name) for name in self.__slots__}
-        text = json.dumps({"format": SEGMENT_FORMAT, **known}).encode()
+        values = {name: getattr(self, name) for name in self.__slots__}
+        text = json.dumps({"format": SEGMENT_FORMAT, **values}).encode()
         return text.ljust(-(-(len(text) + 1) // RECORD_BYTES) * RECORD_BYTES - 1) + b"\n"
 
     @classmethod
@@ -130,7 +130,7 @@ class Segment:
                 records, num_cut_off = _drop_cut_off(indexed, num_bytes)
                 num_indexed = len(records) // RECORD_BYTES
                 end = _find_end(records, begin)
-                scanned, end, gaps = _scan(file.fileno(), end, num_bytes, after=_find_last_number(records))
+                scanned, end, gaps = _scan(file.fileno(), end, num_bytes, last_number=_find_last_number(records))
         except OSError as error:
             raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
         return cls(
@@ -284,7 +284,9 @@ def _find_last_number(records: bytearray) -> int:
     return SegmentRecord.unpack(records[-RECORD_BYTES:]).number if records else -1
 
 
-def _scan(descriptor: int, begin: int, num_bytes: int, *, after: int) -> tuple[bytearray, int, list[tuple[int, int]]]:
+def _scan(
+    descriptor: int, begin: int, num_bytes: int, *, last_number: int
+) -> tuple[bytearray, int, list[tuple[int, int]]]:
     """Walk from record to record. Returns those of whole passes, where the last one ends, and gaps between them.
 
     Where no record reads, it goes on at the next bytes that could begin one. The last pass counts only if its checksum
@@ -293,7 +295,7 @@ def _scan(descriptor: int, begin: int, num_bytes: int, *, after: int) -> tuple[b
     records, gaps, offset, end = bytearray(), [], begin, begin
     while offset + RECORD_BYTES <= num_bytes:
         record = _read_record(descriptor, offset)
-        if record is None or record.end > num_bytes or record.number <= after:
+        if record is None or record.end > num_bytes or record.number <= last_number:
             next_magic = _find_magic(descriptor, offset + 1, num_bytes)
             if next_magic is None:
                 break
@@ -306,7 +308,7 @@ def _scan(descriptor: int, begin: int, num_bytes: int, *, after: int) -> tuple[b
             gaps.append((end, offset - end))
         records += record.pack()
         offset = end = record.end
-        after = record.number
+        last_number = record.number
     return records, end, gaps
 
 

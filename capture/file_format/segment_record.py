@@ -76,9 +76,9 @@ class Counts:
 class SegmentRecord:
     """One pass in a segment.
 
-    offset          of this record in the segment; the pass comes behind it
-    crc32           of the pass
-    number          of the forward, as in the capture's name
+    offset          offset of this record in the segment; the pass follows it
+    crc32           checksum of the pass
+    number          number of the forward, as in the capture's name
     time            microseconds since 1970
     forward         `number`, or None if the capture does not say it
     counts          None for a call with embeddings in the place of token ids
@@ -109,12 +109,12 @@ class SegmentRecord:
         flags = self.trains * TRAINS | (self.counts is not None) * HAS_TOKENS | self.has_non_finite * NON_FINITE
         flags |= self.has_gradients * HAS_GRADIENTS | (self.forward is not None) * IS_NUMBERED
         counts = self.counts or Counts(rows=0, row_length=0, real_tokens=0, action_tokens=None, empty_rows=0)
-        known = _LAYOUT.pack(
+        packed = _LAYOUT.pack(
             *(MAGIC, self.offset, self.num_bytes, self.crc32, self.number, self.time, flags, counts.rows),
             *(counts.row_length, counts.real_tokens, _encode_optional(counts.action_tokens), counts.empty_rows),
             *(_encode_optional(self.optimizer_step), _encode_optional(self.window), 0, 0),
         )[:-8]
-        return known + zlib.crc32(known).to_bytes(8, "little")
+        return packed + zlib.crc32(packed).to_bytes(8, "little")
 
     @classmethod
     def unpack_checked(cls, data: bytes) -> "SegmentRecord":

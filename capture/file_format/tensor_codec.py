@@ -118,20 +118,20 @@ def tensor_from_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype) 
     return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else empty).view(dtype)
 
 
-def _check_record(record: Any, what: str) -> int:
+def _check_record(record: Any, label: str) -> int:
     """Check a tensor's record, and return the size of the tensor in bytes. Raises CaptureError."""
     kinds = {"dtype": str, "shape": list, "encoding": str, "data": bytes, "crc32": int}
     if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != kinds:
-        raise CaptureError(f"{what}: must be a dict of {', '.join(kinds)}")
+        raise CaptureError(f"{label}: must be a dict of {', '.join(kinds)}")
     if record["dtype"] not in DTYPES:
-        raise CaptureError(f"{what}: unknown dtype {record['dtype'][:40]!r}; known are {', '.join(DTYPES)}")
+        raise CaptureError(f"{label}: unknown dtype {record['dtype'][:40]!r}; known are {', '.join(DTYPES)}")
     shape = record["shape"]
     if len(shape) > 16 or any(type(size) is not int or size < 0 for size in shape):
-        raise CaptureError(f"{what}: shape must be up to 16 sizes of 0 or more, not {str(shape)[:80]}")
+        raise CaptureError(f"{label}: shape must be up to 16 sizes of 0 or more, not {str(shape)[:80]}")
     return count_bytes(shape, DTYPES[record["dtype"]])
 
 
-def _decode(record: EncodedTensor, what: str) -> Tensor:
+def _decode(record: EncodedTensor, label: str) -> Tensor:
     """Undo the steps of the encoding, last one first, and compare with the checksum. Raises CaptureError."""
     dtype, num_elements = DTYPES[record["dtype"]], math.prod(record["shape"])
     stored_as, *steps = record["encoding"].split("/")
@@ -139,13 +139,13 @@ def _decode(record: EncodedTensor, what: str) -> Tensor:
     if dtype != torch.bool:
         allowed.append(record["dtype"])
     if stored_as not in allowed or steps not in ([], ["deflate"], ["shuffle", "deflate"]):
-        raise CaptureError(f"{what}: unknown encoding {record['encoding'][:40]!r} for {record['dtype']}")
+        raise CaptureError(f"{label}: unknown encoding {record['encoding'][:40]!r} for {record['dtype']}")
     stored_dtype = torch.uint8 if stored_as == "bits" else DTYPES[stored_as]
     num_stored = -(-num_elements // 8) if stored_as == "bits" else num_elements
     num_bytes = num_stored * stored_dtype.itemsize
-    data = _inflate(record["data"], num_bytes, what) if steps else record["data"]
+    data = _inflate(record["data"], num_bytes, label) if steps else record["data"]
     if len(data) != num_bytes:
-        raise CaptureError(f"{what}: {len(data)} bytes of data; shape and dtype need {num_bytes}")
+        raise CaptureError(f"{label}: {len(data)} bytes of data; shape and dtype need {num_bytes}")
     is_shuffled = steps[:1] == ["shuffle"]
     stored = tensor_from_bytes(data, torch.uint8 if is_shuffled else stored_dtype)
     # Without this there would be three copies of a large tensor at once.
@@ -156,24 +156,24 @@ def _decode(record: EncodedTensor, what: str) -> Tensor:
         stored = ((stored.unsqueeze(1) >> _BITS) & 1).view(-1)[:num_elements]
     restored = stored.to(dtype).contiguous()
     if zlib.crc32(view_bytes(restored)) != record["crc32"]:
-        raise CaptureError(f"{what}: the checksum is wrong: the file is damaged. Delete it or copy it again")
+        raise CaptureError(f"{label}: the checksum is wrong: the file is damaged. Delete it or copy it again")
     return restored.view(record["shape"])
 
 
-def _inflate(data: bytes, num_bytes: int, what: str) -> bytes:
+def _inflate(data: bytes, num_bytes: int, label: str) -> bytes:
     """Inflate to at most one byte more than expected.
 
     Data that is not smaller than its result is refused: the writer stores it as it is, and much can inflate to nothing.
     """
     if len(data) >= num_bytes:
-        raise CaptureError(f"{what}: {len(data)} compressed bytes for {num_bytes}: the file is damaged")
+        raise CaptureError(f"{label}: {len(data)} compressed bytes for {num_bytes}: the file is damaged")
     inflate = zlib.decompressobj()
     try:
         inflated = inflate.decompress(data, num_bytes + 1)
     except zlib.error as error:
-        raise CaptureError(f"{what}: compressed data is damaged ({error})") from None
+        raise CaptureError(f"{label}: compressed data is damaged ({error})") from None
     if not inflate.eof or inflate.unused_data:
-        raise CaptureError(f"{what}: compressed data does not end after {num_bytes} bytes, as shape and dtype say")
+        raise CaptureError(f"{label}: compressed data does not end after {num_bytes} bytes, as shape and dtype say")
     return inflated
 
 
@@ -308,19 +308,19 @@ _OPTIONAL_TYPES: Mapping[str, type | UnionType] = {
 }
 
 
-def is_body(read: object) -> bool:
+def is_body(content: object) -> bool:
     """Tell whether what was read has the parts of a body, each of its type."""
-    parts = read if isinstance(read, dict) else {}
+    parts = content if isinstance(content, dict) else {}
     types = {**_REQUIRED_TYPES, **{name: type_ for name, type_ in _OPTIONAL_TYPES.items() if name in parts}}
-    return _has_types(read, types) and _has_types(parts["origin"], _ORIGIN_TYPES)
+    return _has_types(content, types) and _has_types(parts["origin"], _ORIGIN_TYPES)
 
 
-def check_body(read: object, source: str) -> CaptureBody:
+def check_body(content: object, source: str) -> CaptureBody:
     """Check the values in what was read, for which `is_body` holds, and return it.
 
     Raises CaptureError if a part holds something else than it may.
     """
-    body = cast(CaptureBody, read)
+    body = cast(CaptureBody, content)
     text_parts: tuple[Mapping[str, object], ...] = (
         body["left_out"],
         body["origin"]["versions"],
@@ -340,8 +340,8 @@ def check_body(read: object, source: str) -> CaptureBody:
     return body
 
 
-def describe_type(read: object) -> str:
-    return f"a dict of {str(sorted(read))[:200]}" if isinstance(read, dict) else f"a {type(read).__name__}"
+def describe_type(value: object) -> str:
+    return f"a dict of {str(sorted(value))[:200]}" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
 def _is_output(value: object) -> bool:
@@ -350,9 +350,9 @@ def _is_output(value: object) -> bool:
     )
 
 
-def _has_types(read: object, types: Mapping[str, type | UnionType]) -> bool:
+def _has_types(content: object, types: Mapping[str, type | UnionType]) -> bool:
     return (
-        isinstance(read, dict)
-        and read.keys() == types.keys()
-        and all(isinstance(read[name], type_) for name, type_ in types.items())
+        isinstance(content, dict)
+        and content.keys() == types.keys()
+        and all(isinstance(content[name], type_) for name, type_ in types.items())
     )

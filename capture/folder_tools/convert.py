@@ -115,7 +115,7 @@ def convert_folder(
 
     Each file is read back and compared before it counts.
 
-    project      project that wrote the dumps; None: told from each file
+    project      project that wrote the dumps; None: the start of each file tells
     num_rows     rows of a micro-batch; None: as the dump has them
     segment      bytes of a segment, a file of many passes; None: each pass becomes a file
     on_progress  called before each dump with the number of dumps that are done, and of all
@@ -178,11 +178,11 @@ def _read_bytes(tensor: Tensor) -> bytes:
     return bytes(view_bytes(flat))
 
 
-def _to_iso_time(written: str | None, source: str) -> str | None:
+def _to_iso_time(time: str | None, source: str) -> str | None:
     for parse in (datetime.fromisoformat, lambda text: datetime.strptime(text, DUMP_TIME)):
         try:
-            moment = parse(written or "")
+            moment = parse(time or "")
         except ValueError:
             continue
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).isoformat(timespec="microseconds")
-    raise CaptureError(f"{source}: its time is {str(written)[:40]!r}; allowed is ISO 8601 or {DUMP_TIME}")
+    raise CaptureError(f"{source}: its time is {str(time)[:40]!r}; allowed is ISO 8601 or {DUMP_TIME}")

@@ -91,10 +91,10 @@ def _read_columns(dump: DumpFile, root: tuple[str, str]) -> tuple[dict[str, Tens
 
 
 def _read_tensors(
-    batch: Any, others: Mapping[Any, Any], num_bytes: int, source: str
+    batch: Any, columns: Mapping[Any, Any], num_bytes: int, source: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, left_out = _BatchReader(source, num_bytes).read(batch)
-    for name, column in others.items():
+    for name, column in columns.items():
         if not isinstance(name, str) or name in tensors:
             raise CaptureError(f"{source}: non_tensor_batch has {str(name)[:40]!r}, which is no name or is there twice")
         tensor = column.to_tensor() if isinstance(column, Array) else None
@@ -137,25 +137,25 @@ class _BatchReader:
                 tensors, left_out = self._read_each(
                     leaves, lambda name, description: self._tensor_from_leaf(name, description, flat)
                 )
-                known = ("cls", "cls_metadata", "leaves", "non_tensors")
+                known_names = ("cls", "cls_metadata", "leaves", "non_tensors")
                 nested = others.get("non_tensors")
                 names_left_out = [
                     *(nested if isinstance(nested, dict) else ()),
-                    *(name for name in others if name not in known),
+                    *(name for name in others if name not in known_names),
                 ]
                 return tensors, left_out | {str(name)[:100]: "no tensor of the batch" for name in names_left_out}
         raise CaptureError(f"{self.source}: the batch is no consolidated tensordict; another form is not read")
 
     def _read_each(
-        self, descriptions: Mapping[Any, Any], read: Callable[[str, Any], Tensor | None]
+        self, descriptions: Mapping[Any, Any], read_tensor: Callable[[str, Any], Tensor | None]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Read each tensor by its description; where `read` returns None, the tensor is left out."""
+        """Read each tensor by its description; where `read_tensor` returns None, the tensor is left out."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
         for name, description in descriptions.items():
             if not isinstance(name, str):
                 raise CaptureError(f"{self.source}: a tensor of the batch has a name that is no text")
-            tensor = read(name, description)
+            tensor = read_tensor(name, description)
             if tensor is None:
                 left_out[name] = "a nested tensor"
             else:

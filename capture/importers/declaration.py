@@ -1,4 +1,4 @@
-"""Declare what an importer is: whose dumps it reads, how they are told from others, and what reads them."""
+"""Declare what an importer is: whose dumps it reads, how it recognises them, and how it reads them."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class DumpFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Importer:
-    """How the dumps of one project are told and read.
+    """How the dumps of one project are recognised and read.
 
     project   what users type after --from
     suffixes  of its files

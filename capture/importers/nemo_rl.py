@@ -1,7 +1,7 @@
 """Read NeMo-RL's training data: JSON lines, one a row.
 
 NeMo-RL 0.7.0, `nemo_rl/algorithms/grpo.py` (`train_data_step<step>.jsonl`) and `nemo_rl/utils/logger.py`
-(`log_batched_dict_as_jsonl`); token ids are there since 0.6.0. Each value is a list of one, that of the row:
+(`log_batched_dict_as_jsonl`); token ids are there since 0.6.0. Each value is a list with one member, the row's value:
 
     token_ids, token_loss_mask, advantages, generation_logprobs, prev_logprobs    [[...]], one for each of S tokens
     input_lengths, sample_loss_mask, rewards, filtered_rewards                    [number]

@@ -161,14 +161,14 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
     """Make stand-ins for what NumPy 1 and 2 name in a pickled array, dtype or number, in protocols 4 and 5."""
 
-    def refuse(what: str) -> CaptureError:
-        return CaptureError(f"{source}: refused: {what} that was not saved as NumPy saves it")
+    def make_refusal(subject: str) -> CaptureError:
+        return CaptureError(f"{source}: refused: {subject} that was not saved as NumPy saves it")
 
     def make_dtype(*arguments: Any) -> _Dtype:
         match arguments:
             case (str(code), bool(), bool()):
                 return _Dtype(code[:8])
-        raise refuse("a dtype")
+        raise make_refusal("a dtype")
 
     def make_array(*arguments: Any) -> Array:
         match arguments:
@@ -176,7 +176,7 @@ def _numpy_names(source: str) -> dict[tuple[str, str], Any]:
                 return Array(code, shape, data)
             case (bytes(), _Dtype(code), tuple(shape), "F"):
                 return Array(code, shape)
-        raise refuse("an array")
+        raise make_refusal("an array")
 
     def make_number(*arguments: Any) -> int | float | bool | None:
         match arguments:

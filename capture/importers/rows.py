@@ -47,8 +47,8 @@ class DumpRows:
         if batch.ndim != 2 or 0 in batch.shape:
             raise CaptureError(f"{self.source}: token ids of shape {list(batch.shape)}; expected [rows, tokens]")
         columns = {name: tensor for name, tensor in self.tensors.items() if _has_rows(tensor, len(batch))}
-        others = {name: describe_kind(self.tensors[name]) for name in self.tensors.keys() - columns.keys()}
-        if lost := others.keys() & set(_ARGUMENTS):
+        without_rows = {name: describe_kind(self.tensors[name]) for name in self.tensors.keys() - columns.keys()}
+        if lost := without_rows.keys() & set(_ARGUMENTS):
             raise CaptureError(
                 f"{self.source}: {', '.join(sorted(lost))} does not have {len(batch)} rows, as token ids"
             )
@@ -60,7 +60,7 @@ class DumpRows:
             yield Call(
                 tensors=tensors,
                 call_facts={**self.facts, "first_row": start},
-                left_out={**self.left_out, **others},
+                left_out={**self.left_out, **without_rows},
                 trains=True,
                 origin=Origin(source=self.source, rank=self.rank),
             )
@@ -104,8 +104,8 @@ def check_size(num_rows: int, widths: Sequence[int], source: str) -> None:
         raise _size_error(source, num_rows, f" of {len(widths)} tensors, padded,")
 
 
-def _size_error(source: str, num_rows: int, what: str) -> CaptureError:
-    why = f": {num_rows} rows{what} hold more than the {MAX_TENSOR_BYTES} bytes that a micro-batch may have"
+def _size_error(source: str, num_rows: int, details: str) -> CaptureError:
+    why = f": {num_rows} rows{details} hold more than the {MAX_TENSOR_BYTES} bytes that a micro-batch may have"
     return CaptureError(source, why, f"Try: {Setting('rows', max(1, num_rows // 8))}")
 
 

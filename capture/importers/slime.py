@@ -122,9 +122,11 @@ def _read_ranks(saved: Mapping[Any, Any], source: str) -> Iterator[_RankData]:
 
 def _describe_left_out(values: Mapping[Any, Any]) -> dict[str, str]:
     """Give the reason by name of values that belong to no sample, without the names that slime's files always have."""
-    known = ("rollout_id", "rank", "format_version", "samples", "dp_shards", "data_parallel_rank", *_LAYOUT_NAMES)
+    known_names = ("rollout_id", "rank", "format_version", "samples", "dp_shards", "data_parallel_rank", *_LAYOUT_NAMES)
     return {
-        str(name)[:100]: f"of no sample: {describe_kind(value)}" for name, value in values.items() if name not in known
+        str(name)[:100]: f"of no sample: {describe_kind(value)}"
+        for name, value in values.items()
+        if name not in known_names
     }
 
 
