@@ -107,7 +107,7 @@ def make_full_tables(num_devices: int, kernel: str) -> tuple[Table, ...]:
         {"kernels": [Kernels.FUSED], **compiled},
     ]
     engines = [(engine, _make_splits(engine["backend"][0], sizes)) for engine in make_stage_tables()]
-    whole = [
+    unsharded_engines = [
         ({"backend": [name]}, _make_splits(name, sizes)) for name in find_backends(lambda backend: not backend.shards)
     ]
     own_compilers: list[Table] = [
@@ -123,9 +123,9 @@ def make_full_tables(num_devices: int, kernel: str) -> tuple[Table, ...]:
         for compiler, stages in backend.compilers.items()
     ]
     return (
-        *({**engine, **split, **shared, **compiled} for engine, split in [*engines, *whole]),
+        *({**engine, **split, **shared, **compiled} for engine, split in [*engines, *unsharded_engines]),
         *own_compilers,
-        *({**engine, **alone, **split, **more} for engine, split in engines for more in folded),
+        *({**engine, **alone, **split, **extra} for engine, split in engines for extra in folded),
     )
 
 
@@ -169,20 +169,24 @@ def arrange_settings(matrix: str, settings: Sequence[Setting]) -> Sequence[Setti
 
 def read_matrix(path: Path) -> list[Table]:
     try:
-        whole = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"--matrix {path} is neither one of {', '.join(BuiltInMatrix)} nor a file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--matrix {path} cannot be read: {error}. docs/parity.md has an example") from error
-    tables = whole.get("cells")
-    if list(whole) != ["cells"] or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UsageError(f"--matrix {path} holds {', '.join(whole) or 'nothing'}; it needs tables called [[cells]]")
+    tables = content.get("cells")
+    if (
+        list(content) != ["cells"]
+        or not isinstance(tables, list)
+        or not all(isinstance(table, dict) for table in tables)
+    ):
+        raise UsageError(f"--matrix {path} holds {', '.join(content) or 'nothing'}; it needs tables called [[cells]]")
     return [{_read_axis(key, path): _read_values(key, value, path) for key, value in table.items()} for table in tables]
 
 
 def _read_values(key: str, value: Any, path: Path) -> list[Any]:
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, (str, int, float)) for each in values):
+    if not values or not all(isinstance(element, (str, int, float)) for element in values):
         raise UsageError(f"--matrix {path}: {key} is {value!r}; allowed is a value, or a list of values")
     return values
 
@@ -195,8 +199,8 @@ def _read_axis(key: str, path: Path) -> str:
 
 
 def list_axes() -> list[str]:
-    own = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
-    return [DATA, *own]
+    fields = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
+    return [DATA, *fields]
 
 
 def _expand(tables: Sequence[Table]) -> list[Setting]:
@@ -255,7 +259,7 @@ def to_options(setting: Setting) -> dict[str, Any]:
     by_field: dict[str, Toggle] = {}
     for toggle in toggles():
         by_field.setdefault(toggle.field, toggle)
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in setting.items():
         if name == DATA:
             if type(value) is not int or value < 1:
@@ -263,27 +267,27 @@ def to_options(setting: Setting) -> dict[str, Any]:
         elif name == "compile":
             if value not in list(Compile):
                 raise UsageError(f"compile {value!r} is not allowed. Give one of {', '.join(Compile)}")
-            given |= {COMPILE_SWITCHES[value]: True} if value != Compile.OFF else {}
+            options |= {COMPILE_SWITCHES[value]: True} if value != Compile.OFF else {}
         elif by_field[name].base is bool:
             if type(value) is not bool:
                 raise UsageError(f"{name} {value!r} is not allowed. Give true or false")
-            given[name] = value
+            options[name] = value
         else:
-            given[name] = str(value)
-    return given
+            options[name] = str(value)
+    return options
 
 
 def name_of(setting: Setting) -> str:
     """Return a name such as `fsdp2 bf16 packed sdpa tp 2`."""
-    rest = dict(setting)
-    words = [str(rest.pop("backend", DEFAULT))]
-    if (stage := rest.pop("zero_stage", None)) is not None:
+    remaining = dict(setting)
+    words = [str(remaining.pop("backend", DEFAULT))]
+    if (stage := remaining.pop("zero_stage", None)) is not None:
         words.append(f"stage {stage}")
-    words.append(str(rest.pop("dtype", Dtype.BF16)))
-    words.append("packed" if rest.pop("packing", True) else "padded")
-    words.append(str(rest.pop("attention", Attention.AUTO)))
-    if (compiled := rest.pop("compile", Compile.OFF)) != Compile.OFF:
+    words.append(str(remaining.pop("dtype", Dtype.BF16)))
+    words.append("packed" if remaining.pop("packing", True) else "padded")
+    words.append(str(remaining.pop("attention", Attention.AUTO)))
+    if (compiled := remaining.pop("compile", Compile.OFF)) != Compile.OFF:
         words.append("compiled" if compiled == Compile.BLOCKS else str(compiled))
-    words += [f"{name} {size}" for name in (DATA, "tp", "ring") if (size := rest.pop(name, 1)) != 1]
-    rest = {name.replace("_", "-"): value for name, value in rest.items()}
-    return " ".join([*words, *(name if value is True else f"{name} {value}" for name, value in rest.items())])
+    words += [f"{name} {size}" for name in (DATA, "tp", "ring") if (size := remaining.pop(name, 1)) != 1]
+    remaining = {name.replace("_", "-"): value for name, value in remaining.items()}
+    return " ".join([*words, *(name if value is True else f"{name} {value}" for name, value in remaining.items())])

@@ -199,42 +199,44 @@ class MatrixJudge:
 
     def judge(self, rows: Sequence[ParityRow]) -> MatrixResult:
         """Return the results that follow from the cells that are done."""
-        done = {row.cell.name: row for row in rows if row.state is RowState.DONE}
+        finished = {row.cell.name: row for row in rows if row.state is RowState.DONE}
         noises: list[NoiseFloor] = []
         remarks: list[str] = []
-        for ground in dict.fromkeys(row.cell.baseline for row in rows):
-            noises += self._measure_noises(ground, done)
-        remarks += [_describe_distrust(noise, done) for noise in noises if noise.distrusted]
-        remarks += self._compare_dtypes(done)
-        judged = {
-            row.cell.name: self._judge_row(row, done, noises)
-            for row in done.values()
+        for baseline in dict.fromkeys(row.cell.baseline for row in rows):
+            noises += self._measure_noises(baseline, finished)
+        remarks += [_describe_distrust(noise, finished) for noise in noises if noise.distrusted]
+        remarks += self._compare_dtypes(finished)
+        judged_cells = {
+            row.cell.name: self._judge_row(row, finished, noises)
+            for row in finished.values()
             if row.cell.reference != row.cell.name
         }
-        costs = {name: self._summarize_cost(row) for name, row in done.items()}
-        return MatrixResult(cells=judged, noises=noises, remarks=remarks, costs=costs)
+        costs = {name: self._summarize_cost(row) for name, row in finished.items()}
+        return MatrixResult(cells=judged_cells, noises=noises, remarks=remarks, costs=costs)
 
-    def _measure_noises(self, ground: tuple[str, Dtype], done: Mapping[str, ParityRow]) -> list[NoiseFloor]:
+    def _measure_noises(self, baseline: tuple[str, Dtype], finished: Mapping[str, ParityRow]) -> list[NoiseFloor]:
         """Return the noise; none before an equivalent that changes rounding has run."""
-        group, dtype = ground
-        equivalents = [row for row in done.values() if row.cell.role is Role.EQUIVALENT and row.cell.baseline == ground]
+        group, dtype = baseline
+        equivalents = [
+            row for row in finished.values() if row.cell.role is Role.EQUIVALENT and row.cell.baseline == baseline
+        ]
         # By quantity, then by name of the equivalent run.
         distances: dict[str, dict[str, FarthestPoint]] = {}
         for row in equivalents:
-            measured = self._compare_with_reference(row.cell.name, row.cell.reference, done)
-            for quantity, distance in measured.distances.items():
+            log_distances = self._compare_with_reference(row.cell.name, row.cell.reference, finished)
+            for quantity, distance in log_distances.distances.items():
                 distances.setdefault(quantity, {})[row.cell.name] = distance
         if not any(row.cell.varies in ROUNDING_VARIATIONS for row in equivalents):
             return []
-        ceiling = self._compute_ceiling(dtype, done[equivalents[0].cell.reference])
+        ceiling = self._compute_ceiling(dtype, finished[equivalents[0].cell.reference])
         return [measure_noise(dtype, quantity, points, ceiling, group=group) for quantity, points in distances.items()]
 
-    def _judge_row(self, row: ParityRow, done: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
-        compared = self._compare_with_reference(row.cell.name, row.cell.reference, done)
+    def _judge_row(self, row: ParityRow, finished: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
+        compared = self._compare_with_reference(row.cell.name, row.cell.reference, finished)
         if not compared.distances:
             return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
-        own = {noise.quantity: noise for noise in noises if noise.baseline == row.cell.baseline}
-        outcome, deciding = judge_distances(compared.distances, own)
+        own_noises = {noise.quantity: noise for noise in noises if noise.baseline == row.cell.baseline}
+        outcome, deciding = judge_distances(compared.distances, own_noises)
         # A reference is compared with one that accumulates otherwise, so what it lacks is no fault.
         if row.cell.role is Role.REFERENCE:
             return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding)
@@ -245,12 +247,14 @@ class MatrixJudge:
             outcome = CellResult.NOT_JUDGED
         return JudgedCell(result=outcome, distances=compared.distances, deciding=deciding, notes=notes)
 
-    def _compare_with_reference(self, name: str, reference: str, done: Mapping[str, ParityRow]) -> LogDistances:
-        if reference not in done:
+    def _compare_with_reference(self, name: str, reference: str, finished: Mapping[str, ParityRow]) -> LogDistances:
+        if reference not in finished:
             return LogDistances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._distances:
             try:
-                distances = LogDistances.of(compare(self._read_run(done[reference]), self._read_run(done[name])))
+                distances = LogDistances.of(
+                    compare(self._read_run(finished[reference]), self._read_run(finished[name]))
+                )
             except UsageError as error:
                 distances = LogDistances(notes=[in_flags(error)])
             self._distances[name, reference] = distances
@@ -271,17 +275,17 @@ class MatrixJudge:
             self._costs[row.cell.name] = summarize(self._read_run(row).records)
         return self._costs[row.cell.name]
 
-    def _compare_dtypes(self, done: Mapping[str, ParityRow]) -> list[str]:
+    def _compare_dtypes(self, finished: Mapping[str, ParityRow]) -> list[str]:
         """Report references of a narrow dtype that are farther from the fp32 reference than rounding explains."""
         plain: dict[Dtype, ParityRow] = {}
-        for row in done.values():
+        for row in finished.values():
             if row.cell.reference == row.cell.name and not row.cell.group:
                 plain.setdefault(row.cell.spec.actor.dtype, row)
         wide = plain.pop(Dtype.FP32, None)
         remarks: list[str] = []
         for dtype, row in plain.items() if wide else ():
             assert wide is not None
-            compared = self._compare_with_reference(row.cell.name, wide.cell.name, done)
+            compared = self._compare_with_reference(row.cell.name, wide.cell.name, finished)
             of_a_number = self._compute_ceiling(dtype, row)
             for quantity, distance in compared.distances.items():
                 ceiling = of_a_number * CEILINGS.get(quantity, 1.0)
@@ -293,14 +297,14 @@ class MatrixJudge:
         return remarks
 
 
-def _describe_distrust(noise: NoiseFloor, done: Mapping[str, ParityRow]) -> str:
-    said = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
-    where = f"{noise.group}, " if noise.group else ""
+def _describe_distrust(noise: NoiseFloor, finished: Mapping[str, ParityRow]) -> str:
+    distances = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
+    group = f"{noise.group}, " if noise.group else ""
     text = (
-        f"{where}{noise.dtype} {noise.quantity}: not in the floor, for it is more than rounding explains "
-        f"({noise.ceiling:.2g}), or an order of magnitude above the other equivalents: {said}"
+        f"{group}{noise.dtype} {noise.quantity}: not in the floor, for it is more than rounding explains "
+        f"({noise.ceiling:.2g}), or an order of magnitude above the other equivalents: {distances}"
     )
-    if "the same again" in {done[name].cell.varies for name in noise.distrusted}:
+    if "the same again" in {finished[name].cell.varies for name in noise.distrusted}:
         return f"{text}. The reference does not repeat itself: look for dropout, or memory that nobody wrote"
     if noise.floor is None or len(noise.distrusted) * 2 > len(noise.measured):
         return f"{text}. The reference itself may be the one that is wrong"

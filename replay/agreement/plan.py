@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def baseline(self) -> tuple[str, Dtype]:
-        """The group and dtype. Runs with the same ground share their reference and their noise."""
+        """The group and dtype. Runs with the same baseline share their reference and their noise."""
         return self.group, self.spec.actor.dtype
 
 
@@ -122,7 +122,7 @@ class ParityPlan:
 def plan_matrix(
     settings: Sequence[Setting],
     common: Mapping[str, Any],
-    here: MatrixContext,
+    context: MatrixContext,
     arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
 ) -> ParityPlan:
     """Plan the runs. `common` holds the typed options by parameter name: for an axis the value wanted, else for every
@@ -130,9 +130,9 @@ def plan_matrix(
 
     `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
     """
-    asked = replay_spec(common)
-    wanted = {
-        toggle.field: toggle.value_in(asked)
+    typed_spec = replay_spec(common)
+    typed_values = {
+        toggle.field: toggle.value_in(typed_spec)
         for toggle in toggles()
         if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
     }
@@ -140,13 +140,15 @@ def plan_matrix(
     cells: dict[Any, Cell] = {}
     keys: dict[int, Any] = {}
     for setting in settings:
-        if any(str(setting[field]) != str(value) for field, value in wanted.items() if field in setting):
+        if any(str(setting[field]) != str(value) for field, value in typed_values.items() if field in setting):
             continue
-        backend = setting.get("backend", asked.actor.backend)
-        own = {field: value for field, value in wanted.items() if field in IN_NAMES and _applies_to(field, backend)}
-        named = own | dict(setting)
+        backend = setting.get("backend", typed_spec.actor.backend)
+        own_values = {
+            field: value for field, value in typed_values.items() if field in IN_NAMES and _applies_to(field, backend)
+        }
+        whole_setting = own_values | dict(setting)
         before = len(cells)
-        _admit_cell(cells, refused, here, Role.CELL, named, common)
+        _admit_cell(cells, refused, context, Role.CELL, whole_setting, common)
         if len(cells) > before:
             keys[id(setting)] = next(reversed(cells))
     if not cells:
@@ -154,16 +156,18 @@ def plan_matrix(
         raise UsageError(f"no cell of the matrix can run here: {reason}")
     order = [keys[id(setting)] for setting in arrange([setting for setting in settings if id(setting) in keys])]
     cells = {key: cells[key] for key in order}
-    ground: dict[Any, Cell] = {}
+    all_cells: dict[Any, Cell] = {}
     for dtype in dict.fromkeys(cell.spec.actor.dtype for cell in cells.values()):
         windows = {_count_window_inputs(cell) for cell in cells.values() if cell.spec.actor.dtype is dtype}
-        _add_baseline(ground, refused, here, dtype, sorted(windows - {1}), common)
-    names = {cell.name for cell in ground.values()}
+        _add_baseline(all_cells, refused, context, dtype, sorted(windows - {1}), common)
+    names = {cell.name for cell in all_cells.values()}
     for lacking in (cell.reference for cell in cells.values() if cell.reference not in names):
         raise UsageError(f"{lacking}, which others would be compared with, cannot run: {refused[lacking]}")
     for key, cell in cells.items():
-        ground.setdefault(key, cell)
-    return ParityPlan(cells=sorted(ground.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
+        all_cells.setdefault(key, cell)
+    return ParityPlan(
+        cells=sorted(all_cells.values(), key=lambda cell: cell.role is not Role.REFERENCE), refused=refused
+    )
 
 
 def merge_plans(plans: Sequence[ParityPlan]) -> ParityPlan:
@@ -173,15 +177,15 @@ def merge_plans(plans: Sequence[ParityPlan]) -> ParityPlan:
     return ParityPlan(cells=sorted(cells, key=lambda cell: cell.role is not Role.REFERENCE), refused=refused)
 
 
-def repeat_in_environments(planned: ParityPlan, environments: Sequence[Environment]) -> ParityPlan:
+def repeat_in_environments(plan: ParityPlan, environments: Sequence[Environment]) -> ParityPlan:
     """Plan the runs for the first environment, and for each other one again all but those that repeat a reference.
 
     The noise is the first environment's, and so are the references that the others' runs are compared with. A run that
     both can make has the name of the first's and, behind it, the versions that differ.
     """
-    first, *others = environments
-    cells = [replace(cell, python=first.python) for cell in planned.cells]
-    for number, other in enumerate(others, start=2):
+    first, *other_environments = environments
+    cells = [replace(cell, python=first.python) for cell in plan.cells]
+    for number, other in enumerate(other_environments, start=2):
         suffix = f"env {number}: {other.describe_differences(first) or 'the same versions'}"
         cells += [
             replace(
@@ -191,10 +195,10 @@ def repeat_in_environments(planned: ParityPlan, environments: Sequence[Environme
                 reference=cell.name if cell.role is Role.REFERENCE else cell.reference,
                 python=other.python,
             )
-            for cell in planned.cells
+            for cell in plan.cells
             if cell.varies not in REPEATS
         ]
-    return replace(planned, cells=cells, environments=list(environments))
+    return replace(plan, cells=cells, environments=list(environments))
 
 
 def _count_window_inputs(cell: Cell) -> int:
@@ -205,57 +209,57 @@ def _count_window_inputs(cell: Cell) -> int:
 def _add_baseline(
     cells: dict[Any, Cell],
     refused: dict[str, str],
-    here: MatrixContext,
+    context: MatrixContext,
     dtype: Dtype,
     windows: Sequence[int],
     common: Mapping[str, Any],
 ) -> None:
     """Add the reference of a dtype, its equivalents, and the references of cells that average over `windows` inputs."""
-    plain = here.plain_setting(dtype)
+    plain = context.plain_setting(dtype)
     shared = {name: value for name, value in common.items() if _find_field(name) not in NOT_PLAIN}
-    admit = partial(_admit_cell, cells, refused, here, common=shared)
+    admit = partial(_admit_cell, cells, refused, context, common=shared)
     admit(Role.REFERENCE, plain)
     admit(Role.EQUIVALENT, plain, varies=REPEATS[0], suffix="again")
     admit(Role.EQUIVALENT, plain, varies=REPEATS[1], suffix="rows reversed")
-    kernels = () if here.is_custom else (Attention.EAGER, Attention.FLASH)
-    for kernel in (name for name in kernels if name != here.kernel):
+    kernels = () if context.is_custom else (Attention.EAGER, Attention.FLASH)
+    for kernel in (name for name in kernels if name != context.kernel):
         # eager keeps the scores of all token pairs for backward; with checkpointing only one block's at a time
         eager = {"gradient_checkpointing": True} if kernel == Attention.EAGER else {}
         admit(Role.EQUIVALENT, {**plain, "attention": kernel, **eager}, varies="kernel")
     # A user's model has one kernel. Compiled, its sums are rounded in other places.
-    if here.is_custom:
+    if context.is_custom:
         admit(Role.EQUIVALENT, {**plain, "compile": Compile.BLOCKS}, varies="kernel")
-    elif not here.must_pack:
+    elif not context.must_pack:
         admit(Role.EQUIVALENT, {**plain, "packing": True}, varies="reduction order")
-    if not here.is_custom:
+    if not context.is_custom:
         admit(Role.EQUIVALENT, {**plain, "tp": 2}, varies="tp")
     for window in windows:
-        more = {"grad_accumulation": str(window)}
-        admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", more=more)
+        extra = {"grad_accumulation": str(window)}
+        admit(Role.REFERENCE, plain, suffix=f"accumulated {window}", extra=extra)
 
 
 def _admit_cell(
     cells: dict[Any, Cell],
     refused: dict[str, str],
-    here: MatrixContext,
+    context: MatrixContext,
     role: Role,
     setting: Setting,
     common: Mapping[str, Any],
     varies: str = "",
     suffix: str = "",
-    more: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a cell to `cells` if it is new and can run here, else to `refused` with the reason."""
-    setting = {**here.only_values, **setting}
-    name = here.name_run(setting, suffix)
+    setting = {**context.only_values, **setting}
+    name = context.name_run(setting, suffix)
     try:
-        spec = _build_spec(setting, here, common, more or {}, reverses=varies == REPEATS[1])
-        _check_runnable(spec, count_processes(setting), here)
-        key = (*_find_run_key(spec, count_processes(setting), here), suffix == "again")
+        spec = _build_spec(setting, context, common, extra or {}, reverses=varies == REPEATS[1])
+        _check_runnable(spec, count_processes(setting), context)
+        key = (*_find_run_key(spec, count_processes(setting), context), suffix == "again")
     except UsageError as error:
         refused[name] = in_flags(error)
         return
-    plain = here.name_run(here.plain_setting(spec.actor.dtype))
+    plain = context.name_run(context.plain_setting(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
     if spec.measure.step and role is Role.REFERENCE:
@@ -268,13 +272,13 @@ def _admit_cell(
         num_processes=count_processes(setting),
         reference=reference,
         varies=varies,
-        group=here.group,
+        group=context.group,
     )
     cells.setdefault(key, cell)
 
 
 def _build_spec(
-    setting: Setting, here: MatrixContext, common: Mapping[str, Any], more: Mapping[str, Any], *, reverses: bool
+    setting: Setting, context: MatrixContext, common: Mapping[str, Any], extra: Mapping[str, Any], *, reverses: bool
 ) -> ReplaySpec:
     """Return the settled spec of a setting's run. Raises UsageError for one that is not allowed, or has no inputs."""
     num_data_ranks = setting.get(DATA, 1)
@@ -284,17 +288,17 @@ def _build_spec(
         for parameter, value in common.items()
         if _find_field(parameter) not in setting and _applies_to(_find_field(parameter), backend)
     }
-    own = {"grad_accumulation": "1", **to_options(setting), **more}
-    num_each = here.num_inputs // num_data_ranks
+    own_options = {"grad_accumulation": "1", **to_options(setting), **extra}
+    num_each = context.num_inputs // num_data_ranks
     if num_each < 1:
-        raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {here.num_inputs}")
-    if num_each < int(own["grad_accumulation"]):
+        raise UsageError(f"{num_data_ranks} data ranks need as many inputs, and there are {context.num_inputs}")
+    if num_each < int(own_options["grad_accumulation"]):
         raise UsageError(
-            f"{num_data_ranks} data ranks that accumulate {own['grad_accumulation']} passes need as many inputs "
-            f"each, and there are {here.num_inputs}"
+            f"{num_data_ranks} data ranks that accumulate {own_options['grad_accumulation']} passes "
+            f"need as many inputs each, and there are {context.num_inputs}"
         )
     always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
-    spec = replay_spec({**shared, **own, **always})
+    spec = replay_spec({**shared, **own_options, **always})
     return replace(
         spec,
         actor=spec.actor.with_defaults(),
@@ -316,31 +320,31 @@ def _find_field(parameter: str) -> str:
     return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
 
 
-def _check_runnable(spec: ReplaySpec, num_processes: int, here: MatrixContext) -> None:
+def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext) -> None:
     """Raise UsageError for a run that is known to be refused, so that no process is started for it."""
     from actor_init.parallel.tensor_parallel import check_divisible
     from actor_init.probe.layout_choice import explain_not_packed
 
-    if num_processes > here.num_devices:
-        what = "GPUs" if here.device == "cuda" else "processes"
-        raise UsageError(f"needs {num_processes} {what}, and there are {here.num_devices}. See --processes")
-    if here.must_pack and not spec.actor.packs:
+    if num_processes > context.num_devices:
+        devices = "GPUs" if context.device == "cuda" else "processes"
+        raise UsageError(f"needs {num_processes} {devices}, and there are {context.num_devices}. See --processes")
+    if context.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
-    if spec.actor.packs and (why := explain_not_packed(here.config)):
+    if spec.actor.packs and (why := explain_not_packed(context.config)):
         raise UsageError(f"{why}. Try: --no-packing")
-    check_divisible(here.config, spec.actor.parallel.tp)
-    if complaint := find_declaration(spec.actor.backend).find_obstacle(spec.actor, here.device):
+    check_divisible(context.config, spec.actor.parallel.tp)
+    if complaint := find_declaration(spec.actor.backend).find_obstacle(spec.actor, context.device):
         raise UsageError(complaint)
 
 
-def _find_run_key(spec: ReplaySpec, num_processes: int, here: MatrixContext) -> tuple[Any, ...]:
+def _find_run_key(spec: ReplaySpec, num_processes: int, context: MatrixContext) -> tuple[Any, ...]:
     """Return a key that is equal for cells that are the same run. Raises UsageError if its kernels are not here."""
     import torch
 
     from actor_init.attention.kernel_choice import choose_kernel
     from actor_init.fused.liger import check_liger
 
-    check_liger(spec.actor.kernels, torch.device(here.device))
-    rest = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
-    kernel = choose_kernel(spec.actor, torch.device(here.device), here.config)
-    return kernel, spec.actor.resolved_zero_stage, rest, num_processes
+    check_liger(spec.actor.kernels, torch.device(context.device))
+    other_fields = replace(spec, actor=replace(spec.actor, attention=Attention.AUTO, zero_stage=None))
+    kernel = choose_kernel(spec.actor, torch.device(context.device), context.config)
+    return kernel, spec.actor.resolved_zero_stage, other_fields, num_processes

@@ -57,7 +57,7 @@ class RayTrainings:
         self._node_seconds = node_seconds
         self._is_running = False
         if "://" not in storage:
-            self._check(Path(storage))
+            self._check_storage(Path(storage))
 
     @property
     def num_running(self) -> int:
@@ -78,7 +78,7 @@ class RayTrainings:
                 self._is_running = False
             yield key, child
 
-    def _check(self, storage: Path) -> None:
+    def _check_storage(self, storage: Path) -> None:
         check_folder(storage / "any", "storage")
         marker = storage / f".{uuid.uuid4().hex}"
         try:
@@ -101,20 +101,20 @@ class RayTrainings:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         fit = RayTrainJob(
             rank=self._rank,
-            job=self._job(task),
+            job=self._describe_job(task),
             storage=self._storage,
             name=task.logs.parent.name,
             num_ranks=task.num_processes,
             most_failures=MOST_FAILURES,
         )
         with start_ray_train(fit, self._cluster) as trainer:
-            exit_code, said = self._followed(trainer, task)
+            exit_code, message = self._follow(trainer, task)
         self._fetch()
-        self._cluster.finish(task, self._root, said)
+        self._cluster.finish(task, self._root, message)
         self._move_aside(task)
         return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
-    def _followed(self, trainer: RayTrainProcess, task: Task) -> tuple[int | None, str]:
+    def _follow(self, trainer: RayTrainProcess, task: Task) -> tuple[int | None, str]:
         """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
         began = enough_at = time.monotonic()
         while not trainer.wait(POLL_SECONDS):
@@ -132,7 +132,7 @@ class RayTrainings:
         exit_code, error = trainer.read_outcome()
         return exit_code, error and f"Ray Train gave up, at most {MOST_FAILURES} failures are allowed: {error}"
 
-    def _job(self, task: Task) -> dict[str, Any]:
+    def _describe_job(self, task: Task) -> dict[str, Any]:
         copies = self._cluster.ship(task.job.inputs)
         return {
             "job": task.job.text,

@@ -26,7 +26,7 @@ class RayStates:
     """The states of a run, as checkpoints of Ray Train."""
 
     # The latest checkpoint, as a folder on this node; None: the training begins.
-    begun: Path | None
+    start: Path | None
     # Folder on this node where workers write their parts before they report them.
     parts: Path
     has_folder = False
@@ -35,7 +35,7 @@ class RayStates:
         """Do nothing: Ray Train and the driver have looked at the storage."""
 
     def find_latest(self, world: World) -> Path | None:
-        return self.begun
+        return self.start
 
     def keep(self, num_steps: int, write: Callable[[Path], None], world: World) -> None:
         from ray.train import Checkpoint, report
@@ -70,8 +70,8 @@ def train(job: Mapping[str, Any]) -> int:
 
     node = ray.get_runtime_context().get_node_id()
     home = Path(job["homes"]) / node
-    own = ChildJob.parse(job["job"], source="the job of a rank")
-    spec = own.on_node(home / job["logs"], job["inputs"].get(node)).spec
+    child_job = ChildJob.parse(job["job"], source="the job of a rank")
+    spec = child_job.on_node(home / job["logs"], job["inputs"].get(node)).spec
     work_in(job["folder"])
     output = home / f"{job['output']}.node-{node}"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def train(job: Mapping[str, Any]) -> int:
     with ExitStack() as stack:
         checkpoint = get_checkpoint()
         begun = Path(stack.enter_context(checkpoint.as_directory())) if checkpoint else None
-        states = RayStates(begun=begun, parts=NodeAgent.folder_of_states(home))
+        states = RayStates(start=begun, parts=NodeAgent.folder_of_states(home))
         stack.enter_context(redirect_output(output, output))
         exit_code = run_to_exit_code(
             partial(_keep_error, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)

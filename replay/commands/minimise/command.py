@@ -67,16 +67,18 @@ def minimise(
     Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
     processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
     """
-    typed = {"tries": tries, "run": run_limit, "num_runs": max_runs}
-    limits = {name: value for name, value in typed.items() if value is not None}
-    own = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
+    typed_limits = {"tries": tries, "run": run_limit, "num_runs": max_runs}
+    limits = {name: value for name, value in typed_limits.items() if value is not None}
+    own_options = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if continued_folder is not None:
-        return action_to_continue("minimise", continued_folder, {**own, **given}, limits)
+        return action_to_continue("minimise", continued_folder, {**own_options, **given}, limits)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
-        others = {name: value for name, value in given.items() if name != "log_folder"} | {"processes": processes}
-        refuse_typed(others, f"--cell {cell!r} has its options from {parity}")
+        other_options = {name: value for name, value in given.items() if name != "log_folder"} | {
+            "processes": processes
+        }
+        refuse_typed(other_options, f"--cell {cell!r} has its options from {parity}")
         return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, DEFAULTS | limits, redact)
     spec = replay_spec(given)
     return action_to_begin("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)

@@ -58,41 +58,41 @@ class MinimiseConsole:
         self._bar.clear()
         print_pairs(self._out, [("go on", self._log.campaign.continue_command)])
 
-    def finish(self, written: SmallestFolder, *, is_whole: bool) -> None:
+    def finish(self, smallest: SmallestFolder, *, is_whole: bool) -> None:
         self._bar.clear()
-        log, chosen = self._log, written.candidate
+        log, candidate = self._log, smallest.candidate
         assert log.failure is not None
         left: Pairs = [
-            ("failure", (written.failure or log.failure).text),
+            ("failure", (smallest.failure or log.failure).text),
             (
                 "left",
-                f"{written.num_files} of {pluralise(len(log.plan.sources), 'file')}, "
-                f"{pluralise(written.num_rows, 'row')}, {pluralise(written.num_tokens, 'token')}, "
-                f"{_format_layers(log, written)}, "
-                f"{pluralise(chosen.num_processes, 'process')}",
+                f"{smallest.num_files} of {pluralise(len(log.plan.sources), 'file')}, "
+                f"{pluralise(smallest.num_rows, 'row')}, {pluralise(smallest.num_tokens, 'token')}, "
+                f"{_format_layers(log, smallest)}, "
+                f"{pluralise(candidate.num_processes, 'process')}",
             ),
-            ("options", " ".join(chosen.arguments) or "none"),
+            ("options", " ".join(candidate.arguments) or "none"),
             ("runs", f"{log.num_runs} in {sum(trial.seconds for trial in log.trials):.0f} s"),
-            ("inputs", written.redaction) if written.redaction else ("inputs", "as captured, not redacted"),
+            ("inputs", smallest.redaction) if smallest.redaction else ("inputs", "as captured, not redacted"),
             (
                 "repro.py",
-                "shows it with torch and transformers alone; weights: " + written.standalone.weights
-                if written.standalone.shows
-                else f"none: {written.standalone.why}",
+                "shows it with torch and transformers alone; weights: " + smallest.standalone.weights
+                if smallest.standalone.shows
+                else f"none: {smallest.standalone.why}",
             ),
-            ("written", str(written.folder)),
+            ("written", str(smallest.folder)),
         ]
-        if written.failure is None:
-            left.append(("failed", f"the last run, there, did not show it, see {written.folder / 'output.txt'}"))
+        if smallest.failure is None:
+            left.append(("failed", f"the last run, there, did not show it, see {smallest.folder / 'output.txt'}"))
         if not is_whole:
-            more = 2 * log.plan.limits.num_runs
-            left.append(("go on", f"{log.campaign.continue_command} --max-runs {more}: it may get smaller"))
+            num_runs = 2 * log.plan.limits.num_runs
+            left.append(("go on", f"{log.campaign.continue_command} --max-runs {num_runs}: it may get smaller"))
         print_line(self._out)
         print_pairs(self._out, left)
 
 
-def _format_layers(log: MinimiseLog, written: SmallestFolder) -> str:
-    number = written.candidate.spec.actor.num_layers or log.num_layers
+def _format_layers(log: MinimiseLog, smallest: SmallestFolder) -> str:
+    number = smallest.candidate.spec.actor.num_layers or log.num_layers
     return "all layers" if number is None else pluralise(number, "layer")
 
 

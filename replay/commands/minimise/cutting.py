@@ -88,14 +88,14 @@ class Candidate:
 
 def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
-    given: dict[tuple[str, str], Toggle] = {}
+    options: dict[tuple[str, str], Toggle] = {}
     for toggle in toggles():
         value = toggle.value_in(spec)
         is_default = value == toggle.default or (toggle.is_switch and toggle.sets != value)
         if toggle.field not in FIELDS_OF_TRIALS and not is_default:
             # Of a field's options its own comes first, then its switches. The first one that fits is kept.
-            given.setdefault((toggle.part, toggle.field), toggle)
-    return list(given.values())
+            options.setdefault((toggle.part, toggle.field), toggle)
+    return list(options.values())
 
 
 def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
@@ -138,8 +138,8 @@ class CaptureShape:
         batch = call.micro_batch()
         num_rows, num_columns = batch.sequences_BS.shape
         real = [row_S.nonzero().flatten().tolist() or [0, num_columns - 1] for row_S in batch.attention_mask_BS]
-        named = {**call.tensors, **call.notes}
-        has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*named, *call.call_facts))
+        tensors = {**call.tensors, **call.notes}
+        has_borders = any(name.startswith(("cu_seq", "max_length", "seq_idx")) for name in (*tensors, *call.call_facts))
         has_half_rows = any(
             tensor.ndim >= 1 and num_rows > 1 and 2 * len(tensor) == num_rows for tensor in call.notes.values()
         )
@@ -189,17 +189,17 @@ class _Cutter:
 
         num_trailing  the number of columns of a tensor that covers a row's last tokens; None: any number, as notes have
         """
-        kept = tensor
+        part = tensor
         has_rows = tensor.ndim > 0 and len(tensor) == self.num_rows and (self.num_rows > 1 or tensor.ndim > 1)
         if has_rows:
-            kept = kept[list(self.cut.rows)]
+            part = part[list(self.cut.rows)]
         for dim in range(1, tensor.ndim):
             if tensor.shape[dim] == self.num_columns:
-                kept = kept.narrow(dim, self.cut.first, self.cut.end - self.cut.first)
+                part = part.narrow(dim, self.cut.first, self.cut.end - self.cut.first)
         is_shorter = has_rows and tensor.ndim == 2 and 0 < tensor.shape[1] < self.num_columns
         if is_shorter and num_trailing in (None, tensor.shape[1]):
-            kept = self.cut_trailing(kept)
-        return kept.contiguous().clone()
+            part = self.cut_trailing(part)
+        return part.contiguous().clone()
 
     def cut_trailing(self, kept_BA: Tensor) -> Tensor:
         """Cut the columns of what covers a row's last tokens; a row's first token is never among them."""
@@ -211,10 +211,10 @@ class _Cutter:
 
 
 def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
-    kept: dict[str, Any] = {
+    outputs: dict[str, Any] = {
         name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype")
     }
-    kept |= _cut_token_log_probs(call, cut, cutter)
+    outputs |= _cut_token_log_probs(call, cut, cutter)
     mask = call.micro_batch().action_mask_BA
     for name in ("log_probs", "output"):
         sums, values = call.outputs.get(f"{name}_row_sums"), call.outputs.get(f"{name}_values")
@@ -227,14 +227,14 @@ def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
         is_whole = not bool((is_cut_BA & mask)[list(cut.rows)].any())
         if isinstance(values, list) and shape == list(mask.shape):
             values_BA = cutter.cut_trailing(torch.tensor(values, dtype=torch.float64).view(mask.shape)[list(cut.rows)])
-            kept |= {f"{name}_values": values_BA.flatten().tolist(), f"{name}_shape": list(values_BA.shape)}
+            outputs |= {f"{name}_values": values_BA.flatten().tolist(), f"{name}_shape": list(values_BA.shape)}
         if is_whole:
-            kept[f"{name}_row_sums"] = [sums[row] for row in cut.rows]
-        elif f"{name}_values" in kept:
+            outputs[f"{name}_row_sums"] = [sums[row] for row in cut.rows]
+        elif f"{name}_values" in outputs:
             tokens_BA = cutter.cut_trailing(mask[list(cut.rows)])
-            values_BA = torch.tensor(kept[f"{name}_values"], dtype=torch.float64).view(tokens_BA.shape)
-            kept[f"{name}_row_sums"] = torch.where(tokens_BA, values_BA, 0.0).sum(dim=1).tolist()
-    return kept
+            values_BA = torch.tensor(outputs[f"{name}_values"], dtype=torch.float64).view(tokens_BA.shape)
+            outputs[f"{name}_row_sums"] = torch.where(tokens_BA, values_BA, 0.0).sum(dim=1).tolist()
+    return outputs
 
 
 def _cut_token_log_probs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:

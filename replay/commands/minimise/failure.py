@@ -81,11 +81,11 @@ class ReplayFailure:
     @property
     def text(self) -> str:
         """Say the failure in one line."""
-        where = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
+        place = f" in pass {self.index + 1}, {self.source}" if self.index is not None and self.source else ""
         if self.kind is FailureKind.EXCEPTION:
-            return f"{self.error_type}{where}: {self.said}"
-        what = " and ".join(self.quantities)
-        return f"{self.kind}{f' ({what})' if what else ''}{where}: {self.said}"
+            return f"{self.error_type}{place}: {self.said}"
+        quantities = " and ".join(self.quantities)
+        return f"{self.kind}{f' ({quantities})' if quantities else ''}{place}: {self.said}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +156,9 @@ def _find_hang(child: Child, log: ReplayLog) -> ReplayFailure | None:
     failure = log.failure
     if child.exit_code is not None and failure.kind != "hung":
         return None
-    said = failure.error or f"not finished within {child.seconds:.0f} s"
+    message = failure.error or f"not finished within {child.seconds:.0f} s"
     index = len({record.index for record in log.records}) if failure.kind is None else _read_index(failure)
-    return ReplayFailure(kind=FailureKind.HANG, said=said, index=index, source=failure.source)
+    return ReplayFailure(kind=FailureKind.HANG, said=message, index=index, source=failure.source)
 
 
 def _read_index(failure: RunFailure) -> int | None:
@@ -173,11 +173,13 @@ def _find_failed_rank(child: Child, log: ReplayLog) -> ReplayFailure | None:
         return ReplayFailure(kind=FailureKind.DIED, said=error, index=index, source=source)
     if failure.kind != "failed":
         return None
-    own = next((record for record in log.records if record.rank == failure.rank and record.error is not None), None)
-    if own is not None:
-        return _describe_exception(str(own.error_type), str(own.error), index=index, source=source)
-    typed = _TYPED.match(error)
-    return _describe_exception(*(typed.groups() if typed else ("error", error)), index=index, source=source)
+    own_record = next(
+        (record for record in log.records if record.rank == failure.rank and record.error is not None), None
+    )
+    if own_record is not None:
+        return _describe_exception(str(own_record.error_type), str(own_record.error), index=index, source=source)
+    match = _TYPED.match(error)
+    return _describe_exception(*(match.groups() if match else ("error", error)), index=index, source=source)
 
 
 def _find_failed_pass(child: Child, log: ReplayLog) -> ReplayFailure | None:
@@ -204,17 +206,17 @@ def _find_not_finite(child: Child, log: ReplayLog) -> ReplayFailure | None:
             "log-probs": record.result.row_log_probs,
             "gradient norm": [] if is_fp16 else [record.result.grad_norm],
         }
-        odd = [
+        not_finite = [
             name
-            for name, some in values.items()
-            if any(value is not None and not math.isfinite(value) for value in some)
+            for name, numbers in values.items()
+            if any(value is not None and not math.isfinite(value) for value in numbers)
         ]
-        if odd:
+        if not_finite:
             first = record.first_non_finite or "what came first is not known"
             place = _PLACE.search(first)
             return ReplayFailure(
                 kind=FailureKind.NOT_FINITE,
-                quantities=tuple(odd),
+                quantities=tuple(not_finite),
                 said=first,
                 index=record.index,
                 source=record.source,
@@ -235,8 +237,8 @@ def _find_difference(child: Child, log: ReplayLog) -> ReplayFailure | None:
     status = FindingStatus.DIFFERS if kind is FailureKind.DIFFERS else FindingStatus.UNSETTLED
     findings = [finding for finding in first.findings if finding.status is status]
     rows = [_ROW.fullmatch(str(finding.where)) for finding in findings]
-    row = next((int(found[1]) for found in rows if found), None)
-    said = "; ".join(
+    row = next((int(match[1]) for match in rows if match), None)
+    message = "; ".join(
         f"{finding.name}{' of ' + finding.where if finding.where else ''}: {finding.recorded} in the job, "
         f"{finding.replayed} here, {finding.difference} apart, bound {finding.bound}"
         for finding in findings[:1]
@@ -244,7 +246,7 @@ def _find_difference(child: Child, log: ReplayLog) -> ReplayFailure | None:
     return ReplayFailure(
         kind=kind,
         quantities=tuple(dict.fromkeys(finding.name for finding in findings)),
-        said=said or str(verdict.reason),
+        said=message or str(verdict.reason),
         index=first.index,
         source=first.source,
         row=row,
@@ -256,6 +258,6 @@ def _find_early_error(child: Child, log: ReplayLog) -> ReplayFailure | None:
     """Return an error outside a pass; None for a run with a verdict, which ended in no error of its own."""
     if child.exit_code == 0 or log.verdict is not None:
         return None
-    said = child.error.removesuffix(ADVICE)
-    typed = _TYPED.match(said)
-    return _describe_exception(*typed.groups()) if typed else _describe_exception("error", said)
+    message = child.error.removesuffix(ADVICE)
+    match = _TYPED.match(message)
+    return _describe_exception(*match.groups()) if match else _describe_exception("error", message)

@@ -69,24 +69,24 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
     home.mkdir(mode=0o700)
     write_inputs(home / INPUTS, log.plan.sources, best)
     redaction = _redact_inputs(home, best, log.failure, check) if log.plan.redact else ""
-    chosen, outside, failure, child = _run_in_folder(home, best, check)
+    candidate, outside, failure, child = _run_in_folder(home, best, check)
     shutil.copy(child.output, home / "output.txt")
     start = ReplayLog.read(child.logs).start
-    settled = chosen.spec if start is None else spec_from_dict(start.spec)
+    settled = candidate.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
-    seconds = min(log.plan.limits.run, chosen.spec.measure.timeout + GRACE_SECONDS)
+    seconds = min(log.plan.limits.run, candidate.spec.measure.timeout + GRACE_SECONDS)
     with chdir(home):
         standalone = write_standalone(
-            home, settled, failure or log.failure, num_processes=chosen.num_processes, seconds=seconds
+            home, settled, failure or log.failure, num_processes=candidate.num_processes, seconds=seconds
         )
-    (home / "run.sh").write_text(_format_run_script(chosen, log.plan.parity), encoding="utf-8")
+    (home / "run.sh").write_text(_format_run_script(candidate, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
     shapes = [CaptureShape.read(read_call(path)) for path in capture_files(home / INPUTS)]
     folder = log.folder / SMALLEST
-    written = SmallestFolder(
+    smallest = SmallestFolder(
         folder=folder,
-        candidate=chosen,
+        candidate=candidate,
         failure=failure,
         redaction=redaction,
         outside=outside,
@@ -95,29 +95,29 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
         num_tokens=sum(shape.num_rows * shape.num_columns for shape in shapes),
         num_files=len(shapes),
     )
-    (home / "README.md").write_text(_format_readme(log, written, is_whole=is_whole), encoding="utf-8")
+    (home / "README.md").write_text(_format_readme(log, smallest, is_whole=is_whole), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(home, folder)
-    return written
+    return smallest
 
 
 def _redact_inputs(home: Path, best: Candidate, failure: ReplayFailure | None, check: CheckCandidate) -> str:
     """Replace the inputs by redacted ones that still show the failure, if there are any; say what became of it."""
     assert failure is not None
-    kept = f"NOT redacted: {INPUTS}/ holds the captured tokens"
+    reason = f"NOT redacted: {INPUTS}/ holds the captured tokens"
     if failure.kind in JOB_DIFFERENCES:
-        return f"{kept}. Redaction removes the job's numbers, which the failure is a difference from"
+        return f"{reason}. Redaction removes the job's numbers, which the failure is a difference from"
     for tokens in (TokenRedaction.ZERO, TokenRedaction.PERMUTE):
         target = home / "redacted"
         shutil.rmtree(target, ignore_errors=True)
         redact_folder(home / INPUTS, target, tokens)
-        found, _ = check(best, target, f"redacted, {tokens.value}")
-        if found is not None:
+        shown_failure, _ = check(best, target, f"redacted, {tokens.value}")
+        if shown_failure is not None:
             shutil.rmtree(home / INPUTS)
             os.replace(target, home / INPUTS)
             return f"redacted as capture redact --tokens {tokens.value} does"
     shutil.rmtree(home / "redacted", ignore_errors=True)
-    return f"{kept}. With other tokens it did not fail"
+    return f"{reason}. With other tokens it did not fail"
 
 
 def _run_in_folder(
@@ -129,26 +129,26 @@ def _run_in_folder(
     """
     portable = _copy_files(home, best)
     with chdir(home):
-        for chosen in dict.fromkeys((portable, _make_paths_absolute(best))):
-            found, child = check(chosen, Path(INPUTS), SMALLEST)
-            if found is not None:
+        for candidate in dict.fromkeys((portable, _make_paths_absolute(best))):
+            shown_failure, child = check(candidate, Path(INPUTS), SMALLEST)
+            if shown_failure is not None:
                 break
-    if chosen != portable:
+    if candidate != portable:
         for path in _list_files(portable.spec):
             (home / path.name).unlink(missing_ok=True)
-    outside = [str(path) for path in _list_paths(chosen.spec) if path.is_absolute()]
-    return chosen, outside, found, child
+    outside = [str(path) for path in _list_paths(candidate.spec) if path.is_absolute()]
+    return candidate, outside, shown_failure, child
 
 
 def _copy_files(home: Path, best: Candidate) -> Candidate:
     """Copy single files that the options name into `home`, and name the copies; folders are named by whole paths."""
-    chosen = _make_paths_absolute(best)
-    spec = chosen.spec
+    candidate = _make_paths_absolute(best)
+    spec = candidate.spec
     copies = {path: shutil.copy(path, home) for path in _list_files(spec) if path.is_file()}
     for flag, value, path in _list_file_options(spec):
         if path in copies:
-            chosen = chosen.with_option(flag, value.replace(str(path), path.name))
-    return chosen
+            candidate = candidate.with_option(flag, value.replace(str(path), path.name))
+    return candidate
 
 
 def _make_paths_absolute(best: Candidate) -> Candidate:
@@ -161,9 +161,9 @@ def _make_paths_absolute(best: Candidate) -> Candidate:
 def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     """Return the options that name files: flag, value and path."""
     loss, model = USER_LOSS.fullmatch(spec.measure.loss), spec.actor.custom_model
-    named = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
+    options = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
     if spec.actor.model is not None:
-        named.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
+        options.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
     for flag, path in (
         ("--weights", spec.actor.weights),
         ("--adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
@@ -171,8 +171,8 @@ def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
         ("--load-state", spec.state.load_state),
     ):
         if path:
-            named.append((flag, str(path), path))
-    return named
+            options.append((flag, str(path), path))
+    return options
 
 
 def _list_paths(spec: ReplaySpec) -> list[Path]:
@@ -185,17 +185,20 @@ def _list_files(spec: ReplaySpec) -> list[Path]:
     ]
 
 
-def _format_run_script(chosen: Candidate, cell: ParityCell | None) -> str:
+def _format_run_script(candidate: Candidate, cell: ParityCell | None) -> str:
     lines = ["#!/bin/sh", 'cd "$(dirname "$0")" || exit 2']
     if cell is None:
-        lines.append(f"exec {_make_job(chosen.spec).repeat_line(num_processes=chosen.num_processes)}")
+        lines.append(f"exec {_make_job(candidate.spec).repeat_line(num_processes=candidate.num_processes)}")
     else:
-        reference, own = _make_job(_add_trace(cell.build_reference(chosen))), _make_job(_add_trace(chosen.spec))
+        reference, cell_job = (
+            _make_job(_add_trace(cell.build_reference(candidate))),
+            _make_job(_add_trace(candidate.spec)),
+        )
         lines += [
-            *(job.remark for job in (reference, own) if job.remark),
+            *(job.remark for job in (reference, cell_job) if job.remark),
             'logs="logs/$(date +%Y%m%d-%H%M%S)"',
             f'{shlex.join(reference.repeat_words(num_processes=cell.num_processes))} --log-folder "$logs/reference" &&',
-            f'{shlex.join(own.repeat_words(num_processes=chosen.num_processes))} --log-folder "$logs/cell" &&',
+            f'{shlex.join(cell_job.repeat_words(num_processes=candidate.num_processes))} --log-folder "$logs/cell" &&',
             'exec replay compare "$logs/reference" "$logs/cell" --threshold 0',
         ]
     return "\n".join(lines) + "\n"
@@ -212,10 +215,10 @@ def _add_trace(spec: ReplaySpec) -> ReplaySpec:
     return replace(spec, measure=replace(spec.measure, details=False, trace=True))
 
 
-def _format_readme(log: MinimiseLog, written: SmallestFolder, *, is_whole: bool) -> str:
-    failure = written.failure or log.failure
+def _format_readme(log: MinimiseLog, smallest: SmallestFolder, *, is_whole: bool) -> str:
+    failure = smallest.failure or log.failure
     assert failure is not None
-    standalone = written.standalone
+    standalone = smallest.standalone
     smaller = (
         "No file, row, layer, rank or option of it can be left out alone, as far as was tried."
         if is_whole
@@ -223,7 +226,7 @@ def _format_readme(log: MinimiseLog, written: SmallestFolder, *, is_whole: bool)
         f"Go on: `{log.campaign.continue_command} --max-runs N`."
     )
     shown = "* `./run.sh` shows it; `output.txt` is what it printed. It needs micro-replay, of `versions.json`."
-    if written.failure is None:
+    if smallest.failure is None:
         shown = (
             "* THE LAST RUN, IN THIS FOLDER, DID NOT SHOW IT: `output.txt` says what it did. `./run.sh` may show it "
             "if the failure does not come each time."
@@ -235,11 +238,11 @@ def _format_readme(log: MinimiseLog, written: SmallestFolder, *, is_whole: bool)
         )
     else:
         lines.append(f"* There is no repro.py for torch and transformers alone: {join_lines(standalone.why)}.")
-    lines += [f"* Inputs: {written.redaction}."] if written.redaction else []
-    lines += [f"* It needs what is not in this folder: {', '.join(written.outside)}."] if written.outside else []
+    lines += [f"* Inputs: {smallest.redaction}."] if smallest.redaction else []
+    lines += [f"* It needs what is not in this folder: {', '.join(smallest.outside)}."] if smallest.outside else []
     lines += [
         "",
-        *_format_size_table(log, written),
+        *_format_size_table(log, smallest),
         "",
         f"{smaller} `{log.campaign.command}` found it in {pluralise(log.num_runs, 'run')}; "
         f"the failure came in run {log.num_tries} of the replay as typed.",
@@ -249,16 +252,16 @@ def _format_readme(log: MinimiseLog, written: SmallestFolder, *, is_whole: bool)
 
 def _format_size_table(log: MinimiseLog, written: SmallestFolder) -> list[str]:
     """Set the replay as it was typed beside the smallest that fails, in lines of Markdown."""
-    chosen = written.candidate
+    candidate = written.candidate
     first = next(trial for trial in log.trials if trial.found is not None)
-    smallest = shlex.join(chosen.arguments) or "none but the inputs"
+    smallest = shlex.join(candidate.arguments) or "none but the inputs"
     return [
         "| | as typed | smallest |",
         "|---|---|---|",
         f"| files | {len(log.plan.sources)} | {written.num_files} |",
         f"| rows | {log.num_rows} | {written.num_rows} |",
         f"| tokens, padding included | {log.num_tokens} | {written.num_tokens} |",
-        f"| layers | {log.num_layers or 'not known'} | {chosen.spec.actor.num_layers or log.num_layers or 'all'} |",
-        f"| processes | {log.plan.num_processes} | {chosen.num_processes} |",
+        f"| layers | {log.num_layers or 'not known'} | {candidate.spec.actor.num_layers or log.num_layers or 'all'} |",
+        f"| processes | {log.plan.num_processes} | {candidate.num_processes} |",
         f"| options | `{shlex.join(first.candidate.arguments) or 'none'}` | `{smallest}` |",
     ]

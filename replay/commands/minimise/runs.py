@@ -210,12 +210,12 @@ class _Minimisation:
         shapes = [CaptureShape.read(read_source(path)) for path in log.plan.sources]
         log.num_rows = sum(shape.num_rows for shape in shapes)
         log.num_tokens = sum(shape.num_rows * shape.num_columns for shape in shapes)
-        whole = [
+        whole_cuts = [
             Cut(source=number, rows=tuple(range(shape.num_rows)), first=0, end=shape.num_columns)
             for number, shape in enumerate(shapes)
         ]
         search = MinimiseSearch(
-            best=Candidate.from_spec(whole, log.plan.spec, log.plan.num_processes),
+            best=Candidate.from_spec(whole_cuts, log.plan.spec, log.plan.num_processes),
             failure=log.failure,
             shapes=shapes,
             num_layers=log.num_layers,
@@ -227,8 +227,8 @@ class _Minimisation:
             search.run()
         except OutOfRunsError:
             is_whole = False
-        written = write_folder(log, search.best, self._check, is_whole=is_whole)
-        self.console.finish(written, is_whole=is_whole)
+        smallest = write_folder(log, search.best, self._check, is_whole=is_whole)
+        self.console.finish(smallest, is_whole=is_whole)
         return 0
 
     def _reproduce_failure(self) -> bool:
@@ -245,8 +245,8 @@ class _Minimisation:
             start = ReplayLog.read(outcome.child.logs).start
             log.num_layers = _read_num_layers({} if start is None else start.work.config)
             log.failure = outcome.failure
-            said = "no failure" if outcome.failure is None else outcome.failure.text
-            self._add_trial(trial, outcome.failure, said, outcome.children)
+            message = "no failure" if outcome.failure is None else outcome.failure.text
+            self._add_trial(trial, outcome.failure, message, outcome.children)
             if outcome.failure is not None:
                 return True
         return False
@@ -261,20 +261,20 @@ class _Minimisation:
         log, home = self.log, self._name_next_home()
         inputs = log.folder / home / "inputs"
         trial = _TrialPlan(what=what, candidate=candidate, home=home, inputs=inputs, contents=candidate.contents)
-        found = None
+        shown_failure = None
         try:
             if self._has_to_run(trial, 0):
                 if log.num_runs >= log.plan.limits.num_runs:
                     raise OutOfRunsError
                 write_inputs(inputs, log.plan.sources, candidate)
-            found, _ = self._repeat_until_shown(trial)
+            shown_failure, _ = self._repeat_until_shown(trial)
         except (CaptureError, UsageError) as error:
             self.is_new = True
             self._add_trial(trial, None, f"no replay: {in_flags(error)}", [])
-        if found is None:
+        if shown_failure is None:
             shutil.rmtree(inputs, ignore_errors=True)
-        self.failures[candidate] = found
-        return found
+        self.failures[candidate] = shown_failure
+        return shown_failure
 
     def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
         """Replay a candidate outside the search: with other inputs than its own, or in another place."""
@@ -297,9 +297,9 @@ class _Minimisation:
             is_shown = outcome.failure is not None and outcome.failure.is_same_as(self.log.failure)
             if is_shown:
                 break
-        found = outcome.failure if is_shown else None
-        self._add_trial(trial, found, "shows it" if is_shown else outcome.text, children)
-        return found, outcome.child
+        shown_failure = outcome.failure if is_shown else None
+        self._add_trial(trial, shown_failure, "shows it" if is_shown else outcome.text, children)
+        return shown_failure, outcome.child
 
     def _replay(self, trial: _TrialPlan, repeat: int) -> _TrialOutcome:
         """Run one replay, and of a parity cell first its reference."""
@@ -336,13 +336,15 @@ class _Minimisation:
     def _name_next_home(self) -> str:
         return f"trials/{len(self.log.trials) + 1:04d}"
 
-    def _add_trial(self, plan: _TrialPlan, found: ReplayFailure | None, said: str, children: Sequence[Child]) -> None:
+    def _add_trial(
+        self, plan: _TrialPlan, shown_failure: ReplayFailure | None, message: str, children: Sequence[Child]
+    ) -> None:
         trial = MinimiseTrial(
             what=plan.what,
             candidate=plan.candidate,
             num_runs=len(children),
-            found=found,
-            said=said,
+            found=shown_failure,
+            said=message,
             seconds=sum(child.seconds for child in children),
         )
         self.log.add_trial(trial)
@@ -354,5 +356,5 @@ class _Minimisation:
 def _read_num_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of layers that a config says; None if it does not."""
     text = config.get("text_config") or {}
-    named = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]
-    return named[0] if named else None
+    numbers = [part[name] for part in (config, text) for name in DEPTHS if isinstance(part.get(name), int)]
+    return numbers[0] if numbers else None

@@ -31,23 +31,23 @@ class OutOfRunsError(Exception):
 
 def ddmin(items: Sequence[Item], shows: Callable[[Sequence[Item]], bool]) -> list[Item]:
     """Return a part of `items`, which show the failure, of which no single item can be left out; at least one."""
-    kept, num_chunks = list(items), 2
-    while len(kept) > 1:
-        bounds = [len(kept) * number // num_chunks for number in range(num_chunks + 1)]
-        chunks = [kept[first:end] for first, end in pairwise(bounds)]
+    remaining, num_chunks = list(items), 2
+    while len(remaining) > 1:
+        bounds = [len(remaining) * number // num_chunks for number in range(num_chunks + 1)]
+        chunks = [remaining[first:end] for first, end in pairwise(bounds)]
         alone = next((chunk for chunk in chunks if shows(chunk)), None)
         if alone is not None:
-            kept, num_chunks = alone, 2
+            remaining, num_chunks = alone, 2
             continue
-        without = [kept[:first] + kept[end:] for first, end in pairwise(bounds)]
+        without = [remaining[:first] + remaining[end:] for first, end in pairwise(bounds)]
         smaller = next((part for part in without if num_chunks > 2 and shows(part)), None)
         if smaller is not None:
-            kept, num_chunks = smaller, max(num_chunks - 1, 2)
-        elif num_chunks >= len(kept):
+            remaining, num_chunks = smaller, max(num_chunks - 1, 2)
+        elif num_chunks >= len(remaining):
             break
         else:
-            num_chunks = min(2 * num_chunks, len(kept))
-    return kept
+            num_chunks = min(2 * num_chunks, len(remaining))
+    return remaining
 
 
 def bisect(succeeds: int, fails: int, shows: Callable[[int], bool]) -> int:
@@ -98,10 +98,10 @@ class MinimiseSearch:
     def _try(self, candidate: Candidate, what: str) -> bool:
         if candidate == self.best:
             return True
-        found = self.shows(candidate, what)
-        if found is not None:
-            self.best, self.failure = candidate, found
-        return found is not None
+        shown_failure = self.shows(candidate, what)
+        if shown_failure is not None:
+            self.best, self.failure = candidate, shown_failure
+        return shown_failure is not None
 
     @property
     def is_job_difference(self) -> bool:
@@ -135,8 +135,8 @@ class MinimiseSearch:
         if len(cuts) == 1:
             return
 
-        def shows(kept: Sequence[Cut]) -> bool:
-            return self._try(replace(self.best, cuts=tuple(kept)), "files")
+        def shows(kept_cuts: Sequence[Cut]) -> bool:
+            return self._try(replace(self.best, cuts=tuple(kept_cuts)), "files")
 
         if place is None:
             ddmin(cuts, shows)
@@ -148,8 +148,8 @@ class MinimiseSearch:
             return
         if first + size < len(cuts) and shows(cuts[: first + size]):
             cuts = cuts[: first + size]
-        others = tuple(cut for cut in cuts if cut not in failing)
-        ddmin(others, lambda kept: shows([cut for cut in cuts if cut in kept or cut in failing]))
+        other_cuts = tuple(cut for cut in cuts if cut not in failing)
+        ddmin(other_cuts, lambda kept_cuts: shows([cut for cut in cuts if cut in kept_cuts or cut in failing]))
 
     @property
     def _num_data_ranks(self) -> int:
@@ -173,8 +173,8 @@ class MinimiseSearch:
             if len(units) == 1 or not self.shapes[cut.source].can_cut_rows:
                 continue
 
-            def shows(kept: Sequence[tuple[int, ...]], place: int = place) -> bool:
-                rows = tuple(sorted(row for unit in kept for row in unit))
+            def shows(kept_units: Sequence[tuple[int, ...]], place: int = place) -> bool:
+                rows = tuple(sorted(row for unit in kept_units for row in unit))
                 return self._try(self.best.with_cut(place, rows=rows), "rows")
 
             failing_row = self.failure.row if self._find_failing_cut() in (place, None) else None
@@ -223,19 +223,21 @@ class MinimiseSearch:
         if not toggles:
             return
 
-        def shows(kept: Sequence[Any]) -> bool:
-            smaller = _build_valid(lambda: start.without_options([toggle for toggle in toggles if toggle not in kept]))
-            what = "options " + (" ".join(toggle.flag for toggle in kept) or "none")
-            return smaller is not None and self._try(smaller, what)
+        def shows(kept_toggles: Sequence[Any]) -> bool:
+            smaller = _build_valid(
+                lambda: start.without_options([toggle for toggle in toggles if toggle not in kept_toggles])
+            )
+            step_name = "options " + (" ".join(toggle.flag for toggle in kept_toggles) or "none")
+            return smaller is not None and self._try(smaller, step_name)
 
         start = self.best
         if not shows([]) and len(toggles) > 1:
             ddmin(toggles, shows)
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
-            other = _build_valid(lambda: self.best.with_option("--random-weights", True))
-            if other is not None and not self.is_job_difference and "--model" not in self.fixed:
-                self._try(other, "random weights")
+            candidate = _build_valid(lambda: self.best.with_option("--random-weights", True))
+            if candidate is not None and not self.is_job_difference and "--model" not in self.fixed:
+                self._try(candidate, "random weights")
 
     def _reduce_tokens(self) -> None:
         if self._needs_all_rows:

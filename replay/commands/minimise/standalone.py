@@ -124,29 +124,31 @@ def write_standalone(
         data = {"config": strip_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
         return Standalone(shows=False, why=in_flags(error))
-    whose = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
+    origins = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
     if failure.kind in JOB_DIFFERENCES:
         # With other weights the numbers differ in any case.
-        whose = whose[1:]
-    said = ""
-    for weights in whose:
+        origins = origins[1:]
+    last_line = ""
+    for weights in origins:
         has_own = weights == "those of the replay, in repro.pt"
         if has_own:
             model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
             if count_elements(model) * 4 > MAX_WEIGHT_BYTES:
-                said += f". The weights may matter: they are more than {MAX_WEIGHT_BYTES >> 20} MiB and were left out"
+                last_line += (
+                    f". The weights may matter: they are more than {MAX_WEIGHT_BYTES >> 20} MiB and were left out"
+                )
                 break
             materialise(model, source.weights, torch.device("cpu"))
             data["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
         torch.save(data, home / DATA)
         (home / DATA).chmod(0o600)
         (home / SCRIPT).write_text(_format_script(spec, failure, has_weights=has_own), encoding="utf-8")
-        shows, said = _run_script(home, failure, seconds)
+        shows, last_line = _run_script(home, failure, seconds)
         if shows:
             return Standalone(shows=True, weights=weights)
     for name in (SCRIPT, DATA):
         (home / name).unlink(missing_ok=True)
-    return Standalone(shows=False, why=f"plain transformers did not show it: {said}")
+    return Standalone(shows=False, why=f"plain transformers did not show it: {last_line}")
 
 
 def _find_obstacle(spec: ReplaySpec, failure: ReplayFailure, num_processes: int) -> str:
@@ -170,7 +172,7 @@ def _prepare_passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list
         batch = add_model_positions(select_loss_tokens(spec.measure.loss, call.micro_batch()), source.config)
         fed = prepare_inputs(batch, packing=False)
         sums = call.output_numbers("log_probs_row_sums") or call.output_numbers("output_row_sums")
-        own: dict[str, Tensor | None] = {
+        tensors: dict[str, Tensor | None] = {
             "input_ids": fed.input_ids,
             "attention_mask": None if fed.attention_mask_BS is None else fed.attention_mask_BS.long(),
             "position_ids": fed.position_ids,
@@ -180,8 +182,8 @@ def _prepare_passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list
             "action_mask": fed.action_mask_BA,
             "recorded": None if sums is None else torch.tensor(sums, dtype=torch.float64),
         }
-        given = {**call.tensors, **call.notes} if USER_LOSS.fullmatch(spec.measure.loss) else {}
-        passes.append({**own, "trains": call.trains, "tensors": given})
+        user_tensors = {**call.tensors, **call.notes} if USER_LOSS.fullmatch(spec.measure.loss) else {}
+        passes.append({**tensors, "trains": call.trains, "tensors": user_tensors})
     return passes
 
 
@@ -210,12 +212,12 @@ def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: boo
 
 def _run_script(home: Path, failure: ReplayFailure, seconds: float) -> tuple[bool, str]:
     """Run the script; return whether it shows the failure, and what it said last."""
-    own = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", SCRIPT],
             cwd=home,
-            env=own,
+            env=environment,
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -223,8 +225,10 @@ def _run_script(home: Path, failure: ReplayFailure, seconds: float) -> tuple[boo
         )
     except subprocess.TimeoutExpired:
         return failure.kind is FailureKind.HANG, f"not finished within {seconds:.0f} s"
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-    return _is_shown(failure, done.returncode, done.stderr), lines[-1]
+    lines = (process.stderr if process.returncode else process.stdout).strip().splitlines() or [
+        f"exit code {process.returncode}"
+    ]
+    return _is_shown(failure, process.returncode, process.stderr), lines[-1]
 
 
 def _is_shown(failure: ReplayFailure, exit_code: int, errors: str) -> bool:
@@ -234,5 +238,5 @@ def _is_shown(failure: ReplayFailure, exit_code: int, errors: str) -> bool:
         return exit_code == 1 and bool(re.search(r"^pass \d", errors, re.MULTILINE))
     if failure.kind is not FailureKind.EXCEPTION or exit_code != 1:
         return False
-    whole = mask(errors)
-    return f"{failure.error_type}: {failure.message}" in whole
+    masked_errors = mask(errors)
+    return f"{failure.error_type}: {failure.message}" in masked_errors

@@ -101,11 +101,11 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     log = ParityLog.read(folder)
     rows = {row.cell.name: row for row in log.rows}
     result = MatrixJudge().judge(log.rows)
-    differing = sorted(cell_name for cell_name, judged in result.cells.items() if judged.result == "DIFFERS")
+    differing = sorted(cell_name for cell_name, judged_cell in result.cells.items() if judged_cell.result == "DIFFERS")
     if name not in differing:
         condition = "differs" if name in rows else "is there"
-        known = "; ".join(differing[:5]) or "none"
-        raise UsageError(f"--cell {name!r}: no such cell {condition} in {folder}. Those that differ: {known}")
+        names = "; ".join(differing[:5]) or "none"
+        raise UsageError(f"--cell {name!r}: no such cell {condition} in {folder}. Those that differ: {names}")
     row = rows[name]
     if row.cell.python:
         raise UsageError(f"--cell {name!r} ran in {row.cell.python}. Minimise runs in one environment: this one")

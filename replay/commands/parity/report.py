@@ -46,7 +46,7 @@ class ParityProgress:
         note = f"{num_running} running, {num_failed} failed"
         self._bar.show(count_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
 
-    def finish(self, result: MatrixResult, differences: Pairs, written: Sequence[Path], note: str) -> None:
+    def finish(self, result: MatrixResult, differences: Pairs, paths: Sequence[Path], note: str) -> None:
         """Print the noise, a row per run, failures and differences, and where the results are written."""
         out = self._out
         self._bar.clear()
@@ -56,7 +56,7 @@ class ParityProgress:
         print_line(out)
         print_pairs(out, parity_wording.list_failures(self._log, result) + differences)
         print_pairs(out, [("note", note)] if note else [])
-        print_pairs(out, [("written", str(path)) for path in written])
+        print_pairs(out, [("written", str(path)) for path in paths])
         print_pairs(out, parity_wording.format_summary(self._log, result))
 
 
@@ -68,7 +68,7 @@ def count_settled(log: ParityLog) -> int:
 def write_report(log: ParityLog, result: MatrixResult, differences: Pairs, progress: ParityProgress) -> None:
     """Print what is known, and write it into parity.json, parity.html and, with matplotlib, parity.svg."""
     log.write({**to_json(result), "first_differences": [text for _, text in differences]})
-    written, note, picture = [log.campaign.path], "", None
+    paths, note, picture = [log.campaign.path], "", None
     if shares := compute_shares(log, result):
         drawn = log.folder / "parity.svg"
         try:
@@ -78,11 +78,11 @@ def write_report(log: ParityLog, result: MatrixResult, differences: Pairs, progr
         except ImportError:
             note = "no picture: it needs matplotlib. Try: pip install 'micro-replay[plot]'"
         else:
-            written.append(drawn)
+            paths.append(drawn)
             picture = drawn.read_text(encoding="utf-8")
     html = log.folder / "parity.html"
     html.write_text(render_page(log, result, differences, picture), encoding="utf-8")
-    progress.finish(result, differences, [*written, html], note)
+    progress.finish(result, differences, [*paths, html], note)
 
 
 def render_page(log: ParityLog, result: MatrixResult, differences: Pairs, picture: str | None) -> str:
@@ -114,10 +114,10 @@ def compute_shares(log: ParityLog, result: MatrixResult) -> Shares:
     by_run = {
         name: {
             quantity: [point.value / bounds[cells[name].baseline, quantity]]
-            for quantity, point in judged.distances.items()
+            for quantity, point in cell_judgement.distances.items()
             if (cells[name].baseline, quantity) in bounds
         }
-        for name, judged in result.cells.items()
+        for name, cell_judgement in result.cells.items()
     }
     if len(by_run) <= MAX_RUNS:
         return by_run

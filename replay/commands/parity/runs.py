@@ -69,27 +69,29 @@ def _begin_campaign(
     num_devices: int | None,
     environments: Sequence[Environment],
 ) -> Campaign[ParityPlan]:
-    here = _describe_context(spec, machine)
+    context = _describe_context(spec, machine)
     shared = {name: value for name, value in common.items() if value is not None and name not in NOT_OF_A_CELL}
-    settings = read_settings(matrix, here.num_devices, here.kernel)
-    planned = merge_plans(
+    settings = read_settings(matrix, context.num_devices, context.kernel)
+    plan = merge_plans(
         [
-            plan_matrix(settings, shared, here, partial(arrange_settings, matrix)),
-            *_plan_edges(matrix, shared, spec, here),
+            plan_matrix(settings, shared, context, partial(arrange_settings, matrix)),
+            *_plan_edges(matrix, shared, spec, context),
         ]
     )
     if environments:
-        planned = repeat_in_environments(planned, environments)
+        plan = repeat_in_environments(plan, environments)
     options = {
         "matrix": matrix,
         "processes": num_devices,
         "python": [environment.python for environment in environments],
     }
     words = [*words_for(options), *command_line(spec)]
-    return Campaign.begin("parity", spec.measure.log_folder, planned, words=words, machine=machine)
+    return Campaign.begin("parity", spec.measure.log_folder, plan, words=words, machine=machine)
 
 
-def _plan_edges(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: MatrixContext) -> Iterator[ParityPlan]:
+def _plan_edges(
+    matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, context: MatrixContext
+) -> Iterator[ParityPlan]:
     """Plan the runs of edge shapes: the same model and options on inputs that ship with the project.
 
     Skipped under --step: steps on so few tokens are dominated by rounding.
@@ -99,35 +101,35 @@ def _plan_edges(matrix: str, shared: Mapping[str, Any], spec: ReplaySpec, here: 
     of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}
     common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
-    chosen = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
-    for group, settings in make_edge_settings(matrix, here.num_devices, here.kernel).items():
+    typed_values = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
+    for group, settings in make_edge_settings(matrix, context.num_devices, context.kernel).items():
         folder = edge_folder(EDGES[group])
-        own = [
-            setting | {name: value for name, value in chosen.items() if name in shared}
+        own_settings = [
+            setting | {name: value for name, value in typed_values.items() if name in shared}
             for setting in map(dict, settings)
         ]
         try:
             yield plan_matrix(
-                own, common | {"inputs": str(folder)}, replace(_adapt_to_edges(here, folder), group=group)
+                own_settings, common | {"inputs": str(folder)}, replace(_adapt_to_edges(context, folder), group=group)
             )
         except UsageError as error:
             yield ParityPlan(cells=[], refused={group: in_flags(error)})
 
 
-def _adapt_to_edges(here: MatrixContext, folder: Path) -> MatrixContext:
+def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
     """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
     from capture.file_format.listing import capture_files
 
-    if here.is_custom:
+    if context.is_custom:
         raise UsageError("nothing says how long the rows of a user's model may be")
     batches = [read_micro_batch(path) for path in capture_files(folder)]
-    largest, size = max(int(batch.sequences_BS.max()) for batch in batches), here.config.get_text_config().vocab_size
+    largest, size = max(int(batch.sequences_BS.max()) for batch in batches), context.config.get_text_config().vocab_size
     if largest >= size:
         raise UsageError(f"their token ids go up to {largest}, and the model's vocabulary is of {size}")
     return replace(
-        here, num_inputs=len(batches), must_pack=any(find_documents(batch).has_shared_rows for batch in batches)
+        context, num_inputs=len(batches), must_pack=any(find_documents(batch).has_shared_rows for batch in batches)
     )
 
 
@@ -156,8 +158,8 @@ def _describe_context(spec: ReplaySpec, machine: Machine) -> MatrixContext:
     from replay.resolution.job_defaults import find_source
     from replay.resolution.selection import select
 
-    wanted = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
-    inputs = select(wanted, 0, 1).inputs
+    inputs_spec = replace(spec.inputs, shuffle_inputs=True, max_inputs=spec.inputs.max_inputs or NUM_INPUTS)
+    inputs = select(inputs_spec, 0, 1).inputs
     if not inputs:
         raise UsageError("every input is damaged. Try: replay inspect, with that folder")
     batches = map(read_micro_batch, inputs)
@@ -204,21 +206,21 @@ class FirstDifferences:
         distrusted = {name for noise in result.noises for name in noise.distrusted}
         measuring = {name for name, row in self._rows.items() if row.cell.varies in ROUNDING_VARIATIONS}
         sound = [name for name in result.cells if name in measuring - distrusted]
-        for name, judged in result.cells.items():
-            if judged.result is CellResult.DIFFERS:
-                index = judged.distances[judged.deciding[0]].place
+        for name, judged_cell in result.cells.items():
+            if judged_cell.result is CellResult.DIFFERS:
+                index = judged_cell.distances[judged_cell.deciding[0]].place
                 try:
-                    said = parting(self._compare_cell(self._rows[name].cell, index, sound))
+                    text = parting(self._compare_cell(self._rows[name].cell, index, sound))
                 except UsageError as error:
-                    said = f"not found: {in_flags(error)}"
-                yield "first", f"{name}: {said}"
+                    text = f"not found: {in_flags(error)}"
+                yield "first", f"{name}: {text}"
 
     def _compare_cell(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:
         """Find the first difference; `index` is that of the farthest pass."""
         num_inputs = cell.num_data_ranks * cell.spec.actor.num_accumulated
         first = index // num_inputs * num_inputs
-        others = [self._rows[name].cell for name in sound if name != cell.name]
-        equivalents = [other for other in others if other.baseline == cell.baseline]
+        other_cells = [self._rows[name].cell for name in sound if name != cell.name]
+        equivalents = [other for other in other_cells if other.baseline == cell.baseline]
         reference = self._rows[cell.reference].cell
         folders = [self._trace(run_cell, first, num_inputs) for run_cell in (reference, cell, *equivalents)]
         return find_first_difference(folders[0], folders[1], folders[2:])

@@ -32,19 +32,19 @@ def format_run(number: int, row: ParityRow, log: ParityLog, result: MatrixResult
 
     3 of 24, fsdp2 fp32 padded eager: EQUAL, loss 0, log-probs 1.14e-08, gradient norm 9.13e-08, 8.1 s
     """
-    judged = result.cells.get(row.cell.name)
-    distances = [f"{name} {point.value:.3g}" for name, point in judged.distances.items()] if judged else []
+    judged_cell = result.cells.get(row.cell.name)
+    distances = [f"{name} {point.value:.3g}" for name, point in judged_cell.distances.items()] if judged_cell else []
     error = [row.error] if row.state is not RowState.DONE else []
     took = [] if row.seconds is None else [f"{row.seconds:.1f} s"]
-    verdict = row.cell.varies if row.cell.varies and row.state is RowState.DONE else name_result(row, judged)
-    said = ", ".join([verdict, *distances, *error, *took])
-    return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {said}"
+    verdict = row.cell.varies if row.cell.varies and row.state is RowState.DONE else name_result(row, judged_cell)
+    details = ", ".join([verdict, *distances, *error, *took])
+    return f"{number + 1} of {len(log.rows)}, {row.cell.name}: {details}"
 
 
-def name_result(row: ParityRow, judged: JudgedCell | None) -> str:
+def name_result(row: ParityRow, judged_cell: JudgedCell | None) -> str:
     if row.state is not RowState.DONE:
         return "not run" if row.state is RowState.PENDING else row.state.upper()
-    return judged.result if judged else "the reference"
+    return judged_cell.result if judged_cell else "the reference"
 
 
 def format_noises(result: MatrixResult) -> Columns:
@@ -62,8 +62,8 @@ def format_noises(result: MatrixResult) -> Columns:
 
 def format_cells(log: ParityLog, result: MatrixResult) -> Columns:
     """Return a row per finished run, in run order; a distance is the largest relative difference of any input."""
-    made = [row for row in log.rows if row.state is not RowState.PENDING]
-    rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in made]
+    finished = [row for row in log.rows if row.state is not RowState.PENDING]
+    rows = [(row, result.cells.get(row.cell.name), result.costs.get(row.cell.name)) for row in finished]
     return {
         "run": [row.cell.name for row, _, _ in rows],
         "as": [row.cell.varies or row.cell.role for row, _, _ in rows],
@@ -74,13 +74,13 @@ def format_cells(log: ParityLog, result: MatrixResult) -> Columns:
         "peak GiB": [
             format_gibibytes(cost.highest_peak.value) if cost and cost.highest_peak else "-" for _, _, cost in rows
         ],
-        **{name: [_format_distance(judged, name) for _, judged, _ in rows] for name in QUANTITIES},
-        "verdict": [name_result(row, judged) for row, judged, _ in rows],
+        **{name: [_format_distance(judged_cell, name) for _, judged_cell, _ in rows] for name in QUANTITIES},
+        "verdict": [name_result(row, judged_cell) for row, judged_cell, _ in rows],
     }
 
 
-def _format_distance(judged: JudgedCell | None, quantity: str) -> str:
-    distance = judged.distances.get(quantity) if judged else None
+def _format_distance(judged_cell: JudgedCell | None, quantity: str) -> str:
+    distance = judged_cell.distances.get(quantity) if judged_cell else None
     return "-" if distance is None else f"{distance.value:.3g}"
 
 
@@ -89,15 +89,15 @@ def list_failures(log: ParityLog, result: MatrixResult) -> Pairs:
     bounds = {(noise.baseline, noise.quantity): noise.bound for noise in result.noises}
     pairs: Pairs = []
     for row in log.rows:
-        judged = result.cells.get(row.cell.name)
-        if judged and judged.result is CellResult.DIFFERS:
-            said = [
-                f"{name} by {judged.distances[name].value:.3g} at {judged.distances[name].where} "
+        judged_cell = result.cells.get(row.cell.name)
+        if judged_cell and judged_cell.result is CellResult.DIFFERS:
+            differences = [
+                f"{name} by {judged_cell.distances[name].value:.3g} at {judged_cell.distances[name].where} "
                 f"(bound {bounds[row.cell.baseline, name]:.3g})"
-                for name in judged.deciding
+                for name in judged_cell.deciding
             ]
-            pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(said)}"))
-        pairs += [("note", f"{row.cell.name}: {note}") for note in judged.notes] if judged else []
+            pairs.append(("DIFFERS", f"{row.cell.name}: {', '.join(differences)}"))
+        pairs += [("note", f"{row.cell.name}: {note}") for note in judged_cell.notes] if judged_cell else []
         if row.state is RowState.FAILED:
             pairs.append(("FAILED", f"{row.cell.name}: {row.error}"))
     pairs += [("WRONG", remark) for remark in result.remarks]
@@ -116,8 +116,8 @@ def _list_refusals(log: ParityLog) -> Pairs:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    suffix = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + suffix
 
 
 def list_commands(log: ParityLog) -> list[str]:
@@ -130,8 +130,8 @@ def list_commands(log: ParityLog) -> list[str]:
 
 def format_summary(log: ParityLog, result: MatrixResult) -> Pairs:
     results = Counter(name_result(row, result.cells.get(row.cell.name)) for row in log.rows)
-    known = [*CellResult, RowState.FAILED.upper(), RowState.REFUSED.upper(), "not run"]
-    text = ", ".join(f"{results[name]} {name}" for name in known if results[name])
+    ordered_names = [*CellResult, RowState.FAILED.upper(), RowState.REFUSED.upper(), "not run"]
+    text = ", ".join(f"{results[name]} {name}" for name in ordered_names if results[name])
     pairs: Pairs = [("result", text)]
     if any(row.is_open for row in log.rows):
         pairs.append(("go on", log.campaign.continue_command))

@@ -59,10 +59,10 @@ def recompiles(
 
     Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
     """
-    own = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
+    own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(each=run_limit, total=None, at_once=None)
     if continued_folder is not None:
-        return action_to_continue("recompiles", continued_folder, {**own, **given}, limits)
+        return action_to_continue("recompiles", continued_folder, {**own_options, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError(
@@ -75,4 +75,4 @@ def recompiles(
         multiple=multiple or MULTIPLE,
         num_passes=num_passes or NUM_PASSES,
     )
-    return action_to_begin("recompiles", plan.spec.inputs, plan, words_for(own), limits)
+    return action_to_begin("recompiles", plan.spec.inputs, plan, words_for(own_options), limits)

@@ -41,14 +41,14 @@ class RecompilesPlan:
     num_passes: int
 
 
-def parse_buckets(typed: str) -> int | list[int]:
+def parse_buckets(text: str) -> int | list[int]:
     """Read --buckets: one number is how many, several are lengths. Raises UsageError for anything else."""
-    if not PAD_TOKENS.fullmatch(typed):
+    if not PAD_TOKENS.fullmatch(text):
         raise UsageError(
-            f"--buckets {typed!r} is not allowed. Give how many, or several lengths. "
+            f"--buckets {text!r} is not allowed. Give how many, or several lengths. "
             "Try: --buckets 4, or --buckets 512,1024,2048"
         )
-    numbers = [int(number) for number in typed.split(",")]
+    numbers = [int(number) for number in text.split(",")]
     return numbers[0] if len(numbers) == 1 else sorted(set(numbers))
 
 
@@ -74,8 +74,8 @@ def apply_policy(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequ
 
 def find_policy_options(actor: ActorSpec) -> list[str]:
     """Return the options that make a policy."""
-    own = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
-    return command_line(ReplaySpec(actor=own))
+    policy_actor = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
+    return command_line(ReplaySpec(actor=policy_actor))
 
 
 def choose_lengths(lengths: Iterable[int], number: int) -> list[int]:
@@ -88,16 +88,16 @@ def choose_lengths(lengths: Iterable[int], number: int) -> list[int]:
         before.append(before[-1] + count)
     best = [values[end] * before[end + 1] for end in range(len(values))]
     # tokens after padding, if values[end] is the last length; the fewest of them add the least
-    ways = [[values[end]] for end in range(len(values))]
+    choices = [[values[end]] for end in range(len(values))]
     for _ in range(number - 1):
-        more, more_ways = list(best), list(ways)
+        next_best, next_choices = list(best), list(choices)
         for end in range(len(values)):
             for middle in range(end):
                 cost = best[middle] + values[end] * (before[end + 1] - before[middle + 1])
-                if cost < more[end]:
-                    more[end], more_ways[end] = cost, [*ways[middle], values[end]]
-        best, ways = more, more_ways
-    return ways[-1]
+                if cost < next_best[end]:
+                    next_best[end], next_choices[end] = cost, [*choices[middle], values[end]]
+        best, choices = next_best, next_choices
+    return choices[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +129,10 @@ class PolicyResult:
 
 def find_best(results: Sequence[PolicyResult], num_passes: int) -> PolicyResult | None:
     """Return the policy with the fewest net seconds; None if none is known."""
-    known = [
+    net_seconds = [
         (net, number) for number, result in enumerate(results) if (net := result.net_seconds(num_passes)) is not None
     ]
-    return results[min(known)[1]] if known else None
+    return results[min(net_seconds)[1]] if net_seconds else None
 
 
 def find_break_even(result: PolicyResult, other: PolicyResult) -> int | None:

@@ -61,14 +61,14 @@ class RecompilesConsole:
         inputs = f"{pluralise(num_inputs, 'input')}, twice under each policy"
         print_pairs(self._out, [("command", command), ("inputs", inputs), *describe_damaged_files(damaged)])
 
-    def runs(self, policy: Policy) -> None:
+    def show_policy(self, policy: Policy) -> None:
         print_pairs(self._out, [("runs", policy.value)])
 
-    def ended(self, result: PolicyResult) -> None:
+    def show_result(self, result: PolicyResult) -> None:
         if result.error:
             print_pairs(self._out, [("failed", f"{result.policy}: {result.error}")])
 
-    def finish(self, results: Sequence[PolicyResult], num_passes: int, written: Path) -> None:
+    def finish(self, results: Sequence[PolicyResult], num_passes: int, path: Path) -> None:
         """Print the table, the guards that failed, and which policy to use."""
         print_line(self._out)
         plain = next((result.fed_tokens for result in results if result.policy is Policy.OFF), 0)
@@ -91,10 +91,14 @@ class RecompilesConsole:
             pairs = [
                 ("recompiled", f"{result.policy}, {number} x {reason}") for reason, number in reasons[:MOST_REASONS]
             ]
-            rest = len(reasons) - MOST_REASONS
-            more = [("", f"{result.policy}: {pluralise(rest, 'other guard')}, see {written.name}")] if rest > 0 else []
-            print_pairs(self._out, [*pairs, *more])
-        print_pairs(self._out, [*_advise(results, num_passes), ("written", str(written))])
+            num_unlisted = len(reasons) - MOST_REASONS
+            unlisted = (
+                [("", f"{result.policy}: {pluralise(num_unlisted, 'other guard')}, see {path.name}")]
+                if num_unlisted > 0
+                else []
+            )
+            print_pairs(self._out, [*pairs, *unlisted])
+        print_pairs(self._out, [*_advise(results, num_passes), ("written", str(path))])
 
 
 def _format_padding(result: PolicyResult, plain: int) -> str:
@@ -104,12 +108,14 @@ def _format_padding(result: PolicyResult, plain: int) -> str:
 
 def _advise(results: Sequence[PolicyResult], num_passes: int) -> list[tuple[str, str]]:
     """Say which policy to use for so many passes, and from how many on it pays."""
-    chosen = find_best(results, num_passes)
-    if chosen is None:
+    best_result = find_best(results, num_passes)
+    if best_result is None:
         return [("use", "not known: no policy replayed all inputs twice")]
-    if chosen.policy is Policy.OFF:
-        compiled = [(first, result) for result in results if (first := find_break_even(result, chosen)) is not None]
-        first, later_result = min(compiled, key=lambda pair: pair[0], default=(0, chosen))
+    if best_result.policy is Policy.OFF:
+        compiled = [
+            (first, result) for result in results if (first := find_break_even(result, best_result)) is not None
+        ]
+        first, later_result = min(compiled, key=lambda pair: pair[0], default=(0, best_result))
         later = (
             f"; {later_result.policy} takes less from {first:,} passes on"
             if compiled
@@ -117,16 +123,16 @@ def _advise(results: Sequence[PolicyResult], num_passes: int) -> list[tuple[str,
         )
         return [("use", f"off, no compiling, for {num_passes:,} passes{later}")]
     off = next(result for result in results if result.policy is Policy.OFF)
-    first_pass = find_break_even(chosen, off)
+    first_pass = find_break_even(best_result, off)
     than = "" if first_pass is None else f"; off takes less for fewer than {first_pass:,} passes"
-    return [("use", f"{chosen.policy}: {chosen.options}{than}")]
+    return [("use", f"{best_result.policy}: {best_result.options}{than}")]
 
 
 CACHES = "TORCHINDUCTOR_CACHE_DIR"
 _NUMBER = re.compile(r"\b\d+(/\d+)?\b")
 
 
-def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
+def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits) -> int:
     """Run each policy in processes of its own, print what came out, and return the exit code.
 
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
@@ -140,7 +146,7 @@ def begin(plan: RecompilesPlan, typed: Sequence[str], limits: RunLimits) -> int:
         "recompiles",
         plan.spec.measure.log_folder,
         plan,
-        words=[*typed, *command_line(plan.spec)],
+        words=[*words, *command_line(plan.spec)],
         machine=Machine.detect(),
     )
     return _run(campaign, inputs, limits)
@@ -166,7 +172,7 @@ def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLi
     with catch_interruption() as interruption:
         for policy in plan.policies:
             results.append(work.run(policy))
-            console.ended(results[-1])
+            console.show_result(results[-1])
             policies = [{**to_json(result), "net_seconds": result.net_seconds(plan.num_passes)} for result in results]
             campaign.result = {"policies": policies}
             campaign.write()
@@ -188,7 +194,7 @@ class _PolicyRuns:
         """Replay all inputs twice under `policy`. Where lengths are too short, or the like, the result says so."""
         plan = self.campaign.plan
         try:
-            sizes = self._sizes() if policy is Policy.BUCKETS else [1]
+            sizes = self._choose_lengths() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
             return PolicyResult(policy=policy, error=in_flags(error))
         actor = apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
@@ -203,7 +209,7 @@ class _PolicyRuns:
             ),
             num_processes=actor.parallel.tp * actor.parallel.ring,
         )
-        self.console.runs(policy)
+        self.console.show_policy(policy)
         with _use_empty_cache(self.campaign.folder / "cache"):
             child = self.campaign.run(job)
         folder, _, records = read_run_below(child.logs)
@@ -215,7 +221,7 @@ class _PolicyRuns:
             policy, actor, records, child, len(self.shapes), str(folder) if folder is not None else ""
         )
 
-    def _sizes(self) -> list[int]:
+    def _choose_lengths(self) -> list[int]:
         """Return the lengths of buckets. Raises UsageError if a row is longer than all that were asked for."""
         if self.rows is None:
             raise UsageError("no pass could be run without compiling, so the lengths of rows are not known")
@@ -226,10 +232,10 @@ class _PolicyRuns:
             )
         longest = max(lengths)
         if longest > max(self.campaign.plan.sizes):
-            typed = ",".join(map(str, self.campaign.plan.sizes))
+            typed_sizes = ",".join(map(str, self.campaign.plan.sizes))
             raise UsageError(
-                f"--buckets {typed} holds no row of {longest} tokens, as {lengths[longest].source} has. "
-                f"Try: --buckets {typed},{longest}"
+                f"--buckets {typed_sizes} holds no row of {longest} tokens, as {lengths[longest].source} has. "
+                f"Try: --buckets {typed_sizes},{longest}"
             )
         return list(self.campaign.plan.sizes)
 
@@ -243,13 +249,13 @@ def _summarize_run(
         passes.setdefault(record.index, []).append(record)
     failed = next((record for record in records if record.error is not None), None)
     error = "" if failed is None else f"{failed.source}: {failed.error_type}: {failed.error}"
-    done = {index: ranks for index, ranks in passes.items() if all(record.error is None for record in ranks)}
-    seconds = {index: max(record.cost.seconds or 0.0 for record in ranks) for index, ranks in done.items()}
+    complete_passes = {index: ranks for index, ranks in passes.items() if all(record.error is None for record in ranks)}
+    seconds = {index: max(record.cost.seconds or 0.0 for record in ranks) for index, ranks in complete_passes.items()}
     again = {index - num_inputs: seconds[index] for index in seconds if index >= num_inputs}
     both = [index for index in again if index in seconds]
     reasons = Counter(
         _NUMBER.sub("N", reason)
-        for ranks in done.values()
+        for ranks in complete_passes.values()
         for record in ranks[:1]
         for reason in record.compilation.recompilations
     )
@@ -257,14 +263,16 @@ def _summarize_run(
     return PolicyResult(
         policy=policy,
         options=shlex.join(find_policy_options(actor)),
-        num_passes=len(done),
-        num_graphs=sum(max(record.compilation.new_graphs for record in ranks) for ranks in done.values()),
+        num_passes=len(complete_passes),
+        num_graphs=sum(max(record.compilation.new_graphs for record in ranks) for ranks in complete_passes.values()),
         recompilations=dict(reasons.most_common()),
-        compile_seconds=sum(max(record.compilation.compile_seconds for record in ranks) for ranks in done.values()),
+        compile_seconds=sum(
+            max(record.compilation.compile_seconds for record in ranks) for ranks in complete_passes.values()
+        ),
         extra_seconds=sum(seconds[index] - again[index] for index in both),
         pass_seconds=sum(again.values()) / num_inputs if is_whole else None,
-        fed_tokens=sum(ranks[0].input.fed_tokens for index, ranks in done.items() if index < num_inputs),
-        error=error or child.error or ("" if is_whole else f"{len(done)} of {2 * num_inputs} passes"),
+        fed_tokens=sum(ranks[0].input.fed_tokens for index, ranks in complete_passes.items() if index < num_inputs),
+        error=error or child.error or ("" if is_whole else f"{len(complete_passes)} of {2 * num_inputs} passes"),
         log=log,
     )
 

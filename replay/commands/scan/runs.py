@@ -48,7 +48,9 @@ class ScanPlan:
     damaged: list[str]
 
     @classmethod
-    def of(cls, spec: ReplaySpec, size: int, *, num_inputs: int, window: int, damaged: Sequence[str]) -> "ScanPlan":
+    def from_inputs(
+        cls, spec: ReplaySpec, size: int, *, num_inputs: int, window: int, damaged: Sequence[str]
+    ) -> "ScanPlan":
         """Round `size` up to whole accumulation windows, of `window` inputs: a gradient is never split."""
         return cls(spec=spec, size=math.ceil(size / window) * window, num_inputs=num_inputs, damaged=list(damaged))
 
@@ -99,17 +101,17 @@ class ScanGroup:
     # Folder of the run's log, relative to the folder of scan.json.
     log: str | None = None
 
-    def after(self, child: Child, folder: Path) -> "ScanGroup":
+    def with_result(self, child: Child, folder: Path) -> "ScanGroup":
         """Return what became of it. A damaged file is no fault of the groups that come upon it."""
         log, run, records = read_run_below(child.logs)
         ended = replace(self, seconds=child.seconds, log=None if log is None else str(log.relative_to(folder)))
         if failed := [record for record in records if record.error is not None]:
             first = failed[0]
             more = f", and {pluralise(len(failed) - 1, 'more pass')}" if failed[1:] else ""
-            said = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
-            return replace(ended, state=GroupState.FAILED, said=said)
-        written = None if run is None or run.end is None else run.end.verdict
-        verdict = read_section(Verdict, written, source=f"{log}: verdict")
+            message = f"pass {first.index + 1}, {first.source}: {first.error_type}: {first.error}{more}"
+            return replace(ended, state=GroupState.FAILED, said=message)
+        verdict_values = None if run is None or run.end is None else run.end.verdict
+        verdict = read_section(Verdict, verdict_values, source=f"{log}: verdict")
         # With a verdict, the exit code 1 means that a file before the group's inputs is damaged.
         if verdict is None or child.exit_code not in (0, 1):
             return replace(ended, state=GroupState.FAILED, said=child.error)
@@ -130,7 +132,7 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
     selection = select(spec.inputs, 0, 1, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
     if not selection.inputs:
         raise UsageError("every input is damaged. Try: replay inspect, with that folder")
-    plan = ScanPlan.of(
+    plan = ScanPlan.from_inputs(
         spec,
         size,
         num_inputs=len(selection.inputs),
@@ -171,8 +173,8 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) ->
     console = ScanConsole(campaign, groups)
     with catch_interruption() as interruption:
         for settled in campaign.settle(campaign.plan.jobs):
-            groups[settled.position] = groups[settled.position].after(settled.child, campaign.folder)
-            console.ended(settled.position, groups[settled.position], is_new=settled.is_new)
+            groups[settled.position] = groups[settled.position].with_result(settled.child, campaign.folder)
+            console.show_group(settled.position, groups[settled.position], is_new=settled.is_new)
     campaign.result = {"groups": groups}
     campaign.write()
     console.finish()
@@ -197,14 +199,16 @@ class ScanConsole:
         self._groups = groups
         sizes = f"{pluralise(len(groups), 'group')} of at most {pluralise(groups[0].size, 'input')}"
         device = campaign.machine.text
-        print_pairs(self._out, [("command", campaign.command), ("device", device), ("groups", sizes), *self._damaged()])
+        print_pairs(
+            self._out, [("command", campaign.command), ("device", device), ("groups", sizes), *self._list_damaged()]
+        )
         print_line(self._out)
         self._bar = ProgressBar(self._out.file)
         self._num_new = 0
         # Groups that an earlier command has run.
         self._num_known = 0
 
-    def ended(self, number: int, group: ScanGroup, *, is_new: bool) -> None:
+    def show_group(self, number: int, group: ScanGroup, *, is_new: bool) -> None:
         """Print a group's line, unless an earlier invocation did."""
         self._num_new += is_new
         self._num_known += not is_new
@@ -233,7 +237,7 @@ class ScanConsole:
         print_pairs(
             self._out,
             [
-                *self._damaged(),
+                *self._list_damaged(),
                 *failed,
                 ("written", str(self._campaign.path)),
                 ("result", ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())),
@@ -241,7 +245,7 @@ class ScanConsole:
             ],
         )
 
-    def _damaged(self) -> list[tuple[str, str]]:
+    def _list_damaged(self) -> list[tuple[str, str]]:
         return [("damaged", text) for text in self._campaign.plan.damaged]
 
 

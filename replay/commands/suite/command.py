@@ -95,18 +95,18 @@ def suite(
 def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
     """Raise UsageError for an option that --continue takes from the suite that was begun."""
     allowed = ["continued", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
-    typed = [name for name in _read_options(context, "COMMANDLINE") if name not in allowed]
-    if typed:
-        other = flag_of(typed[0])
-        raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {other}")
+    option_names = [name for name in _read_options(context, "COMMANDLINE") if name not in allowed]
+    if option_names:
+        flag = flag_of(option_names[0])
+        raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {flag}")
 
 
 def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions | None, *, saves: bool) -> None:
     """Raise UsageError for a storage, or for numbers of steps, where no state is saved or none can be saved there."""
     if not saves:
-        for other, value in (("--save-every", save_every), ("--storage", storage)):
+        for flag, value in (("--save-every", save_every), ("--storage", storage)):
             if value is not None:
-                raise UsageError(f"{other} is for the states of --save-state. Try: --save-state {other} {value}")
+                raise UsageError(f"{flag} is for the states of --save-state. Try: --save-state {flag} {value}")
     elif storage is None and ray is not None and ray.address is not None:
         raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
     elif storage is not None and ray is None and "://" in storage:

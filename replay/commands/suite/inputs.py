@@ -74,8 +74,8 @@ def _load_tokenizer(dataset: Path, model: str | None) -> Any:
     needed = f"--dataset {dataset} holds texts, which need the model's tokenizer"
     advice = "Try: --model FOLDER with config.json and tokenizer.json, or a --dataset of captures"
     if model is None or not (Path(model) / "config.json").is_file():
-        given = "no --model is given" if model is None else f"--model {model} is no model folder"
-        raise UsageError(f"{needed}, and {given}. {advice}")
+        reason = "no --model is given" if model is None else f"--model {model} is no model folder"
+        raise UsageError(f"{needed}, and {reason}. {advice}")
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -124,21 +124,22 @@ def _read_parquet(dataset: Path) -> Iterator[str]:
             yield _read_text(dataset, f"row {number}", row)
 
 
-def _read_text(dataset: Path, where: str, row: dict[str, Any]) -> str:
-    _check_columns(dataset, list(row), f" in {where}")
+def _read_text(dataset: Path, position: str, row: dict[str, Any]) -> str:
+    _check_columns(dataset, list(row), f" in {position}")
     if not isinstance(row[TEXT_COLUMN], str):
         raise UsageError(
-            f"--dataset {dataset}: {TEXT_COLUMN} in {where} is a {type(row[TEXT_COLUMN]).__name__}. Give a string"
+            f"--dataset {dataset}: {TEXT_COLUMN} in {position} is a {type(row[TEXT_COLUMN]).__name__}. Give a string"
         )
     text: str = row[TEXT_COLUMN]
     return text
 
 
-def _check_columns(dataset: Path, columns: list[str], where: str = "") -> None:
+def _check_columns(dataset: Path, columns: list[str], position: str = "") -> None:
     if TEXT_COLUMN not in columns:
-        there = f"the columns are {', '.join(columns)}" if columns else "there is no column"
+        columns_text = f"the columns are {', '.join(columns)}" if columns else "there is no column"
         raise UsageError(
-            f"--dataset {dataset} has no column {TEXT_COLUMN}{where}: {there}. Try: one renamed to {TEXT_COLUMN}"
+            f"--dataset {dataset} has no column {TEXT_COLUMN}{position}: {columns_text}. "
+            f"Try: one renamed to {TEXT_COLUMN}"
         )
 
 
@@ -170,7 +171,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     most = spec.max_samples or max(min(DEFAULT_SAMPLES, twice_each), inputs_a_step)
     unfinished = Path(tempfile.mkdtemp(prefix=".inputs-unfinished-", dir=folder.parent))
     try:
-        num_found, loss, said = (
+        num_found, loss, origin = (
             _copy_captures(dataset, unfinished, most)
             if dataset.is_dir()
             else _convert_texts(spec, dataset, unfinished, most)
@@ -182,7 +183,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{pluralise(num_inputs, 'input')} {said}")
+    return SuiteInputs(num_inputs=num_inputs, loss=loss, said=f"{pluralise(num_inputs, 'input')} {origin}")
 
 
 def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
@@ -205,8 +206,8 @@ def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossNam
 
 
 def _convert_texts(spec: SuiteSpec, dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
-    written = write_texts(dataset, spec.model, folder, most)
-    said = f"made of the texts in {dataset}"
-    said += f"; {written.num_cut} cut to {MAX_LENGTH} tokens" if written.num_cut else ""
-    said += f"; {written.num_left_out} left out, of fewer than two tokens" if written.num_left_out else ""
-    return written.num_texts, LossName.SFT, said
+    texts = write_texts(dataset, spec.model, folder, most)
+    origin = f"made of the texts in {dataset}"
+    origin += f"; {texts.num_cut} cut to {MAX_LENGTH} tokens" if texts.num_cut else ""
+    origin += f"; {texts.num_left_out} left out, of fewer than two tokens" if texts.num_left_out else ""
+    return texts.num_texts, LossName.SFT, origin

@@ -77,7 +77,7 @@ class LossCurve:
     def peak_bytes(self) -> int:
         return max(step.memory_bytes for step in self.steps)
 
-    def why_it_does_not_fall(self, steps_an_epoch: int) -> str:
+    def explain_no_fall(self, steps_an_epoch: int) -> str:
         """Explain why the loss does not fall; empty if the last epoch's mean is below the first epoch's, over the same
         inputs.
 
@@ -159,11 +159,11 @@ def compare_curves(
     faults, beyond = [], []
     if bad := [step for step in curve.steps if not math.isfinite(step.loss)]:
         faults.append(f"the loss of step {bad[0].step} is {bad[0].loss}")
-    elif reason := curve.why_it_does_not_fall(steps_an_epoch):
+    elif reason := curve.explain_no_fall(steps_an_epoch):
         faults.append(reason)
-    for other, held_against in (("ddp", ddp), ("deepspeed", deepspeed)):
-        if held_against is not None:
-            faults += _other_inputs(curve, held_against, other)
+    for reference_name, reference in (("ddp", ddp), ("deepspeed", deepspeed)):
+        if reference is not None:
+            faults += _other_inputs(curve, reference, reference_name)
     from_ddp = _difference(ddp, curve) if ddp is not None else None
     from_deepspeed = _difference(deepspeed, curve) if deepspeed is not None and is_standard else None
     if from_ddp is not None:
@@ -176,20 +176,20 @@ def compare_curves(
     return CurveComparison(curve=curve, from_ddp=from_ddp, from_deepspeed=from_deepspeed, faults=faults, beyond=beyond)
 
 
-def _difference(reference: LossCurve, other: LossCurve) -> Quantity:
+def _difference(reference: LossCurve, curve: LossCurve) -> Quantity:
     points = [
         Point(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
-        for a, b in zip(reference.steps, other.steps, strict=False)
+        for a, b in zip(reference.steps, curve.steps, strict=False)
     ]
     return Quantity.of("loss", points)
 
 
-def _beyond(value: float, bound: float, what: str) -> list[str]:
-    return [] if value < bound or math.isinf(bound) else [f"{what} {value:.3g}, bound {bound:g}"]
+def _beyond(value: float, bound: float, quantity: str) -> list[str]:
+    return [] if value < bound or math.isinf(bound) else [f"{quantity} {value:.3g}, bound {bound:g}"]
 
 
-def _other_inputs(curve: LossCurve, other: LossCurve, name: str) -> list[str]:
-    differing = [a.step for a, b in zip(curve.steps, other.steps, strict=False) if a.inputs != b.inputs]
+def _other_inputs(curve: LossCurve, reference: LossCurve, name: str) -> list[str]:
+    differing = [a.step for a, b in zip(curve.steps, reference.steps, strict=False) if a.inputs != b.inputs]
     return [f"step {differing[0]} was on other inputs than {name}'s"] if differing else []
 
 
@@ -229,21 +229,21 @@ def judge_trainings(
     """Return the results in the order of `plan`. A configuration that is not among `trained` was not reached."""
     curves = {name: curve for name, curve in trained.items() if isinstance(curve, LossCurve)}
     results = []
-    for planned in plan:
-        curve = trained.get(planned.name, NoCurve(reason=planned.reason or "not reached", is_refusal=True))
+    for training in plan:
+        curve = trained.get(training.name, NoCurve(reason=training.reason or "not reached", is_refusal=True))
         if isinstance(curve, LossCurve):
             judgement = compare_curves(
-                planned.name,
+                training.name,
                 curve,
                 steps_an_epoch=steps_an_epoch,
-                ddp=curves.get(DDP) if planned.name != DDP else None,
-                deepspeed=curves.get(DEEPSPEED) if planned.name != DEEPSPEED else None,
-                is_standard=planned.configuration.is_standard,
+                ddp=curves.get(DDP) if training.name != DDP else None,
+                deepspeed=curves.get(DEEPSPEED) if training.name != DEEPSPEED else None,
+                is_standard=training.configuration.is_standard,
             )
             status = TrainingStatus.FAILED if judgement.complaints else TrainingStatus.PASSED
-            results.append(TrainingResult(planned=planned, status=status, judgement=judgement))
+            results.append(TrainingResult(planned=training, status=status, judgement=judgement))
         else:
-            may_refuse = planned.name not in trained or not planned.configuration.is_standard
+            may_refuse = training.name not in trained or not training.configuration.is_standard
             status = TrainingStatus.NOT_RUN if curve.is_refusal and may_refuse else TrainingStatus.FAILED
-            results.append(TrainingResult(planned=planned, status=status, reason=curve.reason))
+            results.append(TrainingResult(planned=training, status=status, reason=curve.reason))
     return results

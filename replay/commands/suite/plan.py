@@ -145,13 +145,13 @@ def plan_trainings(spec: SuiteSpec, machine: Machine) -> list[PlannedTraining]:
     plan = []
     for configuration in CONFIGURATIONS:
         share = (spec.tp if configuration.tp else 1) * (spec.ring if configuration.ring else 1)
-        fits, wanted = machine.num_devices // share, spec.data_ranks or 1
+        fits, num_needed = machine.num_devices // share, spec.data_ranks or 1
         # On a CPU, processes stand in for GPUs.
         num_data_ranks = spec.data_ranks or fits or 1
         reason = ""
-        if machine.has_gpus and fits < wanted:
+        if machine.has_gpus and fits < num_needed:
             limit = "this machine has" if spec.processes is None else "--processes is"
-            num_data_ranks, reason = 0, f"needs {share * wanted} GPUs, {limit} {machine.num_devices}"
+            num_data_ranks, reason = 0, f"needs {share * num_needed} GPUs, {limit} {machine.num_devices}"
         if _is_custom(spec) and (configuration.tp or configuration.ring):
             reason = f"{'tp' if configuration.tp else 'ring'} is not there for --model {spec.model}"
         if configuration.name in spec.skip:
@@ -200,20 +200,20 @@ def build_run_spec(
 
     Raises UsageError if its options contradict each other.
     """
-    of, is_custom = training.configuration, _is_custom(spec)
+    configuration, is_custom = training.configuration, _is_custom(spec)
     num_passes = spec.steps * inputs_a_step
     return ReplaySpec(
         actor=ActorSpec(
-            backend=of.backend,
+            backend=configuration.backend,
             model=spec.model if is_custom else spec.init_weights or spec.model,
             weights=Path(spec.init_weights) if is_custom and spec.init_weights else None,
             num_layers=spec.num_layers,
             dtype=spec.dtype,
-            zero_stage=of.zero_stage,
+            zero_stage=configuration.zero_stage,
             gradient_checkpointing=spec.gradient_checkpointing,
             learning_rate=spec.learning_rate,
             grad_accumulation=inputs_a_step // training.num_data_ranks,
-            parallel=ParallelSpec(tp=spec.tp if of.tp else 1, ring=spec.ring if of.ring else 1),
+            parallel=ParallelSpec(tp=spec.tp if configuration.tp else 1, ring=spec.ring if configuration.ring else 1),
         ),
         inputs=InputsSpec(
             inputs=inputs,
@@ -221,7 +221,7 @@ def build_run_spec(
             epochs=ceil(num_passes / num_inputs),
             shuffle_inputs=True,
         ),
-        measure=MeasureSpec(loss=loss, step=True, name=of.name),
+        measure=MeasureSpec(loss=loss, step=True, name=configuration.name),
         state=StateSpec(save_state=states, save_every=spec.save_every, resume=states is not None),
     )
 

@@ -100,8 +100,8 @@ class Suite:
         if not suite.inputs_folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {suite.inputs_folder} are gone. Try: replay suite")
         for training in suite.runnable:
-            known = suite.campaign.find_settled(suite.job(training))
-            child = None if known is None else known.child
+            settled = suite.campaign.find_settled(suite.job(training))
+            child = None if settled is None else settled.child
             # what a copy from the storage holds of a training that failed does not say why
             if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
                 suite.campaign.forget(suite.job(training))
@@ -157,8 +157,10 @@ class Suite:
     @property
     def curves(self) -> dict[str, LossCurve | NoCurve]:
         """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
-        known = [(training, self.campaign.find_settled(self.job(training))) for training in self.runnable]
-        return {training.name: self.curve_after(training, settled.child) for training, settled in known if settled}
+        settled_jobs = [(training, self.campaign.find_settled(self.job(training))) for training in self.runnable]
+        return {
+            training.name: self.curve_after(training, settled.child) for training, settled in settled_jobs if settled
+        }
 
     def curve_after(self, training: PlannedTraining, child: Child) -> LossCurve | NoCurve:
         """Return the curve that a training left, or why there is none.
@@ -248,26 +250,28 @@ class SuiteConsole:
         self._suite = suite
         self._say(_format_header(suite))
 
-    def wrote_init_weights(self) -> None:
+    def show_init_weights(self) -> None:
         self._say([("weights", f"all begin with {_shorten(self._suite.init_weights)}")])
 
-    def begins(self, training: PlannedTraining, num_done: int, num_all: int) -> None:
+    def show_training(self, training: PlannedTraining, num_done: int, num_all: int) -> None:
         """Say which configuration is trained now; the bar shows how many of those to train are done."""
         passes = pluralise(self._suite.inputs_a_step // training.num_data_ranks, "pass")
         ranks = pluralise(training.num_data_ranks, "data rank")
-        said = f"{training.name}: {pluralise(training.num_processes, 'process')}, {ranks} x {passes} a step"
-        self._say([("training", said)])
+        text = f"{training.name}: {pluralise(training.num_processes, 'process')}, {ranks} x {passes} a step"
+        self._say([("training", text)])
         self._bar.show(num_done, num_all, "configurations trained")
 
-    def ended(self, curve: LossCurve | NoCurve) -> None:
+    def show_curve(self, curve: LossCurve | NoCurve) -> None:
         if isinstance(curve, NoCurve):
             self._say([("", f"no curve: {curve.reason}")])
         else:
             self._say([("", f"loss {curve.losses[0]:.5f} to {curve.losses[-1]:.5f}")])
 
-    def interrupted(self, trained: Mapping[str, LossCurve | NoCurve]) -> None:
-        done = [training.name for training in self._suite.plan if isinstance(trained.get(training.name), LossCurve)]
-        self._say([("finished", ", ".join(done) or "none"), *_format_continue(self._suite)])
+    def report_interruption(self, trained: Mapping[str, LossCurve | NoCurve]) -> None:
+        trained_names = [
+            training.name for training in self._suite.plan if isinstance(trained.get(training.name), LossCurve)
+        ]
+        self._say([("finished", ", ".join(trained_names) or "none"), *_format_continue(self._suite)])
 
     def finish(self, results: Sequence[TrainingResult]) -> None:
         """Print the answer; see docs/suite.md."""
@@ -285,10 +289,10 @@ class SuiteConsole:
 def _format_header(suite: Suite) -> Pairs:
     spec, machine = suite.spec, suite.campaign.machine
     device = pluralise(machine.num_devices, "GPU") if machine.has_gpus else "a CPU, where processes stand in for GPUs"
-    each = f"{pluralise(spec.steps, 'step')} of {pluralise(suite.inputs_a_step, 'input')}"
+    steps = f"{pluralise(spec.steps, 'step')} of {pluralise(suite.inputs_a_step, 'input')}"
     return [
         ("suite", str(_shorten(suite.folder))),
-        ("inputs", f"{suite.inputs.said}; {each}, learning rate {spec.learning_rate:g}, {spec.dtype}"),
+        ("inputs", f"{suite.inputs.said}; {steps}, learning rate {spec.learning_rate:g}, {spec.dtype}"),
         ("device", device),
         *([("states", f"every {pluralise(spec.save_every, 'step')} in {suite.storage}")] if spec.save_every else []),
     ]
@@ -301,19 +305,22 @@ def _format_continue(suite: Suite) -> Pairs:
 def _format_table(results: Sequence[TrainingResult]) -> Columns:
     """Return a row per configuration; differences are of a step's loss, from the same step under ddp and deepspeed."""
     curves: list[tuple[str, Callable[[CurveComparison], str]]] = [
-        ("initial", lambda judged: f"{judged.curve.losses[0]:.5f}"),
-        ("final", lambda judged: f"{judged.curve.losses[-1]:.5f}"),
-        ("min", lambda judged: f"{min(judged.curve.losses):.5f}"),
-        ("mean", lambda judged: f"{judged.curve.mean:.5f}"),
-        ("initial diff", lambda judged: f"{judged.from_ddp.points[0].difference:.2g}" if judged.from_ddp else "-"),
-        ("max diff", lambda judged: f"{judged.from_ddp.max_difference:.2g}" if judged.from_ddp else "-"),
-        ("mean diff", lambda judged: f"{judged.from_ddp.mean_difference:.2g}" if judged.from_ddp else "-"),
+        ("initial", lambda comparison: f"{comparison.curve.losses[0]:.5f}"),
+        ("final", lambda comparison: f"{comparison.curve.losses[-1]:.5f}"),
+        ("min", lambda comparison: f"{min(comparison.curve.losses):.5f}"),
+        ("mean", lambda comparison: f"{comparison.curve.mean:.5f}"),
+        (
+            "initial diff",
+            lambda comparison: f"{comparison.from_ddp.points[0].difference:.2g}" if comparison.from_ddp else "-",
+        ),
+        ("max diff", lambda comparison: f"{comparison.from_ddp.max_difference:.2g}" if comparison.from_ddp else "-"),
+        ("mean diff", lambda comparison: f"{comparison.from_ddp.mean_difference:.2g}" if comparison.from_ddp else "-"),
         (
             "from deepspeed",
-            lambda judged: f"{judged.from_deepspeed.max_relative:.2%}" if judged.from_deepspeed else "-",
+            lambda comparison: f"{comparison.from_deepspeed.max_relative:.2%}" if comparison.from_deepspeed else "-",
         ),
-        ("step ms", lambda judged: format_milliseconds(judged.curve.seconds_a_step)),
-        ("peak GiB", lambda judged: format_gibibytes(judged.curve.peak_bytes)),
+        ("step ms", lambda comparison: format_milliseconds(comparison.curve.seconds_a_step)),
+        ("peak GiB", lambda comparison: format_gibibytes(comparison.curve.peak_bytes)),
     ]
     return {
         "configuration": [result.planned.name for result in results],
@@ -392,19 +399,19 @@ def _run(suite: Suite, executor: Executor, plot: Path | None) -> int:
         if missing and suite.spec.save_init_weights:
             _save_init_weights(suite, console)
         for number, training in enumerate(missing):
-            console.begins(training, number, len(missing))
+            console.show_training(training, number, len(missing))
             curves[training.name] = _train(suite, training, is_first=not curves)
-            console.ended(curves[training.name])
+            console.show_curve(curves[training.name])
     results = _judge_suite(suite, curves)
     has_failed = any(result.status is TrainingStatus.FAILED for result in results)
     status = "interrupted" if interruption.happened else "failed" if has_failed else "passed"
     suite.write(status, {result.planned.name: result.summary() for result in results})
     if interruption.happened:
-        console.interrupted(curves)
+        console.report_interruption(curves)
         return INTERRUPTED
     if plot is not None:
-        judged = {result.planned.name: result.judgement for result in results if result.judgement}
-        draw_curves(plot, {name: judgement.curve.losses for name, judgement in judged.items()})
+        judgements = {result.planned.name: result.judgement for result in results if result.judgement}
+        draw_curves(plot, {name: judgement.curve.losses for name, judgement in judgements.items()})
     console.finish(results)
     return 1 if has_failed else 0
 
@@ -416,7 +423,7 @@ def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
     suite.campaign.forget(suite.job_of_init_weights)
     if error := suite.campaign.run(suite.job_of_init_weights).error:
         raise UsageError(f"--save-init-weights: {error}")
-    console.wrote_init_weights()
+    console.show_init_weights()
 
 
 def _train(suite: Suite, training: PlannedTraining, *, is_first: bool) -> LossCurve | NoCurve:

@@ -60,8 +60,14 @@ def worst(
     """
     limits = RunLimits(each=run_limit, total=None, at_once=None)
     if continued_folder is not None:
-        typed = {"measured": measured, "check": check or None, "predict": predict or None, "show": show, **given}
-        return action_to_continue("worst", continued_folder, typed, limits)
+        typed_options = {
+            "measured": measured,
+            "check": check or None,
+            "predict": predict or None,
+            "show": show,
+            **given,
+        }
+        return action_to_continue("worst", continued_folder, typed_options, limits)
     plan = WorstPlan(
         spec=replay_spec(given),
         num_measured=measured or NUM_MEASURED,
@@ -70,6 +76,6 @@ def worst(
         predict=predict or [],
     )
     # Reading them refuses configurations that cannot be.
-    others = plan.others
-    words = words_for({"measured": measured, "check": check, "predict": [other.text for other in others]})
+    other_configurations = plan.others
+    words = words_for({"measured": measured, "check": check, "predict": [other.text for other in other_configurations]})
     return action_to_begin("worst", plan.spec.inputs, plan, words, limits)

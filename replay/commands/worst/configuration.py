@@ -26,25 +26,25 @@ class OtherConfiguration:
 
 def parse_configuration(text: str, actor: ActorSpec) -> OtherConfiguration:
     """Read `num-layers=32,ranks=8` as a change of `actor`. Raises UsageError for anything else."""
-    given: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
-        if name not in PREDICTED_OPTIONS or name in given or not number.isascii() or not number.isdigit():
+        if name not in PREDICTED_OPTIONS or name in numbers or not number.isascii() or not number.isdigit():
             raise UsageError(
                 f"--predict {text!r}: {part!r} is not allowed. "
                 f"Give each of {', '.join(PREDICTED_OPTIONS)} at most once, as {EXAMPLE}"
             )
-        given[name] = int(number)
-        if given[name] < 1 and name != "zero-stage":
+        numbers[name] = int(number)
+        if numbers[name] < 1 and name != "zero-stage":
             raise UsageError(f"--predict {text!r}: {name} is at least 1. Try: {EXAMPLE}")
-    if (actor.parallel.tp > 1 and "tp" in given) or (actor.parallel.ring > 1 and "ring" in given):
+    if (actor.parallel.tp > 1 and "tp" in numbers) or (actor.parallel.ring > 1 and "ring" in numbers):
         raise UsageError(f"--predict {text!r} needs a measurement without --tp and --ring. Leave them out")
-    alone = replace(actor, zero_stage=given.get("zero-stage", actor.zero_stage))
+    alone = replace(actor, zero_stage=numbers.get("zero-stage", actor.zero_stage))
     parallel = replace(
-        actor.parallel, tp=given.get("tp", actor.parallel.tp), ring=given.get("ring", actor.parallel.ring)
+        actor.parallel, tp=numbers.get("tp", actor.parallel.tp), ring=numbers.get("ring", actor.parallel.ring)
     )
-    whole = replace(alone, num_layers=given.get("num-layers", actor.num_layers), parallel=parallel)
-    return OtherConfiguration(text=text, actor=whole, alone=alone, ranks=given.get("ranks", 1))
+    whole_actor = replace(alone, num_layers=numbers.get("num-layers", actor.num_layers), parallel=parallel)
+    return OtherConfiguration(text=text, actor=whole_actor, alone=alone, ranks=numbers.get("ranks", 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

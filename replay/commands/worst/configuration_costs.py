@@ -40,7 +40,7 @@ class Bounds:
     least: Cost
     most: Cost
 
-    def nearest(self, measured: Cost) -> Cost:
+    def find_nearest(self, measured: Cost) -> Cost:
         """Return the prediction that is nearest to what was measured."""
         return Cost(
             seconds={name: self._within("seconds", name, value) for name, value in measured.seconds.items()},
@@ -64,36 +64,39 @@ class OtherPredictor:
     memory: ShardedMemory
     accumulates: bool
 
-    def bounds(self, shapes: Sequence[InputShape]) -> Bounds | None:
+    def predict_bounds(self, shapes: Sequence[InputShape]) -> Bounds | None:
         """Predict the pass in which each data rank is fed one of `shapes`; None if no pass of its kind was measured."""
-        costs = [cost for shape in shapes if (cost := self._cost(shape)) is not None]
+        costs = [cost for shape in shapes if (cost := self._predict_cost(shape)) is not None]
         if len(costs) < len(shapes):
             return None
-        whole = _find_maximum(costs)
+        slowest = _find_maximum(costs)
         tp = self.other.actor.parallel.tp
         if tp == 1:
-            return Bounds(least=whole, most=whole)
+            return Bounds(least=slowest, most=slowest)
         return Bounds(
             least=Cost(
-                seconds={name: value / tp for name, value in whole.seconds.items()},
-                peaks={name: value / tp for name, value in whole.peaks.items()},
+                seconds={name: value / tp for name, value in slowest.seconds.items()},
+                peaks={name: value / tp for name, value in slowest.peaks.items()},
             ),
-            most=Cost(seconds=whole.seconds, peaks=self._less(whole.peaks, 1 - 1 / tp, self._on_a_rank)),
+            most=Cost(
+                seconds=slowest.seconds,
+                peaks=self._subtract_share(slowest.peaks, 1 - 1 / tp, self._count_bytes_of_rank),
+            ),
         )
 
-    def _cost(self, shape: InputShape) -> Cost | None:
+    def _predict_cost(self, shape: InputShape) -> Cost | None:
         cost = self.model.predict(shape, ring=self.other.actor.parallel.ring)
         if cost is None:
             return None
         share = 1 - 1 / self.other.ranks
-        return Cost(seconds=cost.seconds, peaks=self._less(cost.peaks, share, self.memory.partitioned.bytes))
+        return Cost(seconds=cost.seconds, peaks=self._subtract_share(cost.peaks, share, self.memory.partitioned.bytes))
 
-    def _on_a_rank(self, *, gradients: bool) -> float:
+    def _count_bytes_of_rank(self, *, gradients: bool) -> float:
         """Return the bytes for each parameter that one of the data ranks holds."""
         alone, shared = (held.bytes(gradients=gradients) for held in (self.memory.total, self.memory.partitioned))
         return alone - shared * (1 - 1 / self.other.ranks)
 
-    def _less(self, peaks: Mapping[str, float], share: float, held: HeldBytes) -> dict[str, float]:
+    def _subtract_share(self, peaks: Mapping[str, float], share: float, held: HeldBytes) -> dict[str, float]:
         """Return the peaks without that share of what is held."""
         before, later = (self.num_parameters * held(gradients=with_them) for with_them in (self.accumulates, True))
         return {name: peak - share * (before if name == "forward" else later) for name, peak in peaks.items()}
@@ -114,15 +117,17 @@ def predict_configuration(
         raise UsageError(f"--predict {other.text!r}: ranks and tp are predicted for models without an adapter alone")
     measured_layers = count_layers(spec)
     num_layers = source.config.get_text_config().num_hidden_layers
-    measured = base if other.alone == spec.actor else measure(other.alone)
+    passes = base if other.alone == spec.actor else measure(other.alone)
     if num_layers != measured_layers:
         fewer = measured_layers // 2 or 2
-        more = measure(replace(other.alone, num_layers=fewer))
+        shallower_passes = measure(replace(other.alone, num_layers=fewer))
         share = (num_layers - measured_layers) / (fewer - measured_layers)
-        measured = [_extrapolate(base_pass, another, share) for base_pass, another in zip(measured, more, strict=True)]
+        passes = [
+            _extrapolate(base_pass, another, share) for base_pass, another in zip(passes, shallower_passes, strict=True)
+        ]
     return OtherPredictor(
         other=other,
-        model=CostModel.fit(measured),
+        model=CostModel.fit(passes),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
         memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.step),

@@ -58,15 +58,17 @@ class WorstConsole:
     def line(self, name: str, text: str) -> None:
         print_pairs(self._out, [(name, text)])
 
-    def measured(self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: MeasuringRun) -> None:
-        where = f", in {measuring.log}" if measuring.log else ""
-        self.line("measured", f"{len(measured)} of {pluralise(self._num_inputs, 'input')}{where}")
+    def show_measured(
+        self, measured: Sequence[MeasuredPass], chosen: Sequence[InputShape], measuring: MeasuringRun
+    ) -> None:
+        log_text = f", in {measuring.log}" if measuring.log else ""
+        self.line("measured", f"{len(measured)} of {pluralise(self._num_inputs, 'input')}{log_text}")
         for place, error in sorted(measuring.failed.items()):
-            self.line("failed", f"{self._described(chosen[place])}: {error}")
+            self.line("failed", f"{self._describe_shape(chosen[place])}: {error}")
         if measuring.ended:
             self.line("failed", f"the run that measures ended early: {measuring.ended}")
 
-    def ranked(
+    def show_ranking(
         self,
         ranked: Sequence[RankedInput],
         model: CostModel,
@@ -92,30 +94,35 @@ class WorstConsole:
                 for measurement in measured
                 if (guess := model.predict(measurement.shape)) is not None
             ]
-            own = PredictionErrors.compare(guesses)
-            more = (own.most_of_peak - model.error.most_of_peak, own.most_of_seconds - model.error.most_of_seconds)
-            if max(more) > SAID_FROM:
-                text += f"; at most {own.most_of_peak:.1%} and {own.most_of_seconds:.1%} on all that are measured"
+            all_errors = PredictionErrors.compare(guesses)
+            excesses = (
+                all_errors.most_of_peak - model.error.most_of_peak,
+                all_errors.most_of_seconds - model.error.most_of_seconds,
+            )
+            if max(excesses) > SAID_FROM:
+                text += f"; at most {all_errors.most_of_peak:.1%} and {all_errors.most_of_seconds:.1%} "
+                text += "on all that are measured"
             self.line("error", text)
         highest = max(ranked, key=lambda ranking: (ranking.cost.peak_bytes, ranking.shape.real_tokens))
         fits = room.fits(highest.cost.peak_bytes, num_ranks)
         self.line(
-            "largest", f"{self._described(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"
+            "largest", f"{self._describe_shape(highest.shape)}: {_room(highest.cost.peak_bytes, num_ranks, room, fits)}"
         )
         self.line(
-            "slowest", f"{self._described(ranked[0].shape)}: {format_milliseconds(ranked[0].cost.total_seconds)} ms"
+            "slowest",
+            f"{self._describe_shape(ranked[0].shape)}: {format_milliseconds(ranked[0].cost.total_seconds)} ms",
         )
         total = sum(ranking.cost.total_seconds for ranking in ranked)
         self.line("all", f"{pluralise(len(ranked), 'input')} one after the other: {total:,.1f} s")
         if num_shown:
-            known = {measurement.shape.number: measurement.cost for measurement in measured}
+            costs = {measurement.shape.number: measurement.cost for measurement in measured}
             print_line(self._out)
             print_table(
-                self._out, self._table(ranked[:num_shown], [known.get(ranking.shape.number) for ranking in ranked])
+                self._out, self._table(ranked[:num_shown], [costs.get(ranking.shape.number) for ranking in ranked])
             )
             print_line(self._out)
 
-    def checked(
+    def show_check(
         self,
         pairs: Sequence[tuple[RankedInput, Cost]],
         error: PredictionErrors | None,
@@ -124,8 +131,8 @@ class WorstConsole:
     ) -> None:
         print_table(self._out, self._table([ranking for ranking, _ in pairs], [cost for _, cost in pairs]))
         print_line(self._out)
-        for shape, said in failed:
-            self.line("failed", f"{self._described(shape)}: {said}")
+        for shape, message in failed:
+            self.line("failed", f"{self._describe_shape(shape)}: {message}")
         if ended:
             self.line("failed", f"the run that checks ended early: {ended}")
         if error is not None:
@@ -134,7 +141,7 @@ class WorstConsole:
                 f"{_judge_error(error)}, on {pluralise(error.num_inputs, 'input')}, the worst and some others",
             )
 
-    def other(
+    def show_prediction(
         self, other: OtherConfiguration, num_layers: int, slowest: Bounds, highest: Bounds, room: MemoryRoom, fits: Fits
     ) -> None:
         """Print a prediction for another configuration."""
@@ -146,16 +153,18 @@ class WorstConsole:
         without = ", without communication between ranks" if several else ""
         of_rank = " a rank" if several else ""
         peak = _format_range(format_gibibytes(least), format_gibibytes(most))
-        here = "" if room.memory is None else f", {fits.value} in {format_gibibytes(room.memory.free_bytes)} GiB"
+        fits_text = "" if room.memory is None else f", {fits.value} in {format_gibibytes(room.memory.free_bytes)} GiB"
         self.line(
             "predicted",
-            f"{other.text}, {pluralise(num_layers, 'layer')}: highest peak {peak} GiB{of_rank}{here}; slowest "
+            f"{other.text}, {pluralise(num_layers, 'layer')}: highest peak {peak} GiB{of_rank}{fits_text}; slowest "
             f"{seconds} ms{without}",
         )
 
-    def other_checked(self, other: OtherConfiguration, error: PredictionErrors | None, failed: Sequence[str]) -> None:
-        for said in failed:
-            self.line("failed", f"{other.text}: {said}")
+    def show_other_check(
+        self, other: OtherConfiguration, error: PredictionErrors | None, failed: Sequence[str]
+    ) -> None:
+        for message in failed:
+            self.line("failed", f"{other.text}: {message}")
         if error is not None:
             passes = pluralise(error.num_inputs, "pass")
             self.line("checked", f"{other.text}: {_judge_error(error)}, on {passes}, the slowest and some others")
@@ -176,7 +185,7 @@ class WorstConsole:
             "measured GiB": [format_gibibytes(cost.peak_bytes if cost else None) for _, cost in rows],
         }
 
-    def _described(self, shape: InputShape) -> str:
+    def _describe_shape(self, shape: InputShape) -> str:
         return f"{self._name(shape)}, {pluralise(shape.rows, 'row')}, {shape.real_tokens:,} tokens"
 
     def _name(self, shape: InputShape) -> str:
@@ -185,12 +194,12 @@ class WorstConsole:
 
 def _room(peak: float, num_ranks: int, room: MemoryRoom, fits: Fits) -> str:
     """Say how a peak and the memory here go together."""
-    if room.has_shown(peak):
+    if room.is_known_to_fail(peak):
         ran_out = "an input that is predicted to need no more ran out of memory when it was measured"
         return f"{format_gibibytes(peak)} GiB by prediction, but {fits.value}: {ran_out}"
     if room.memory is None:
         return f"{format_gibibytes(peak)} GiB; how much is free here is not known"
-    needed = room.needed(peak, num_ranks)
+    needed = room.count_needed_bytes(peak, num_ranks)
     free = room.memory.free_bytes
     left = f"{format_gibibytes(free - needed)} GiB ({(free - needed) / free:.0%}) are left"
     if needed > free:
@@ -214,8 +223,8 @@ def _formula(fit: CostFit, unit: float, name: str) -> str:
         " per 1,000,000 of squared rows",
     )
     parts = [
-        f"{factor * scale * unit:.4g} {name}{of}"
-        for factor, scale, of, _ in zip(fit.coefficients, scales, units, TERMS, strict=True)
+        f"{factor * scale * unit:.4g} {name}{name_of_term}"
+        for factor, scale, name_of_term, _ in zip(fit.coefficients, scales, units, TERMS, strict=True)
         if factor
     ]
     floor = f", at least {fit.floor * unit:.4g} {name}" if fit.floor else ""

@@ -141,19 +141,21 @@ def read_device_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/
     import torch
 
     if torch.cuda.is_available():
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
         try:
-            said = json.loads(done.stdout.strip().splitlines()[-1])
+            memory = json.loads(process.stdout.strip().splitlines()[-1])
         except (ValueError, IndexError):
             return None
-        return DeviceMemory(device=said["device"], free_bytes=said["free"], total_bytes=said["total"], is_shared=False)
+        return DeviceMemory(
+            device=memory["device"], free_bytes=memory["free"], total_bytes=memory["total"], is_shared=False
+        )
     try:
         lines = (proc / "meminfo").read_text().splitlines()
     except OSError:
         return None
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
+    sizes = {name: int(size.split()[0]) * 1024 for name, _, size in (line.partition(":") for line in lines) if size}
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
     limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
     if limit is not None and used is not None:
@@ -195,24 +197,24 @@ class MemoryRoom:
     # The lowest predicted peak of the measured inputs that ran out of memory.
     ran_out_at: float | None = None
 
-    def has_shown(self, peak: float) -> bool:
+    def is_known_to_fail(self, peak: float) -> bool:
         """Did an input with no higher peak run out of memory here?"""
         return self.ran_out_at is not None and peak >= self.ran_out_at
 
-    def needed(self, peak: float, num_ranks: int) -> float:
+    def count_needed_bytes(self, peak: float, num_ranks: int) -> float:
         """Return the bytes that ranks with this peak take of the memory that each, or all, have here."""
         is_shared = self.memory is not None and self.memory.is_shared
         return peak * self.overhead * (num_ranks if is_shared else 1)
 
     def fits(self, peak: float, num_ranks: int, least: float | None = None) -> Fits:
         """Judge a peak, or one between `least` and `peak`, which may be off by the error."""
-        if self.has_shown(peak):
+        if self.is_known_to_fail(peak):
             return Fits.NO
         if self.memory is None:
             return Fits.UNKNOWN
         off = MOST_OF_PEAK if self.error is None else self.error.most_of_peak
-        if self.needed(peak, num_ranks) * (1 + off) <= self.memory.free_bytes:
+        if self.count_needed_bytes(peak, num_ranks) * (1 + off) <= self.memory.free_bytes:
             return Fits.YES
-        if self.needed(peak if least is None else least, num_ranks) * (1 - off) > self.memory.free_bytes:
+        if self.count_needed_bytes(peak if least is None else least, num_ranks) * (1 - off) > self.memory.free_bytes:
             return Fits.NO
         return Fits.PERHAPS

@@ -43,7 +43,7 @@ from replay.runlog.writer import INTERRUPTED
 NUM_CHECKED = 3
 
 
-def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
+def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
     """Rank the inputs and return the exit code: 0 if all fit and nothing failed. `typed` are the words of own options.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
@@ -51,7 +51,7 @@ def begin(plan: WorstPlan, typed: Sequence[str], limits: RunLimits) -> int:
     """
     inputs = _read_inputs(plan)
     campaign = Campaign.begin(
-        "worst", plan.spec.measure.log_folder, plan, words=[*typed, *command_line(plan.spec)], machine=Machine.detect()
+        "worst", plan.spec.measure.log_folder, plan, words=[*words, *command_line(plan.spec)], machine=Machine.detect()
     )
     return _run(campaign, inputs, limits)
 
@@ -96,11 +96,11 @@ class _RankingRun:
 
     def run(self) -> bool:
         """Do all that was asked for, and tell whether nothing failed and all fits."""
-        chosen = self._chosen()
+        chosen = self._choose_inputs()
         measuring = self._measure(self.plan.spec.actor, chosen)
         measured = _pair_costs(chosen, measuring)
-        self.console.measured(measured, chosen, measuring)
-        self._add(
+        self.console.show_measured(measured, chosen, measuring)
+        self._add_result(
             run=measuring.log,
             measured=[_describe_input(measurement.shape, measurement.cost) for measurement in measured],
             failed=[{"source": chosen[place].source, "error": error} for place, error in measuring.failed.items()],
@@ -122,9 +122,9 @@ class _RankingRun:
         elsewhere = MemoryRoom(memory=read_device_memory(), overhead=measuring.overhead, error=model.error)
         room = replace(elsewhere, ran_out_at=min(peaks, default=None))
         num_ranks = self.plan.spec.actor.parallel.tp * self.plan.spec.actor.parallel.ring
-        self.console.ranked(ranked, model, room, num_ranks, measured, self.plan.num_shown)
+        self.console.show_ranking(ranked, model, room, num_ranks, measured, self.plan.num_shown)
         highest = max(ranking.cost.peak_bytes for ranking in ranked)
-        self._add(
+        self._add_result(
             memory=room.memory,
             overhead=room.overhead,
             rows={kind: predictor.rows for kind, predictor in _list_predictors(model)},
@@ -142,19 +142,19 @@ class _RankingRun:
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
         if self.plan.checks:
-            is_fine &= self._check(ranked, measured)
+            is_fine &= self._check_ranking(ranked, measured)
         for other in self.plan.others:
-            is_fine &= self._other(other, measured, [measurement.shape for measurement in measured], elsewhere)
+            is_fine &= self._predict_other(other, measured, [measurement.shape for measurement in measured], elsewhere)
         self.console.finish(self.campaign.path)
         return is_fine
 
-    def _chosen(self) -> list[InputShape]:
+    def _choose_inputs(self) -> list[InputShape]:
         """Choose the inputs to measure: of both kinds in proportion, but of neither too few for a fit."""
         kinds = [[shape for shape in self.shapes if shape.trains == trains] for trains in (False, True)]
         chosen: list[InputShape] = []
-        for own in kinds:
-            share = round(self.plan.num_measured * len(own) / len(self.shapes))
-            chosen += choose_spread(own, max(share, min(LEAST_FOR_HOLDING_OUT, self.plan.num_measured)))
+        for kind_shapes in kinds:
+            share = round(self.plan.num_measured * len(kind_shapes) / len(self.shapes))
+            chosen += choose_spread(kind_shapes, max(share, min(LEAST_FOR_HOLDING_OUT, self.plan.num_measured)))
         return chosen
 
     def _measure(self, actor: ActorSpec, chosen: Sequence[InputShape]) -> MeasuringRun:
@@ -165,70 +165,72 @@ class _RankingRun:
             window=self.selection.grad_accumulation,
         )
 
-    def _add(self, **known: Any) -> None:
+    def _add_result(self, **values: Any) -> None:
         """Add to what worst.json has in its result."""
-        self.campaign.result = {**(self.campaign.result or {}), **known}
+        self.campaign.result = {**(self.campaign.result or {}), **values}
         self.campaign.write()
 
-    def _add_to(self, name: str, section: Any) -> None:
+    def _append_result(self, name: str, section: Any) -> None:
         """Append to a list in the result."""
-        self._add(**{name: [*(self.campaign.result or {}).get(name, []), section]})
+        self._add_result(**{name: [*(self.campaign.result or {}).get(name, []), section]})
 
-    def _check(self, ranked: Sequence[RankedInput], measured: Sequence[MeasuredPass]) -> bool:
+    def _check_ranking(self, ranked: Sequence[RankedInput], measured: Sequence[MeasuredPass]) -> bool:
         """Run the worst inputs that were not measured, and some at random; tell whether predictions were near."""
-        done = {measurement.shape.number for measurement in measured}
-        chosen = _choose_checks([ranking for ranking in ranked if ranking.shape.number not in done])
-        if not chosen:
+        measured_numbers = {measurement.shape.number for measurement in measured}
+        checks = _choose_checks([ranking for ranking in ranked if ranking.shape.number not in measured_numbers])
+        if not checks:
             self.console.line("checked", "nothing: every input was measured")
             return True
-        measuring = self._measure(self.plan.spec.actor, [ranking.shape for ranking in chosen])
-        pairs = [(chosen[place], cost) for place, cost in sorted(measuring.costs.items())]
+        measuring = self._measure(self.plan.spec.actor, [ranking.shape for ranking in checks])
+        pairs = [(checks[place], cost) for place, cost in sorted(measuring.costs.items())]
         error = PredictionErrors.compare([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
-        failed = [(chosen[place].shape, said) for place, said in sorted(measuring.failed.items())]
-        self._add(
-            checked={
+        failed = [(checks[place].shape, message) for place, message in sorted(measuring.failed.items())]
+        self._add_result(
+            show_check={
                 "run": measuring.log,
                 "inputs": [
                     {**_describe_input(ranking.shape, cost), "predicted": ranking.cost} for ranking, cost in pairs
                 ],
-                "failed": [{"source": shape.source, "error": said} for shape, said in failed],
+                "failed": [{"source": shape.source, "error": message} for shape, message in failed],
                 "ended": measuring.ended,
                 "error": error,
             }
         )
-        self.console.checked(pairs, error, failed, measuring.ended)
+        self.console.show_check(pairs, error, failed, measuring.ended)
         return error is not None and error.is_near and not failed and not measuring.ended
 
-    def _other(
+    def _predict_other(
         self, other: OtherConfiguration, base: Sequence[MeasuredPass], chosen: Sequence[InputShape], room: MemoryRoom
     ) -> bool:
         """Predict another configuration, and measure it if --check asks for it and the machine can."""
         measured_with: list[dict[str, Any]] = []
 
-        def measured_again(actor: ActorSpec) -> list[MeasuredPass]:
+        def measure_again(actor: ActorSpec) -> list[MeasuredPass]:
             measuring = self._measure(actor, chosen)
             measured = _pair_costs(chosen, measuring)
             measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
             if len(measured) < len(chosen):
-                said = measuring.ended or next(iter(measuring.failed.values()))
-                raise UsageError(f"--predict {other.text!r}: what it is made from could not be measured: {said}")
+                message = measuring.ended or next(iter(measuring.failed.values()))
+                raise UsageError(f"--predict {other.text!r}: what it is made from could not be measured: {message}")
             return measured
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_configuration(other, self.plan.spec, base, measured_again, accumulates=window > 1)
+            predicts = predict_configuration(other, self.plan.spec, base, measure_again, accumulates=window > 1)
         except UsageError as error:
             self.console.line("predicted", in_flags(error))
             return False
-        rounds = self._rounds(other.ranks)
-        bounds = {number: found for number, shapes in rounds.items() if (found := predicts.bounds(shapes)) is not None}
+        rounds = self._deal_rounds(other.ranks)
+        bounds = {
+            number: found for number, shapes in rounds.items() if (found := predicts.predict_bounds(shapes)) is not None
+        }
         if not bounds:
             self.console.line("predicted", f"{other.text}: nothing, there are fewer inputs than data ranks")
             return False
         worst = max(bounds.values(), key=lambda pass_bounds: pass_bounds.most.total_seconds)
         highest = max(bounds.values(), key=lambda pass_bounds: pass_bounds.most.peak_bytes)
         fits = room.fits(highest.most.peak_bytes, other.num_processes, least=highest.least.peak_bytes)
-        self.console.other(other, predicts.num_layers, worst, highest, room, fits)
+        self.console.show_prediction(other, predicts.num_layers, worst, highest, room, fits)
         prediction = {
             "text": other.text,
             "num_layers": predicts.num_layers,
@@ -244,10 +246,10 @@ class _RankingRun:
                 for number, pass_bounds in bounds.items()
             ],
         }
-        self._add_to("others", prediction)
+        self._append_result("others", prediction)
         return (not self.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
-    def _rounds(self, num_data_ranks: int) -> dict[int, list[InputShape]]:
+    def _deal_rounds(self, num_data_ranks: int) -> dict[int, list[InputShape]]:
         """Return the inputs that data ranks are fed at the same time, by the number that --pick-inputs knows."""
         if num_data_ranks == 1:
             return {shape.number: [shape] for shape in self.shapes}
@@ -257,9 +259,9 @@ class _RankingRun:
         except UsageError:
             return {}
         # With --max-inputs, more data ranks take more inputs of the folder.
-        more = sorted({path for column in columns for path in column} - set(self.selection.inputs))
-        more_shapes, _ = read_shapes(more, self.plan.spec.measure.loss)
-        by_path |= {more[shape.number]: shape for shape in more_shapes}
+        more_paths = sorted({path for column in columns for path in column} - set(self.selection.inputs))
+        more_shapes, _ = read_shapes(more_paths, self.plan.spec.measure.loss)
+        by_path |= {more_paths[shape.number]: shape for shape in more_shapes}
         rounds = enumerate(zip(*columns, strict=True))
         return {number: [by_path[path] for path in paths] for number, paths in rounds if set(paths) <= set(by_path)}
 
@@ -270,8 +272,8 @@ class _RankingRun:
             self.console.line("checked", f"{other.text}: not here, it needs {pluralise(other.num_processes, 'GPU')}")
             return True
         slowest = sorted(bounds, key=lambda number: -bounds[number].most.total_seconds)[:NUM_CHECKED]
-        rest = sorted(set(bounds) - set(slowest))
-        numbers = sorted([*slowest, *random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))])
+        faster = sorted(set(bounds) - set(slowest))
+        numbers = sorted([*slowest, *random.Random(0).sample(faster, min(NUM_CHECKED, len(faster)))])
         measuring = measure(
             self.campaign,
             replace(self.plan.spec, actor=other.actor),
@@ -281,11 +283,11 @@ class _RankingRun:
         )
         pairs = [(bounds[numbers[place]], cost) for place, cost in sorted(measuring.costs.items())]
         error = (
-            PredictionErrors.compare([(pass_bounds.nearest(cost), cost) for pass_bounds, cost in pairs])
+            PredictionErrors.compare([(pass_bounds.find_nearest(cost), cost) for pass_bounds, cost in pairs])
             if pairs
             else None
         )
-        self._add_to(
+        self._append_result(
             "others_checked",
             {
                 "text": other.text,
@@ -299,18 +301,20 @@ class _RankingRun:
                 "error": error,
             },
         )
-        self.console.other_checked(other, error, [*measuring.failed.values(), *filter(None, [measuring.ended])])
+        self.console.show_other_check(other, error, [*measuring.failed.values(), *filter(None, [measuring.ended])])
         return error is not None and error.is_near and not measuring.failed and not measuring.ended
 
 
 def _choose_checks(ranked: Sequence[RankedInput]) -> list[RankedInput]:
     """Choose the slowest, those with the highest peaks, and some at random; return them by size."""
-    chosen = {ranking.shape.number: ranking for ranking in ranked[:NUM_CHECKED]}
+    by_number = {ranking.shape.number: ranking for ranking in ranked[:NUM_CHECKED]}
     by_peak = sorted(ranked, key=lambda ranking: -ranking.cost.peak_bytes)
-    chosen |= {ranking.shape.number: ranking for ranking in by_peak[:NUM_CHECKED]}
-    rest = [ranking for ranking in ranked if ranking.shape.number not in chosen]
-    chosen |= {ranking.shape.number: ranking for ranking in random.Random(0).sample(rest, min(NUM_CHECKED, len(rest)))}
-    return sorted(chosen.values(), key=lambda ranking: ranking.shape.real_tokens)
+    by_number |= {ranking.shape.number: ranking for ranking in by_peak[:NUM_CHECKED]}
+    unchosen = [ranking for ranking in ranked if ranking.shape.number not in by_number]
+    by_number |= {
+        ranking.shape.number: ranking for ranking in random.Random(0).sample(unchosen, min(NUM_CHECKED, len(unchosen)))
+    }
+    return sorted(by_number.values(), key=lambda ranking: ranking.shape.real_tokens)
 
 
 def _pair_costs(chosen: Sequence[InputShape], measuring: MeasuringRun) -> list[MeasuredPass]:

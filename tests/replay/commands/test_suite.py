@@ -162,7 +162,7 @@ def test_a_step_is_its_micro_batches_on_all_data_ranks_and_its_slowest_ranks(tmp
 def test_a_loss_falls_if_its_last_pass_over_the_inputs_is_below_the_first(
     losses: list[float], steps_an_epoch: int, falls: bool
 ) -> None:
-    complaint = curve(losses).why_it_does_not_fall(steps_an_epoch)
+    complaint = curve(losses).explain_no_fall(steps_an_epoch)
     assert (complaint == "") is falls
     assert ("on other inputs. Try: --steps 8" in complaint) is (steps_an_epoch == 4 and not falls)
 
@@ -482,7 +482,7 @@ def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
     """Rounding does not explain a loss that does not fall."""
     monkeypatch.setattr("replay.commands.suite.loss_curve.INITIAL_FROM_DDP", 0.0)
     if not falls:
-        monkeypatch.setattr(LossCurve, "why_it_does_not_fall", lambda *_: "it does not fall")
+        monkeypatch.setattr(LossCurve, "explain_no_fall", lambda *_: "it does not fall")
     assert main(["suite", *SMALL.split(), "--dtype", dtype, "--log-folder", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "failed     fsdp2: initial difference from ddp 0, bound 0\n" in out
