@@ -10,7 +10,7 @@ from actor_init.declarations.attention import KERNELS, WORDS, find_kernel
 from actor_init.declarations.attention.declaration import AttentionKernel
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends, find_declaration
 from actor_init.declarations.backends.declaration import BackendDeclaration
-from actor_init.toggles import (
+from actor_init.option_words import (
     Attention,
     Compile,
     CompileLengths,

@@ -31,7 +31,7 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("toggles", "model_form", "checkpoint_names", "name_hash", "presets"),
+        ("option_words", "model_form", "checkpoint_names", "name_hash", "presets"),
         ("declarations", "as_json", "compiling", "sketching"),  # of backends and kernels: what each needs and refuses
         ("spec",),
         ("fused", "optimizer", "weights", "world"),
@@ -40,7 +40,7 @@ ROOMS = {
         ("dropout_settings", "parallel", "saving"),
         ("attention", "head"),
         ("inputs",),
-        ("actor", "tracing"),
+        ("action_log_probs", "tracing"),
         ("backends", "probe"),  # backends: their engines
         ("model_positions",),
     ),
@@ -86,7 +86,7 @@ OPTIONAL = {  # in capture
 }
 HEAVY = ("torch", "transformers", "deepspeed", "pydantic", "pydantic_core")
 LIGHT = (
-    *("actor_init/toggles.py", "actor_init/as_json.py"),
+    *("actor_init/option_words.py", "actor_init/as_json.py"),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "actor_init" / "declarations").rglob("*.py"))),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "replay" / "options" / "declarations").rglob("*.py"))),
     *(

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.backends.torch_backend import TorchBackend

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import check_head_stride
 from actor_init.attention.ring_attention import check_ring

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from actor_init.head.chunks import LogProbRequest, compute_log_probs
 from actor_init.model_form import HeadForm
+from actor_init.option_words import UsageError
 from actor_init.parallel.split_linear import sum_gradient
 from actor_init.parallel.vocab_parallel import find_vocabulary_share, to_local_ids
-from actor_init.toggles import UsageError
 from capture.facts import Setting
 
 TRY_WHOLE_LOGITS = f"Try: {Setting('whole_logits', True)}"

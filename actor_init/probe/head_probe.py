@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import Adapter, add_adapter
 from actor_init.declarations.backends import find_declaration
 from actor_init.head.head_patch import find_head

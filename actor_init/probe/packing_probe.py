@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.attention.ring_attention import IsolatingSlice
 from actor_init.declarations.attention import find_form

@@ -36,7 +36,7 @@ from replay.runlog.records import is_out_of_memory
 MAX_EVENTS = 1_000_000
 # Parts of file names: a block that was allocated from such a file is communication, or belongs to the head.
 COMMUNICATION_FILES = ("_fsdp_collectives.py", "distributed_c10d.py", "deepspeed/runtime", "deepspeed/comm")
-HEAD_FILES = ("actor_init/head/", "actor_init/actor.py", "actor_init/parallel/vocab_parallel.py")
+HEAD_FILES = ("actor_init/head/", "actor_init/action_log_probs.py", "actor_init/parallel/vocab_parallel.py")
 # The name of the head's module where the model does not tell it.
 HEAD_NAME = "lm_head"
 BLOCK_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

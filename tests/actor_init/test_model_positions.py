@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.model_positions import add_model_positions, has_column_positions

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends import BACKENDS

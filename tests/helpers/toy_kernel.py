@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from actor_init.declarations.attention import KERNELS
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.toggles import Attention
+from actor_init.option_words import Attention
 from capture.facts import Setting
 
 EAGER = Setting("attention", Attention.EAGER)

@@ -7,7 +7,7 @@ from typing import Any
 from actor_init.declarations.attention import cudnn, flash, plain, varlen
 from actor_init.declarations.attention.auto import RING_WITH_CUDNN, WITH_CUDNN
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel
-from actor_init.toggles import Attention, UsageError
+from actor_init.option_words import Attention, UsageError
 
 KERNELS: dict[str, AttentionKernel] = {
     kernel.word: kernel

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.toggles import Attention
+from actor_init.option_words import Attention
 from capture.facts import Setting
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actor_init.toggles import Attention, Dtype
+from actor_init.option_words import Attention, Dtype
 from capture.facts import Setting
 
 # Takes the rows and tokens of what a rank is fed, and the lengths of a packed row's documents. Returns the

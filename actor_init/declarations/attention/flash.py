@@ -6,7 +6,7 @@ The forms for padded rows are transformers' own, which unpad and pad in every la
 from importlib.util import find_spec
 
 from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
-from actor_init.toggles import Attention, Dtype
+from actor_init.option_words import Attention, Dtype
 from capture.facts import Setting
 
 CUDA = ("cuda",)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from actor_init.declarations.attention.declaration import RING_REFUSAL, AttentionForm, AttentionKernel, KernelLimits
-from actor_init.toggles import Attention
+from actor_init.option_words import Attention
 from capture.facts import Setting
 
 

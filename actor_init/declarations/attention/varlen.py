@@ -1,7 +1,7 @@
 """Declare torch.nn.attention.varlen."""
 
 from actor_init.declarations.attention.declaration import AttentionForm, AttentionKernel, KernelLimits
-from actor_init.toggles import Attention
+from actor_init.option_words import Attention
 from capture.facts import Setting
 
 LIMITS = KernelLimits(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from actor_init.declarations.backends import ddp, deepspeed, fsdp2
 from actor_init.declarations.backends.declaration import BackendDeclaration
-from actor_init.toggles import UsageError
+from actor_init.option_words import UsageError
 
 BACKENDS: dict[str, BackendDeclaration] = {
     declaration.name: declaration for declaration in (deepspeed.DECLARATION, fsdp2.DECLARATION, ddp.DECLARATION)

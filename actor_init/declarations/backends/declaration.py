@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from actor_init.toggles import Compile, Dtype, OptimizerName, TpPlan
+from actor_init.option_words import Compile, Dtype, OptimizerName, TpPlan
 
 
 class ParallelSettings(Protocol):

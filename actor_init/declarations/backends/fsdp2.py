@@ -10,7 +10,7 @@ from actor_init.declarations.backends.declaration import (
     element_size,
     moment_size,
 )
-from actor_init.toggles import OptimizerName
+from actor_init.option_words import OptimizerName
 
 
 def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:

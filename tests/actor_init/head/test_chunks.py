@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import Adapter
 from actor_init.head.chunks import LogProbRequest, choose_chunk_size, compute_log_probs
 from actor_init.inputs.packing import prepare_inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.documents import find_documents
 from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin

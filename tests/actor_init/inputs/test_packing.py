@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import arrange, pad_to, prepare_inputs
 from actor_init.model_form import Borders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin

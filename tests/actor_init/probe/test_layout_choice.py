@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from actor_init.model import build_on_meta

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from actor_init.option_words import Dtype
 from actor_init.spec import ActorSpec, OptimizerName
-from actor_init.toggles import Dtype
 from replay.command_line.cli import main
 from replay.profiling import peak_holders
 from replay.profiling.memory_advice import PassSize, predict_savings

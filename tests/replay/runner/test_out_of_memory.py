@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import replay.watch.shutdown as shutdown
+from actor_init.option_words import Dtype
 from actor_init.spec import ActorSpec
-from actor_init.toggles import Dtype
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main

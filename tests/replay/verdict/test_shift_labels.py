@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actor_init.actor import action_log_probs
+from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import find_own_targets, prepare_inputs
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
