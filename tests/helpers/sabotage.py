@@ -93,12 +93,12 @@ def sequence_norms_not_summed(world: World) -> Iterator[None]:
 @contextmanager
 def whole_logits(world: World) -> Iterator[None]:
     """The head's shards are gathered, as transformers' plans have it. Right, but the whole logits are there."""
-    from actor_init import actor
+    from actor_init import action_log_probs
 
     gathered: Callable[..., Any] = lambda logits, rows, ids: torch.log_softmax(  # noqa: E731
         logits.full_tensor().flatten(0, 1)[rows], dim=-1
     ).gather(1, ids[:, None])[:, 0]
-    with patch.object(actor, "compute_sharded_log_probs", gathered):
+    with patch.object(action_log_probs, "compute_sharded_log_probs", gathered):
         yield
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from actor_init import actor
+from actor_init import action_log_probs
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.backends.protocol import Backend, open_backend
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
@@ -87,7 +87,7 @@ def reduced_twice() -> Iterator[None]:
 
 
 def wrong_below_the_inputs() -> AbstractContextManager[Any]:
-    log_probs = actor.action_log_probs
+    log_probs = action_log_probs.action_log_probs
     return patch(
         "actor_init.backends.fsdp2.action_log_probs",
         lambda model, inputs: log_probs(model, replace(inputs, **counted(inputs))),
