@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the parser. Each command but `run` takes a folder first, and has its function as `action`."""
     from capture.importers import IMPORTERS
 
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
+    """Add `run`. Its options for retention have the names of the settings of `recording`, which checks them."""
     help = "Run a script or module and record the model that it trains."
     run = commands.add_parser("run", help=help, description=help, usage=RUN_USAGE)
     run.set_defaults(action=_run)

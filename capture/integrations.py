@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from capture.module_search import ModuleSearch
 from capture.record.call_arguments import check_argument_names
 from capture.record.recorder import Recorder
 from capture.record.retention import check_retention
 from capture.recordings import recording
-from capture.search import ModuleSearch
 
 
 class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

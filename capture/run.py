@@ -28,11 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from capture.child_processes import choose_marks_folder, leave_mark, record_children, take_marks
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
+from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
 from capture.record.job_facts import read_rank_and_world_size
 from capture.record.optimizer_hooks import RunningStepHook
 from capture.record.recorder import Recorder, call_at_child_exit, hold_notes, take_held_notes
 from capture.recordings import recording
-from capture.search import ModuleSearch, TrainedLanguageModel, has_class_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

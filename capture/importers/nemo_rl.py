@@ -23,7 +23,7 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, as_mask
 from capture.importers.declaration import DumpFile, Importer
-from capture.importers.rows import DumpRows, cut_first_token
+from capture.importers.dump_rows import DumpRows, cut_first_token
 
 MAX_LINE_BYTES = 32 * 2**20
 # The most names that a row may have.

@@ -17,8 +17,8 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from capture.importers.declaration import DumpFile, Importer, match_module
+from capture.importers.dump_rows import DumpRows, select_plain_facts
 from capture.importers.record_pickle import TENSOR_BYTES_PER_FILE_BYTE, Array, Record, load_records
-from capture.importers.rows import DumpRows, select_plain_facts
 from capture.importers.torch_zip import load_torch_zip
 
 MODULE = "skyrl.backends.skyrl_train.training_batch"

@@ -21,8 +21,8 @@ from torch import Tensor
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from capture.importers.declaration import DumpFile, Importer
+from capture.importers.dump_rows import DumpRows, check_size, describe_kind, pad_left
 from capture.importers.record_pickle import Array
-from capture.importers.rows import DumpRows, check_size, describe_kind, pad_left
 from capture.importers.torch_zip import ZIP_START, load_torch_zip
 
 # Of two names the first stands in training data, the second in rollout data.

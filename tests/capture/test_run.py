@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from capture import capture_files, read_micro_batch, recording
 from capture.child_processes import record_children
 from capture.cli import main
-from capture.search import ModuleSearch, TrainedLanguageModel, has_class_name
+from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
 from replay.processes.launch import without_launcher
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin

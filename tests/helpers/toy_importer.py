@@ -11,7 +11,7 @@ import torch
 from capture.file_format.capture_file import Call
 from capture.importers import IMPORTERS
 from capture.importers.declaration import DumpFile, Importer
-from capture.importers.rows import DumpRows
+from capture.importers.dump_rows import DumpRows
 
 START = b"toy rows\n"
 

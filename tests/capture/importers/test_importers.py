@@ -326,7 +326,7 @@ def test_micro_batches_that_are_none_are_refused(indices: Any, message: str, tmp
 
 
 def test_a_batch_that_is_too_large_says_how_many_rows_to_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capture.importers.rows.MAX_TENSOR_BYTES", 500)
+    monkeypatch.setattr("capture.importers.dump_rows.MAX_TENSOR_BYTES", 500)
     shutil.copy(FOREIGN / "verl_0.9.1.dp", tmp_path)
     (reason,) = convert_folder(tmp_path, tmp_path / "out").refused.values()
     assert "Try: rows=1" in str(reason)
