@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from replay.agreement.noise_floor import CellResult
 from replay.agreement.plan import Cell, Role
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from tests.helpers.fault_campaign import (
@@ -199,5 +199,5 @@ def clean(home: Path, num_seeds: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    assert default_folder().is_dir()
+    assert find_sample_folder().is_dir()
     main()

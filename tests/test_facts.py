@@ -12,7 +12,7 @@ from capture import CaptureError
 from capture.cli import _list_flags, _parser, spell_in_flags
 from capture.facts import FactError, Setting
 from replay.command_line.cli import _commands
-from replay.options.option_parsing import in_flags, toggles
+from replay.options.option_parsing import list_toggles, spell_flags
 
 ROOT = Path(__file__).parents[1]
 # Calls whose first argument is the name of a setting.
@@ -83,7 +83,7 @@ def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_pyt
 ) -> None:
     # An error comes pickled from another process.
     error = pickle.loads(pickle.dumps(kind(*fact.args)))
-    assert (in_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
+    assert (spell_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
 
 
 @pytest.mark.parametrize(
@@ -103,25 +103,27 @@ def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_pyt
     ],
 )
 def test_a_setting_is_typed_as_the_field_that_declares_it(setting: Setting, typed: str) -> None:
-    assert in_flags(f"Try: {setting}") == f"Try: {typed}"
+    assert spell_flags(f"Try: {setting}") == f"Try: {typed}"
 
 
 @pytest.mark.parametrize("written", ["⟨tp=)⟩", "⟨", "⟨tp=" + "[" * 100_000 + "⟩", "⟨A b⟩ and ⟨tp=3"])
 def test_what_a_file_has_between_such_brackets_stays_as_it_is(written: str) -> None:
-    assert in_flags(UsageError(written)) == str(UsageError(written)) == written
+    assert spell_flags(UsageError(written)) == str(UsageError(written)) == written
 
 
 def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
     with pytest.raises(UsageError) as refused:
         ActorSpec(compile=Compile.DEEPCOMPILE, backend="ddp")
     outer = UsageError(f"run.json: {refused.value.text}")
-    assert in_flags(outer).startswith("run.json: --deepcompile belongs to deepspeed. Try: --backend deepspeed --deep")
+    assert spell_flags(outer).startswith(
+        "run.json: --deepcompile belongs to deepspeed. Try: --backend deepspeed --deep"
+    )
     assert str(outer).startswith("run.json: compile='deepcompile' belongs to deepspeed. Try: backend='deepspeed', ")
 
 
 def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
-    declared = {toggle.field for toggle in toggles()}
-    assert len(declared) == len({(toggle.part, toggle.field) for toggle in toggles()}), "two fields have one name"
+    declared = {toggle.field for toggle in list_toggles()}
+    assert len(declared) == len({(toggle.part, toggle.field) for toggle in list_toggles()}), "two fields have one name"
     named = {
         (path.relative_to(ROOT).as_posix(), node.args[0].value)
         for path in BELOW

@@ -22,7 +22,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
-from replay.options.option_parsing import Toggle, toggles
+from replay.options.option_parsing import Toggle, list_toggles
 
 # Values by option name: a word of an enum, a number or a bool.
 Setting = Mapping[str, Any]
@@ -199,7 +199,7 @@ def _read_axis(key: str, path: Path) -> str:
 
 
 def list_axes() -> list[str]:
-    fields = dict.fromkeys(toggle.field for toggle in toggles() if toggle.part.startswith("actor"))
+    fields = dict.fromkeys(toggle.field for toggle in list_toggles() if toggle.part.startswith("actor"))
     return [DATA, *fields]
 
 
@@ -252,12 +252,12 @@ def order_by_pairs(settings: Sequence[Setting]) -> tuple[list[Setting], int]:
 
 
 def to_options(setting: Setting) -> dict[str, Any]:
-    """Return the setting as the command line would give it to `option_parsing.replay_spec`.
+    """Return the setting as the command line would give it to `option_parsing.build_replay_spec`.
 
     Raises UsageError for an invalid value.
     """
     by_field: dict[str, Toggle] = {}
-    for toggle in toggles():
+    for toggle in list_toggles():
         by_field.setdefault(toggle.field, toggle)
     options: dict[str, Any] = {}
     for name, value in setting.items():
@@ -268,7 +268,7 @@ def to_options(setting: Setting) -> dict[str, Any]:
             if value not in list(Compile):
                 raise UsageError(f"compile {value!r} is not allowed. Give one of {', '.join(Compile)}")
             options |= {COMPILE_SWITCHES[value]: True} if value != Compile.OFF else {}
-        elif by_field[name].base is bool:
+        elif by_field[name].value_type is bool:
             if type(value) is not bool:
                 raise UsageError(f"{name} {value!r} is not allowed. Give true or false")
             options[name] = value

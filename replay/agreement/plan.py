@@ -18,7 +18,7 @@ from typing import Any
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
-from replay.options.option_parsing import in_flags, replay_spec, toggles
+from replay.options.option_parsing import build_replay_spec, list_toggles, spell_flags
 from replay.options.spec import ReplaySpec
 from replay.processes.interpreter import Environment
 
@@ -130,10 +130,10 @@ def plan_matrix(
 
     `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
     """
-    typed_spec = replay_spec(common)
+    typed_spec = build_replay_spec(common)
     typed_values = {
-        toggle.field: toggle.value_in(typed_spec)
-        for toggle in toggles()
+        toggle.field: toggle.read_value(typed_spec)
+        for toggle in list_toggles()
         if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
     }
     refused: dict[str, str] = {}
@@ -257,7 +257,7 @@ def _admit_cell(
         _check_runnable(spec, count_processes(setting), context)
         key = (*_find_run_key(spec, count_processes(setting), context), suffix == "again")
     except UsageError as error:
-        refused[name] = in_flags(error)
+        refused[name] = spell_flags(error)
         return
     plain = context.name_run(context.plain_setting(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated
@@ -298,7 +298,7 @@ def _build_spec(
             f"need as many inputs each, and there are {context.num_inputs}"
         )
     always = {"shuffle_inputs": True, "max_inputs": str(num_each), "quiet": True}
-    spec = replay_spec({**shared, **own_options, **always})
+    spec = build_replay_spec({**shared, **own_options, **always})
     return replace(
         spec,
         actor=spec.actor.with_defaults(),
@@ -317,7 +317,7 @@ def _applies_to(field: str, backend: str) -> bool:
 
 
 def _find_field(parameter: str) -> str:
-    return next(toggle.field for toggle in toggles() if toggle.parameter == parameter)
+    return next(toggle.field for toggle in list_toggles() if toggle.parameter == parameter)
 
 
 def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext) -> None:

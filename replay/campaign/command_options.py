@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from capture.facts import flag_of
-from replay.options.option_parsing import Action, refuse_typed
-from replay.options.spec import InputsSpec, check_inputs, check_left_by
+from replay.options.option_parsing import CommandAction, refuse_typed
+from replay.options.spec import InputsSpec, check_inputs, check_result_folder
 from replay.processes.launch import refuse_launcher
 
 
@@ -39,7 +39,7 @@ def at_once_option(help: str) -> Any:
     return typer.Option(None, min=1, metavar="N", help=help)
 
 
-def action_to_begin(command: str, inputs: InputsSpec | None, *arguments: Any, **options: Any) -> Action:
+def action_to_begin(command: str, inputs: InputsSpec | None, *arguments: Any, **options: Any) -> CommandAction:
     """Return the work of a new campaign: `begin(*arguments, **options)` of the command's `runs.py`.
 
     inputs  must be on this machine; None: they may be elsewhere
@@ -55,7 +55,9 @@ def action_to_begin(command: str, inputs: InputsSpec | None, *arguments: Any, **
     return begin
 
 
-def action_to_continue(command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, **options: Any) -> Action:
+def action_to_continue(
+    command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, **options: Any
+) -> CommandAction:
     """Return the work of --continue: `resume(folder, *arguments, **options)` of the command's `runs.py`.
 
     typed  the options that it takes from the folder, by parameter name
@@ -66,7 +68,7 @@ def action_to_continue(command: str, folder: Path, typed: Mapping[str, Any], *ar
 
     def resume() -> int:
         refuse_launcher(command)
-        check_left_by(command, folder)
+        check_result_folder(command, folder)
         runs = import_module(f"replay.commands.{command}.runs")
         return int(runs.resume(folder, *arguments, **options))
 

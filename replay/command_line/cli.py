@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from actor_init.spec import UsageError
 from replay.command_line.subcommands import COMMANDS
 from replay.on_ray.ranks import run_here_or_on_ray
-from replay.options.option_parsing import Action, in_flags, refuse_typed, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, add_options, build_replay_spec, refuse_typed, spell_flags
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.output.text import join_lines
@@ -59,7 +59,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-@with_options
+@add_options
 @partial(with_ray_options, of_one_replay=True)
 def replay(
     context: typer.Context,
@@ -71,7 +71,7 @@ def replay(
     job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
     ray: RayOptions | None = None,
     **given: Any,
-) -> Action | None:
+) -> CommandAction | None:
     """Replay captured micro-batches through a standalone actor and report what each pass cost.
 
     Without options, replays the sample inputs that ship with the project. `replay inspect FOLDER` shows what a folder
@@ -90,7 +90,7 @@ def replay(
         return None
     if job is not None:
         refuse_typed(given, f"--job {job} has all options")
-    child_job = ChildJob(spec=replay_spec(given)) if job is None else ChildJob.read(job)
+    child_job = ChildJob(spec=build_replay_spec(given)) if job is None else ChildJob.read(job)
     action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
     return partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
 
@@ -174,7 +174,7 @@ def leave(exit_code: int) -> NoReturn:
 def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    say(in_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
+    say(spell_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
     return 2
 
 

@@ -20,9 +20,9 @@ from replay.commands.report.command import report
 from replay.commands.scan.command import scan
 from replay.commands.suite.command import suite
 from replay.commands.worst.command import worst
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 
-COMMANDS: tuple[Callable[..., Action], ...] = (
+COMMANDS: tuple[Callable[..., CommandAction], ...] = (
     inspect,
     compare,
     report,

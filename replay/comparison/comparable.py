@@ -6,8 +6,8 @@ from itertools import takewhile
 from typing import Any
 
 from actor_init.as_json import to_json
-from replay.options.option_parsing import Toggle, toggles
-from replay.options.spec import USER_LOSS, ObjectiveSpec
+from replay.options.option_parsing import Toggle, list_toggles
+from replay.options.spec import USER_LOSS_PATTERN, ObjectiveSpec
 from replay.output.text import pluralise
 from replay.runlog.reader import GradientWindow, PastRun, SharedPass
 
@@ -60,7 +60,7 @@ def differences_to_tell(reference: PastRun, other: PastRun) -> list[str]:
     """
     told = _of_model(reference, other) if _has_other_code(reference, other) else []
     losses = [run.measure.loss for run in (reference, other)]
-    is_users = any(USER_LOSS.fullmatch(loss) for loss in losses)
+    is_users = any(USER_LOSS_PATTERN.fullmatch(loss) for loss in losses)
     of_loss = ("loss", *(one.name for one in fields(ObjectiveSpec))) if is_users and losses[0] != losses[1] else ()
     return [*told, *_of_values(reference, other, ("window", *of_loss)), *_of_loss_file(reference, other)]
 
@@ -106,7 +106,9 @@ def _of_settings(reference: PastRun, other: PastRun) -> list[str]:
 
 def _of_values(reference: PastRun, other: PastRun, names: Collection[str]) -> list[str]:
     values = [
-        (toggle, toggle.value_in(other), toggle.value_in(reference)) for toggle in toggles() if toggle.field in names
+        (toggle, toggle.read_value(other), toggle.read_value(reference))
+        for toggle in list_toggles()
+        if toggle.field in names
     ]
     return [f"{_typed(toggle, b)}, not {_typed(toggle, a)}" for toggle, b, a in values if b != a]
 
@@ -120,7 +122,7 @@ def _of_loss_file(reference: PastRun, other: PastRun) -> list[str]:
 
 
 def _typed(toggle: Toggle, value: Any) -> str:
-    return f"no {toggle.flag}" if value is None else " ".join(toggle.as_typed(value))
+    return f"no {toggle.flag}" if value is None else " ".join(toggle.format_arguments(value))
 
 
 def _of_inputs(reference: PastRun, pairs: Sequence[tuple[SharedPass, SharedPass]], other: PastRun) -> list[str]:

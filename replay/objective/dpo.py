@@ -17,7 +17,7 @@ from replay.objective.inputs import (
     explain_missing,
 )
 from replay.objective.objective import Formula, Need
-from replay.options.spec import ObjectiveSpec, Pairs
+from replay.options.spec import ObjectiveSpec, PairOrder
 
 
 def compute_dpo_loss(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> Tensor:
@@ -43,13 +43,13 @@ def reduce_by_sequence(values_BA: Tensor, inputs: ObjectiveInputs, spec: Objecti
     return sums / inputs.num_tokens_by_sequence().clamp(min=1) if spec.average_log_probs else sums
 
 
-def split_pairs(values: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def split_pairs(values: Tensor, pairs: PairOrder) -> tuple[Tensor, Tensor]:
     """Split numbers into those of the chosen sequences and those of the rejected ones, [pairs] each."""
     match pairs:
-        case Pairs.HALVES:
+        case PairOrder.HALVES:
             half = len(values) // 2
             return values[:half], values[half:]
-        case Pairs.ALTERNATE:
+        case PairOrder.ALTERNATE:
             return values[0::2], values[1::2]
 
 

@@ -19,7 +19,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
 from replay.options.declarations import OBJECTIVES
-from replay.options.spec import USER_LOSS, LossName, ObjectiveSpec, Parts, is_objective
+from replay.options.spec import USER_LOSS_PATTERN, LossName, ObjectiveSpec, ReplayParts, is_objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +71,14 @@ class Objective:
     sha256: str | None = None
 
     @classmethod
-    def open(cls, spec: Parts) -> "Objective | None":
+    def open(cls, spec: ReplayParts) -> "Objective | None":
         """Open what --loss names; None for stand-in and sft. Raises UsageError for a file that cannot be loaded."""
         loss, settings = spec.measure.loss, spec.objective
         if not is_objective(loss):
             return None
         if loss in OBJECTIVES:
             return cls(loss=loss, spec=settings, formula=resolve_name(OBJECTIVES[loss].formula))
-        user_loss = USER_LOSS.fullmatch(loss)
+        user_loss = USER_LOSS_PATTERN.fullmatch(loss)
         assert user_loss is not None
         user_function = UserFunction.open(Path(user_loss["file"]), user_loss["function"], setting="loss")
         function, sha256 = user_function.load(), user_function.sha256
@@ -148,7 +148,7 @@ def measure_gain(loss: Tensor, log_probs_BA: Tensor) -> float:
     return 1.0 if gradient is None else float(gradient.abs().sum())
 
 
-def describe_loss(objective: Objective | None, spec: Parts, first: Call | None) -> str:
+def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | None) -> str:
     """Describe the loss for the header, and say when it was not asked for. `first` is a capture that says of what."""
     if objective is not None:
         return objective.describe()
@@ -185,7 +185,7 @@ def select_loss_tokens(loss: str, batch: MicroBatch) -> MicroBatch:
     return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
 
 
-def may_count_after_padding(spec: Parts) -> bool:
+def may_count_after_padding(spec: ReplayParts) -> bool:
     """May a label count that padding predicts, as in a model's own loss, if rows are padded as captured?
 
     Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.

@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from replay.options.option_parsing import in_flags
-from replay.options.spec import KEPT_STATES
+from replay.options.option_parsing import spell_flags
+from replay.options.spec import NUM_KEPT_STATES
 from replay.output.text import join_lines
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ class RayTrainJob:
                 name=self.name,
                 storage_path=self.storage,
                 failure_config=FailureConfig(max_failures=self.most_failures),
-                checkpoint_config=CheckpointConfig(num_to_keep=KEPT_STATES),
+                checkpoint_config=CheckpointConfig(num_to_keep=NUM_KEPT_STATES),
             ),
         )
         try:
             return int(trainer.fit().return_value), ""
         except Exception as error:
-            return FAILED_EXIT_CODE, join_lines(in_flags(error))
+            return FAILED_EXIT_CODE, join_lines(spell_flags(error))
 
 
 class RayTrainProcess:

@@ -1,8 +1,8 @@
-"""Turn dataclass fields into command line options, and parsed options back into a ReplaySpec.
+"""Turn dataclass fields into command line options, parsed options into a ReplaySpec, settings in errors into flags.
 
-Every option is None here unless it was given: defaults, help and ranges are declared in the dataclasses only. typer
-passes on text and switches; this module converts the text, so that every error says what was given and what is
-allowed.
+Every option is None in this module unless it was typed: defaults, help and ranges are declared in the dataclasses
+alone. typer passes on text and switches; this module converts the text, so that every error says what was typed and
+what is allowed.
 """
 
 import inspect
@@ -21,11 +21,13 @@ import typer
 from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.facts import FactError, Setting, flag_of, spell_settings
-from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec, StateSpec
+from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec, StateSpec
 
-Action = Callable[[], int]  # the work of a parsed command; returns the exit code
+# The work of a parsed command. It returns the exit code.
+CommandAction = Callable[[], int]
 
-PARTS: dict[str, type] = {  # parts of a ReplaySpec by their attribute path
+# The parts of a ReplaySpec by their attribute path.
+PARTS: dict[str, type] = {
     "actor": ActorSpec,
     "actor.parallel": ParallelSpec,
     "inputs": InputsSpec,
@@ -46,20 +48,27 @@ METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Toggle:
-    """Describe one command line option: a field's own option, or a switch that sets the field to a fixed value."""
+    """Describe one command line option: a field's own option, or a switch that sets the field to a fixed value.
+
+    flag          as it is typed
+    value_type    the type of its value: bool, int, float, str, Path or an enum
+    switch_value  the value that a switch sets
+    choices       the allowed words, if the value is one of a few
+    metavar       what help shows for the value, if it is not the choices or the type
+    """
 
     part: str
     field: str
-    flag: str  # as typed
-    base: Any  # the type of its value: bool, int, float, str, Path or an enum
+    flag: str
+    value_type: Any
     help: str
     default: Any
     min: float | None = None
     max: float | None = None
     is_switch: bool = False
-    sets: Any = None  # the value that a switch sets
-    choices: Collection[str] = ()  # the allowed words, if the value is one of a few
-    metavar: str | None = None  # what help shows for the value, if it is not the choices or the type
+    switch_value: Any = None
+    choices: Collection[str] = ()
+    metavar: str | None = None
 
     @property
     def parameter(self) -> str:
@@ -70,71 +79,73 @@ class Toggle:
     def negation(self) -> str:
         return f"--no-{self.flag.removeprefix('--')}"
 
-    def value_in(self, spec: Parts) -> Any:
+    def read_value(self, spec: ReplayParts) -> Any:
         return attrgetter(f"{self.part}.{self.field}")(spec)
 
-    def as_typed(self, value: Any) -> list[str]:
-        """Return the arguments that set the field to `value`."""
-        if self.is_switch or self.base is bool:
+    def format_arguments(self, value: Any) -> list[str]:
+        """Format the arguments that set the field to `value`."""
+        if self.is_switch or self.value_type is bool:
             return [self.flag if self.is_switch or value else self.negation]
         return [self.flag, str(value)]
 
 
 @cache
-def toggles() -> tuple[Toggle, ...]:
-    """Return every option, in the order of the fields that declare them."""
-    declared: list[Toggle] = []
+def list_toggles() -> tuple[Toggle, ...]:
+    """List every option, in the order of the fields that declare them."""
+    all_toggles: list[Toggle] = []
     for part, spec_class in PARTS.items():
         hints = get_type_hints(spec_class)
         for spec_field in fields(spec_class):
             if spec_field.metadata:
-                declared.extend(_toggles_of(part, spec_field, bare_type(hints[spec_field.name])))
-    assert len({t.parameter for t in declared}) == len(declared), "two options have one name"
-    return tuple(declared)
+                all_toggles.extend(_make_toggles(part, spec_field, unwrap_optional(hints[spec_field.name])))
+    assert len({toggle.parameter for toggle in all_toggles}) == len(all_toggles), "two options have one name"
+    return tuple(all_toggles)
 
 
-def _toggles_of(part: str, spec_field: Field[Any], base: Any) -> Iterator[Toggle]:
-    meta = spec_field.metadata
+def _make_toggles(part: str, spec_field: Field[Any], value_type: Any) -> Iterator[Toggle]:
+    metadata = spec_field.metadata
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
-    choices = _choices_of(spec_field, base)
+    choices = _list_choices(spec_field, value_type)
     own_flag = flag_of(spec_field.name)
-    text, metavar = (meta[name]() if callable(meta[name]) else meta[name] for name in ("help", "metavar"))
-    if meta["named"]:
+    text, metavar = (metadata[name]() if callable(metadata[name]) else metadata[name] for name in ("help", "metavar"))
+    if metadata["named"]:
         yield Toggle(
             flag=own_flag,
-            base=base,
+            value_type=value_type,
             help=text,
-            min=meta["min"],
-            max=meta["max"],
+            min=metadata["min"],
+            max=metadata["max"],
             choices=choices,
             metavar=metavar,
             **shared,
         )
-    for flag, value in meta["flags"].items():
-        if meta["named"]:
+    for flag, value in metadata["flags"].items():
+        if metadata["named"]:
             text = f"The same as {own_flag} {value}."
-        yield Toggle(flag=flag, base=bool, help=text, is_switch=True, sets=value, **shared)
+        yield Toggle(flag=flag, value_type=bool, help=text, is_switch=True, switch_value=value, **shared)
         text = f"See {flag}."
 
 
-def _choices_of(spec_field: Field[Any], base: Any) -> Collection[str]:
-    """Return the words that a field's value may be; empty if any value of its type is allowed."""
-    choices: Collection[str] = list(base) if issubclass(base, StrEnum) else spec_field.metadata.get("choices", ())
+def _list_choices(spec_field: Field[Any], value_type: Any) -> Collection[str]:
+    """List the words that a field's value may be; empty if any value of its type is allowed."""
+    choices: Collection[str] = (
+        list(value_type) if issubclass(value_type, StrEnum) else spec_field.metadata.get("choices", ())
+    )
     return choices
 
 
-def bare_type(annotation: Any) -> Any:
+def unwrap_optional(annotation: Any) -> Any:
     """Return `int` for `int | None`, and any other annotation unchanged."""
     if get_origin(annotation) in (Union, UnionType):
-        [annotation] = [a for a in get_args(annotation) if a is not type(None)]
+        [annotation] = [alternative for alternative in get_args(annotation) if alternative is not type(None)]
     return annotation
 
 
-def with_options(
+def add_options(
     command: Callable[..., Any], *, serves: Callable[[Toggle], bool] = lambda toggle: True
 ) -> Callable[..., Any]:
     """Replace the `**given` of `command` with one parameter for each option that `serves` accepts."""
-    return with_parameters(command, [_parameter(toggle) for toggle in toggles() if serves(toggle)])
+    return with_parameters(command, [_make_parameter(toggle) for toggle in list_toggles() if serves(toggle)])
 
 
 def with_parameters(
@@ -153,45 +164,48 @@ def with_parameters(
     return command
 
 
-def _parameter(toggle: Toggle) -> inspect.Parameter:
-    has_negation = toggle.base is bool and not toggle.is_switch
+def _make_parameter(toggle: Toggle) -> inspect.Parameter:
+    has_negation = toggle.value_type is bool and not toggle.is_switch
     default = "on" if toggle.default is True else toggle.default
     says_default = not toggle.is_switch and default is not None and default is not False
     help = f"{toggle.help} (default: {default})" if says_default else toggle.help
     return inspect.Parameter(
         toggle.parameter,
         inspect.Parameter.KEYWORD_ONLY,
-        annotation=(bool if toggle.base is bool else str) | None,
+        annotation=(bool if toggle.value_type is bool else str) | None,
         default=typer.Option(
             None,
             f"{toggle.flag}/{toggle.negation}" if has_negation else toggle.flag,
             help=help,
-            metavar=toggle.metavar or "|".join(toggle.choices) or METAVARS[toggle.base],
+            metavar=toggle.metavar or "|".join(toggle.choices) or METAVARS[toggle.value_type],
             show_default=False,
             rich_help_panel=PANELS[toggle.part],
         ),
     )
 
 
-def replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
+def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
     """Build a ReplaySpec from the typed options, given by parameter name.
 
     Raises UsageError for an invalid value, or for two options that contradict each other.
     """
-    typed: dict[tuple[str, str], tuple[str, Any]] = {}  # (part, field): (as typed, value)
-    for toggle in toggles():
+    # By part and field: how it was typed, and its value.
+    typed: dict[tuple[str, str], tuple[str, Any]] = {}
+    for toggle in list_toggles():
         if given.get(toggle.parameter) is None:
             continue
-        value = toggle.sets if toggle.is_switch else _parsed(toggle, given[toggle.parameter])
-        text = " ".join(toggle.as_typed(value))
+        value = toggle.switch_value if toggle.is_switch else _parse(toggle, given[toggle.parameter])
+        text = " ".join(toggle.format_arguments(value))
         earlier, other = typed.setdefault((toggle.part, toggle.field), (text, value))
         if other != value:
             raise UsageError(f"{earlier} and {text} exclude each other. Give one of the two")
-    made: dict[str, Any] = {}
-    for part, spec_class in reversed(PARTS.items()):  # nested parts before the part that holds them
-        inner = {way.removeprefix(f"{part}."): made.pop(way) for way in list(made) if way.startswith(f"{part}.")}
-        made[part] = spec_class(**inner, **{name: value for (of, name), (_, value) in typed.items() if of == part})
-    return ReplaySpec(**made)
+    parts: dict[str, Any] = {}
+    # In reverse, nested parts come before the part that holds them.
+    for part, spec_class in reversed(PARTS.items()):
+        inner = {path.removeprefix(f"{part}."): parts.pop(path) for path in list(parts) if path.startswith(f"{part}.")}
+        values = {name: value for (owner, name), (_, value) in typed.items() if owner == part}
+        parts[part] = spec_class(**inner, **values)
+    return ReplaySpec(**parts)
 
 
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:
@@ -200,14 +214,14 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
-def _parsed(toggle: Toggle, given: str | bool) -> Any:
+def _parse(toggle: Toggle, given: str | bool) -> Any:
     """Convert the typed text to the field's type."""
     try:
-        value = toggle.base(given)
+        value = toggle.value_type(given)
     except ValueError:
         value = None
     if given == "" or value is None or (toggle.choices and value not in toggle.choices):
-        raise UsageError(f"{toggle.flag} {given!r} is not allowed. Give {_allowed(toggle)}")
+        raise UsageError(f"{toggle.flag} {given!r} is not allowed. Give {_describe_allowed(toggle)}")
     _check_range(toggle, value)
     return value
 
@@ -218,39 +232,39 @@ def _check_range(toggle: Toggle, value: Any) -> None:
         and (toggle.min is None or value >= toggle.min)
         and (toggle.max is None or value <= toggle.max)
     ):
-        raise UsageError(f"{toggle.flag} {value} is not allowed. Give {_allowed(toggle)}")
+        raise UsageError(f"{toggle.flag} {value} is not allowed. Give {_describe_allowed(toggle)}")
 
 
-def _allowed(toggle: Toggle) -> str:
+def _describe_allowed(toggle: Toggle) -> str:
     if toggle.choices:
         return f"one of {', '.join(toggle.choices)}"
     number = "a number" if toggle.max == math.inf else "a finite number"
-    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[toggle.base]
+    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[toggle.value_type]
     if toggle.max is not None:
         return f"{kind} from {toggle.min} to {toggle.max}"
     return kind if toggle.min is None else f"{kind} of at least {toggle.min}"
 
 
-def command_line(spec: ReplaySpec) -> list[str]:
-    """Return the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
+def format_command_line(spec: ReplaySpec) -> list[str]:
+    """Format the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
     arguments: list[str] = []
-    done: set[tuple[str, str]] = set()
-    for toggle in toggles():
-        value = toggle.value_in(spec)
+    written: set[tuple[str, str]] = set()
+    for toggle in list_toggles():
+        value = toggle.read_value(spec)
         if (
-            (toggle.part, toggle.field) in done
+            (toggle.part, toggle.field) in written
             or value == toggle.default
-            or (toggle.is_switch and toggle.sets != value)
+            or (toggle.is_switch and toggle.switch_value != value)
         ):
             continue
-        arguments += toggle.as_typed(value)
-        done.add((toggle.part, toggle.field))
+        arguments += toggle.format_arguments(value)
+        written.add((toggle.part, toggle.field))
     return arguments
 
 
-def set_without_option(spec: ReplaySpec) -> dict[str, Any]:
-    """Return the fields that no option sets and that are not at their default, with their values."""
-    declared = {(toggle.part, toggle.field) for toggle in toggles()}
+def find_values_without_option(spec: ReplaySpec) -> dict[str, Any]:
+    """Find the fields that no option sets and that are not at their default, with their values."""
+    declared = {(toggle.part, toggle.field) for toggle in list_toggles()}
     return {
         spec_field.name: value
         for part, spec_class in PARTS.items()
@@ -261,15 +275,15 @@ def set_without_option(spec: ReplaySpec) -> dict[str, Any]:
     }
 
 
-def with_values(spec: ReplaySpec, values: Iterable[tuple[Toggle, Any]]) -> ReplaySpec:
-    """Return the spec with other values of some options. Raises UsageError if they contradict the rest."""
-    whole = spec_to_dict(spec)
+def replace_values(spec: ReplaySpec, values: Iterable[tuple[Toggle, Any]]) -> ReplaySpec:
+    """Replace the values of some options of a spec. Raises UsageError if they contradict the rest."""
+    values_by_part = spec_to_dict(spec)
     for toggle, value in values:
-        part = whole
+        part = values_by_part
         for name in toggle.part.split("."):
             part = part[name]
         part[toggle.field] = to_json(value)
-    return spec_from_dict(whole, source="the options")
+    return spec_from_dict(values_by_part, source="the options")
 
 
 def spec_to_dict(spec: ReplaySpec) -> dict[str, Any]:
@@ -284,32 +298,29 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
     Raises UsageError, with a message that begins with `source`, for invalid values.
     """
     spec = from_json(ReplaySpec, values, source=source)
-    for toggle in toggles():
+    for toggle in list_toggles():
         try:
-            _check_range(toggle, toggle.value_in(spec))
+            _check_range(toggle, toggle.read_value(spec))
         except UsageError as error:
             raise UsageError(f"{source}: {error.text}") from error
     return spec
 
 
-# Put what an error says into the words of the command line: settings become the flags that are typed for them.
+def spell_flags(error: BaseException | str) -> str:
+    """Spell an error's sentence, or one from `FactError.text`, as the terminal shows it: settings as flags."""
+    if isinstance(error, FactError):
+        error = error.text
+    return spell_settings(str(error), spell_setting)
 
 
-def in_flags(said: BaseException | str) -> str:
-    """Return an error's sentence, or one from `FactError.text`, as the terminal shows it."""
-    if isinstance(said, FactError):
-        said = said.text
-    return spell_settings(str(said), as_typed)
-
-
-def as_typed(setting: Setting) -> str:
-    """Return `--tp 2` or `--no-packing`; without a value `--tp`.
+def spell_setting(setting: Setting) -> str:
+    """Spell a setting as `--tp 2` or `--no-packing`; without a value `--tp`.
 
     The flags are those of the options that the field declares; a setting of `capture` is no option here.
     """
-    declared = [toggle for toggle in toggles() if toggle.field == setting.name]
-    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.sets == setting.value), None)
+    declared = [toggle for toggle in list_toggles() if toggle.field == setting.name]
+    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.switch_value == setting.value), None)
     if toggle is None:
         flag = declared[0].flag if declared else flag_of(setting.name)
         return f"{flag} {setting.value}" if setting.has_value and not declared else flag
-    return " ".join(toggle.as_typed(setting.value)) if setting.has_value else toggle.flag
+    return " ".join(toggle.format_arguments(setting.value)) if setting.has_value else toggle.flag

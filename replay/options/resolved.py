@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
-from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, Parts, ReplaySpec
+from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec
 
-if TYPE_CHECKING:  # a log is read without them
+# A log is read without these heavy imports.
+if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
@@ -26,7 +27,7 @@ FUSED_MODULES = "fused modules"
 LOSS_SCALE = "loss scale"
 ONCE_OPEN = "known once the actor is open"
 # What torch, a backend or this machine chose: who repeats the run elsewhere leaves it to them there.
-LEFT_OPEN = {
+LEFT_TO_OTHER_MACHINES = {
     ATTENTION,
     "actor.zero_stage",
     *(f"actor.{name}" for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")),
@@ -38,7 +39,7 @@ LEFT_OPEN = {
 PartT = TypeVar("PartT", ActorSpec, InputsSpec, ObjectiveSpec)
 
 
-class By(StrEnum):
+class ChosenBy(StrEnum):
     """Who made a choice."""
 
     TYPED = "typed"
@@ -50,21 +51,22 @@ class By(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ResolvedChoice:
     """One setting of a run, its value, and who chose it.
 
-    setting  the way to a field of a spec, such as `actor.dtype`; a name without a point for what no option sets
+    setting  the path of a spec's field, such as `actor.dtype`; a name without a point for what no option sets
+    value    plain: text, a number, a truth, a path or None
     why      empty where the value and who chose it say all
     """
 
     setting: str
-    value: Any  # plain: text, a number, a truth, a path or None
-    by: By
+    value: Any
+    by: ChosenBy
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedReplay(Parts):
+class ResolvedReplay(ReplayParts):
     """One replay with every choice made. Nothing in it is `auto`, and None is a value.
 
     Two words stay where there is no other: `--attention auto` where no word of the option names the kernel (cuDNN for
@@ -79,12 +81,12 @@ class ResolvedReplay(Parts):
     source: "ModelSource"
     device: "torch.device"
     kernel: str
-    choices: tuple[Choice, ...]
+    choices: tuple[ResolvedChoice, ...]
     attention_reason: str = ""
     wants_logits: str = ""
 
     def __post_init__(self) -> None:
-        Parts.__post_init__(self)
+        ReplayParts.__post_init__(self)
         actor = self.actor
         missing = [
             name
@@ -98,28 +100,28 @@ class ResolvedReplay(Parts):
         ]
         assert not missing, f"{', '.join(missing)}: not resolved"
 
-    def chosen_by(self, setting: str) -> By:
-        """Return who chose a setting; a default that nobody had to choose is one."""
-        return next((choice.by for choice in self.choices if choice.setting == setting), By.DEFAULT)
+    def find_chooser(self, setting: str) -> ChosenBy:
+        """Find who chose a setting; a default that nobody had to choose is one."""
+        return next((choice.by for choice in self.choices if choice.setting == setting), ChosenBy.DEFAULT)
 
     def to_spec(self) -> ReplaySpec:
         """Return what to type for the same run: with what the job and the model decided, not what a machine did."""
-        left = {
+        reset = {
             choice.setting
             for choice in self.choices
-            if choice.setting in LEFT_OPEN
-            and (choice.by is By.MACHINE if choice.setting == ATTENTION else choice.by is not By.TYPED)
+            if choice.setting in LEFT_TO_OTHER_MACHINES
+            and (choice.by is ChosenBy.MACHINE if choice.setting == ATTENTION else choice.by is not ChosenBy.TYPED)
         }
         return ReplaySpec(
-            actor=_with_defaults(self.actor, "actor", left),
-            inputs=_with_defaults(self.inputs, "inputs", left),
+            actor=_reset_settings(self.actor, "actor", reset),
+            inputs=_reset_settings(self.inputs, "inputs", reset),
             measure=self.measure,
             state=self.state,
-            objective=_with_defaults(self.objective, "objective", left),
+            objective=_reset_settings(self.objective, "objective", reset),
         )
 
-    def completed(self, facts: Mapping[str, str | int], loss_scale: float) -> Self:
-        """Return the run with what the open actor alone can tell: its plan for tp, fused modules, and loss scale."""
+    def complete(self, facts: Mapping[str, str | int], loss_scale: float) -> Self:
+        """Complete the run with what the open actor alone can tell: its plan for tp, fused modules, and loss scale."""
         known = {TP_PLAN: facts.get("tp_plan"), FUSED_MODULES: facts.get("kernels"), LOSS_SCALE: loss_scale}
         return replace(
             self,
@@ -129,7 +131,7 @@ class ResolvedReplay(Parts):
             ),
         )
 
-    def variant(
+    def derive_variant(
         self,
         *,
         why: str,
@@ -138,7 +140,7 @@ class ResolvedReplay(Parts):
         measure: MeasureSpec | None = None,
         source: "ModelSource | None" = None,
     ) -> Self:
-        """Return this run with other parts, checked again. An attention kernel that is `auto` there is chosen anew.
+        """Derive this run with other parts, checked again. An attention kernel that is `auto` there is chosen anew.
 
         Raises UsageError if that is not possible here.
         """
@@ -151,24 +153,27 @@ class ResolvedReplay(Parts):
             if getattr(spec, field.name) != getattr(getattr(self, part), field.name)
         }
         is_open = parts["actor"].attention == Attention.AUTO
-        parts["actor"], kernel = with_kernel(parts["actor"], self.device, self.source.config)
-        if kernel != self.kernel:  # also where another dtype has another one
+        parts["actor"], kernel = choose_actor_kernel(parts["actor"], self.device, self.source.config)
+        # Another dtype may have another kernel, too.
+        if kernel != self.kernel:
             changed[ATTENTION] = kernel
-        kept = [choice for choice in self.choices if choice.setting not in changed]
-        new = [
-            Choice(
+        kept_choices = [choice for choice in self.choices if choice.setting not in changed]
+        new_choices = [
+            ResolvedChoice(
                 setting=setting,
                 value=kernel if setting == ATTENTION else value,
-                by=By.MACHINE if setting == ATTENTION and is_open else By.DEFAULT,
+                by=ChosenBy.MACHINE if setting == ATTENTION and is_open else ChosenBy.DEFAULT,
                 why=why,
             )
             for setting, value in changed.items()
         ]
-        return replace(self, **parts, source=source or self.source, kernel=kernel, choices=(*kept, *new))
+        return replace(
+            self, **parts, source=source or self.source, kernel=kernel, choices=(*kept_choices, *new_choices)
+        )
 
 
-def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConfig") -> tuple[ActorSpec, str]:
-    """Return the actor with the word for its attention kernel, and the kernel's name in transformers.
+def choose_actor_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConfig") -> tuple[ActorSpec, str]:
+    """Choose the word for its attention kernel, and the kernel's name in transformers.
 
     `auto` stays where no other word names that kernel. Raises UsageError if there is none here.
     """
@@ -182,7 +187,7 @@ def with_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConf
     return actor, kernel
 
 
-def _with_defaults(part: PartT, name: str, settings: Collection[str]) -> PartT:
+def _reset_settings(part: PartT, name: str, settings: Collection[str]) -> PartT:
     defaults: dict[str, Any] = {
         field.name: field.default for field in fields(part) if f"{name}.{field.name}" in settings
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from actor_init.declarations.backends import find_backends, find_declaration
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
 from capture.facts import Setting
-from replay.options.declarations import OBJECTIVES, objectives_with
+from replay.options.declarations import OBJECTIVES, list_objectives_with
 
 
 class Passes(StrEnum):
@@ -17,7 +17,7 @@ class Passes(StrEnum):
     ALL = "all"
 
 
-class Order(StrEnum):
+class InputOrder(StrEnum):
     RECORDED = "recorded"
     WORST = "worst"
 
@@ -42,14 +42,14 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
-class Pairs(StrEnum):
+class PairOrder(StrEnum):
     HALVES = "halves"
     ALTERNATE = "alternate"
 
 
-STEP, TRACE, RESUME = Setting("step", True), Setting("trace", True), Setting("resume", True)
-PICKS = re.compile(r"\d{1,9}(,\d{1,9})*")
-USER_LOSS = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
+STEP_SETTING, TRACE_SETTING, RESUME_SETTING = Setting("step", True), Setting("trace", True), Setting("resume", True)
+PICKED_NUMBERS = re.compile(r"\d{1,9}(,\d{1,9})*")
+USER_LOSS_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 
 
 def is_objective(loss: str) -> bool:
@@ -57,7 +57,7 @@ def is_objective(loss: str) -> bool:
     return loss not in list(LossName)
 
 
-def _loss_help() -> str:
+def _describe_losses() -> str:
     objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
     return (
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
@@ -65,7 +65,7 @@ def _loss_help() -> str:
     )
 
 
-def _loss_metavar() -> str:
+def _list_loss_words() -> str:
     return "|".join([*LossName, *OBJECTIVES, "FILE.py:FUNCTION"])
 
 
@@ -98,8 +98,8 @@ class InputsSpec:
     passes: Passes = option(Passes.TRAIN, "train: captured with autograd on; rollout: with autograd off.")
     shuffle_inputs: bool = option(False, "Deal the inputs to the data ranks in random order.")
     random_seed: int = option(0, "Seed of --shuffle-inputs.", min=0)
-    order: Order = option(
-        Order.RECORDED,
+    order: InputOrder = option(
+        InputOrder.RECORDED,
         "worst: the inputs with most tokens first, whatever windows the job had; with --max-inputs N, the N largest.",
     )
     pick_inputs: str | None = option(
@@ -113,9 +113,9 @@ class InputsSpec:
     def __post_init__(self) -> None:
         if self.inputs is not None and self.input_file is not None:
             raise UsageError.mutually_exclusive(Setting("inputs"), Setting("input_file"))
-        if self.order is Order.WORST and self.shuffle_inputs:
+        if self.order is InputOrder.WORST and self.shuffle_inputs:
             raise UsageError.mutually_exclusive(Setting("order", self.order), Setting("shuffle_inputs", True))
-        if self.pick_inputs is not None and not PICKS.fullmatch(self.pick_inputs):
+        if self.pick_inputs is not None and not PICKED_NUMBERS.fullmatch(self.pick_inputs):
             advice = f"Give numbers with commas between. Try: {Setting('pick_inputs', '4,0,17')}"
             raise UsageError.not_allowed("pick_inputs", self.pick_inputs, advice)
         if self.pick_inputs is not None and self.uneven:
@@ -123,8 +123,8 @@ class InputsSpec:
             raise UsageError(Setting("pick_inputs"), why, "Give one of the two")
 
     @property
-    def picked(self) -> list[int] | None:
-        """Return the numbers of --pick-inputs; None if it was not given."""
+    def picked_numbers(self) -> list[int] | None:
+        """The numbers of --pick-inputs; None if it was not given."""
         return None if self.pick_inputs is None else [int(number) for number in self.pick_inputs.split(",")]
 
 
@@ -136,7 +136,7 @@ class MeasureSpec:
     since it compares runs that lay the same tokens out in different ways.
     """
 
-    loss: str = option(LossName.STAND_IN.value, _loss_help, metavar=_loss_metavar)
+    loss: str = option(LossName.STAND_IN.value, _describe_losses, metavar=_list_loss_words)
     window: WindowWeights = option(
         WindowWeights.TOKENS,
         "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
@@ -180,12 +180,13 @@ class MeasureSpec:
     )
     quiet: bool = option(False, "Print the answer and the summary alone.")
     full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
-    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")  # torchrun has --logs-specs
+    # It is not called --logs, since torchrun has an option --logs-specs.
+    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")
     name: str = option("replay", "Last part of that folder's name.")
 
     def __post_init__(self) -> None:
         words = [*LossName, *OBJECTIVES]
-        if self.loss not in words and not USER_LOSS.fullmatch(self.loss):
+        if self.loss not in words and not USER_LOSS_PATTERN.fullmatch(self.loss):
             raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(words)}, or FILE.py:FUNCTION")
         if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
             loss, window = Setting("loss", self.loss), Setting("window")
@@ -229,8 +230,8 @@ class ObjectiveSpec:
     entropy_coefficient: float = option(0.0, "policy: X times the entropy is subtracted.", min=0)
     dpo_beta: float = option(0.1, "dpo: scale of the log-ratio to the reference.", min=0)
     label_smoothing: float = option(0.0, "dpo: share of the pairs whose preference is taken for wrong.", min=0, max=0.5)
-    pairs: Pairs = option(
-        Pairs.HALVES,
+    pairs: PairOrder = option(
+        PairOrder.HALVES,
         "dpo: where a pair's sequences are. halves: all chosen, then all rejected; alternate: each chosen one before "
         "its rejected one.",
     )
@@ -240,19 +241,20 @@ class ObjectiveSpec:
         if self.divisor == 0:
             raise UsageError(Setting("divisor", 0), "is not allowed", "Give a number above 0")
         if self.divisor is not None and self.reduction is not Reduction.DIVISOR:
-            given, owner = Setting("divisor", f"{self.divisor:g}"), Setting("reduction", Reduction.DIVISOR)
-            raise UsageError(given, f"is a setting of {owner}", f"Try: {owner} {given}")
+            typed, owner = Setting("divisor", f"{self.divisor:g}"), Setting("reduction", Reduction.DIVISOR)
+            raise UsageError(typed, f"is a setting of {owner}", f"Try: {owner} {typed}")
 
     def check(self, loss: str) -> None:
         """Raise UsageError for an option that was given for another loss than `loss`."""
         for declared in fields(self):
-            owners = objectives_with(declared.name)
+            owners = list_objectives_with(declared.name)
             if loss not in owners and getattr(self, declared.name) != declared.default:
                 owner = Setting("loss", owners[0])
                 raise UsageError(Setting(declared.name), f"is a setting of {owner}", f"Try: {owner}")
 
 
-KEPT_STATES = 2  # the last ones of a run
+# Of a run with --save-every: the last states.
+NUM_KEPT_STATES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,9 +285,11 @@ class StateSpec:
                 f"Try: {folder} {every.with_value(self.save_every)}",
             )
         if self.resume and self.save_every is None:
-            raise UsageError(RESUME, f"goes on from what {every} saved", f"Try: {folder} {every.with_value('N')}")
+            raise UsageError(
+                RESUME_SETTING, f"goes on from what {every} saved", f"Try: {folder} {every.with_value('N')}"
+            )
         if self.resume and self.load_state is not None:
-            raise UsageError.mutually_exclusive(RESUME, Setting("load_state"))
+            raise UsageError.mutually_exclusive(RESUME_SETTING, Setting("load_state"))
         if self.save_state is not None and self.save_state == self.save_model:
             model = Setting("save_model")
             advice = f"Try: {model.with_value(f'{self.save_model}-model')}"
@@ -293,7 +297,7 @@ class StateSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class ReplayParts:
     """What a replay is specified by. Raises UsageError for parts that contradict each other."""
 
     actor: ActorSpec = field(default_factory=ActorSpec)
@@ -304,56 +308,56 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.objective.check(self.measure.loss)
-        one_of_two, optimizer = "Drop one of the two", Setting("optimizer")
+        drop_one, optimizer = "Drop one of the two", Setting("optimizer")
         no_optimizer = f"needs an optimizer, but {optimizer.with_value('none')} was given"
         if self.measure.trace and self.inputs.reverse_rows:
-            raise UsageError(TRACE, "tells rows by their place, and these are fed in reverse", one_of_two)
+            raise UsageError(TRACE_SETTING, "tells rows by their place, and these are fed in reverse", drop_one)
         if self.measure.step and not self.measure.backward:
-            raise UsageError(STEP, f"needs the gradients that {Setting('backward', False)} leaves out", one_of_two)
+            raise UsageError(
+                STEP_SETTING, f"needs the gradients that {Setting('backward', False)} leaves out", drop_one
+            )
         if self.measure.step and self.actor.optimizer == "none":
-            raise UsageError(STEP, no_optimizer, f"Try: {optimizer.with_value('adamw')}")
+            raise UsageError(STEP_SETTING, no_optimizer, f"Try: {optimizer.with_value('adamw')}")
         if self.state.save_every is not None and not self.measure.step:
             every = Setting("save_every", self.state.save_every)
-            raise UsageError(every, "counts optimizer steps", f"Try: {STEP} {every}")
+            raise UsageError(every, "counts optimizer steps", f"Try: {STEP_SETTING} {every}")
         if self.state.resume and (self.measure.trace or self.measure.details):
-            given = TRACE if self.measure.trace else "details of every token"
-            raise UsageError(given, f"needs every pass, and {RESUME} leaves out those done", one_of_two)
+            traced = TRACE_SETTING if self.measure.trace else "details of every token"
+            raise UsageError(traced, f"needs every pass, and {RESUME_SETTING} leaves out those done", drop_one)
         if self.state.save_state or self.state.load_state:
-            given, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")
+            state, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")
             if self.actor.optimizer == "none":
                 advice = f"Try: {model} and {Setting('model')} for weights alone"
-                raise UsageError(given, no_optimizer, advice)
+                raise UsageError(state, no_optimizer, advice)
             if find_declaration(self.actor.backend).state_format is None:
                 other = Setting("backend", find_backends(lambda one: one.state_format is not None)[0])
                 advice = f"Try: {other}, or {model} for weights alone"
-                raise UsageError(given, f"is not there for {self.actor.backend}", advice)
+                raise UsageError(state, f"is not there for {self.actor.backend}", advice)
         if self.state.load_state and self.actor.random_weights:
             raise UsageError.mutually_exclusive(RANDOM_WEIGHTS, Setting("load_state"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplaySpec(Parts):
+class ReplaySpec(ReplayParts):
     """What somebody typed. `auto`, and None where it is no value, is not typed: `resolve` chooses it."""
 
 
-def default_folder() -> Path:
-    """Return the folder of the sample inputs that ship with the project, in a checkout or an installed package."""
-    return _shipped("sample")
+def find_sample_folder() -> Path:
+    """Find the folder of the sample inputs that ship with the project, in a checkout or an installed package."""
+    return _find_shipped_folder("sample")
 
 
-def edge_folder(name: str) -> Path:
-    """Return one of the folders of edge shapes that ship with the project."""
-    return _shipped("edges") / name
+def find_edge_folder(name: str) -> Path:
+    """Find one of the folders of edge shapes that ship with the project."""
+    return _find_shipped_folder("edges") / name
 
 
-def _shipped(name: str) -> Path:
+def _find_shipped_folder(name: str) -> Path:
     # In a checkout it is a link to inputs/, and resolved, so that the header names the folder that people know.
     return (Path(__file__).parents[1] / name).resolve()
 
 
-# Refuse inputs, logs and other folders that are not there.
-#
-# Commands ask this before they import what they work with: torch and transformers alone take seconds.
+# Commands call the checks below before they import what they work with: torch and transformers alone take seconds.
 
 EXAMPLE = "logs/20261121-141757-replay"
 
@@ -361,16 +365,16 @@ EXAMPLE = "logs/20261121-141757-replay"
 def check_inputs(spec: InputsSpec) -> None:
     """Raise UsageError if --inputs is no folder, or --input-file is no file and no pass of a segment's file."""
     file, folder = spec.input_file, spec.inputs
-    given = Setting("input_file", file)
+    setting = Setting("input_file", file)
     if file is not None and file.is_dir():
-        raise UsageError(given, "is a folder", f"Try: replay {Setting('inputs', file)}")
+        raise UsageError(setting, "is a folder", f"Try: replay {Setting('inputs', file)}")
     if file is not None and not file.is_file() and not file.parent.is_file():
-        raise UsageError(given, "does not exist", f"Try: replay inspect {file.parent}")
-    given = Setting("inputs", folder)
+        raise UsageError(setting, "does not exist", f"Try: replay inspect {file.parent}")
+    setting = Setting("inputs", folder)
     if folder is not None and folder.is_file():
-        raise UsageError(given, "is a file", f"Try: replay {Setting('input_file', folder)}")
+        raise UsageError(setting, "is a file", f"Try: replay {Setting('input_file', folder)}")
     if folder is not None and not folder.is_dir():
-        raise UsageError(given, ": no such folder", "Try: replay, for the sample that ships with the project")
+        raise UsageError(setting, ": no such folder", "Try: replay, for the sample that ships with the project")
 
 
 def check_folder(folder: Path, advice: str) -> None:
@@ -385,7 +389,7 @@ def check_log(folder: Path) -> None:
     check_folder(folder, f"Give one that a run left, such as {EXAMPLE}")
 
 
-def check_left_by(command: str, folder: Path, *, option: str = "--continue") -> None:
+def check_result_folder(command: str, folder: Path, *, option: str = "--continue") -> None:
     """Raise UsageError if `folder`, the value of `option`, holds nothing of that command's."""
     if not (folder / f"{command}.json").is_file():
         raise UsageError(f"{option} {folder} holds no {command}.json. Give a folder that `replay {command}` left")

@@ -16,8 +16,8 @@ from typing import Any, Self
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.folder_layout import find_recording_folder
-from replay.options.option_parsing import command_line, set_without_option, spec_from_dict
-from replay.options.spec import ReplaySpec, default_folder
+from replay.options.option_parsing import find_values_without_option, format_command_line, spec_from_dict
+from replay.options.spec import ReplaySpec, find_sample_folder
 
 FORMAT = 1
 FILE = "job.json"
@@ -85,7 +85,7 @@ class ChildJob:
         folder, file = self.spec.inputs.inputs, self.spec.inputs.input_file
         if file is not None:
             return find_recording_folder(file.absolute())
-        return default_folder() if folder is None else folder.absolute()
+        return find_sample_folder() if folder is None else folder.absolute()
 
     def with_log_folder(self, folder: Path) -> Self:
         return replace(self, spec=replace(self.spec, measure=replace(self.spec.measure, log_folder=folder)))
@@ -117,7 +117,7 @@ class ChildJob:
     @property
     def remark(self) -> str:
         """Return a comment, as a shell reads it, with what no option sets; empty if there is nothing."""
-        settings = ", ".join(f"{name}={value}" for name, value in set_without_option(self.spec).items())
+        settings = ", ".join(f"{name}={value}" for name, value in find_values_without_option(self.spec).items())
         return f"{NO_OPTION}{settings}" if settings else ""
 
     def repeat_words(self, *, num_processes: int = 1, python: str = "") -> list[str]:
@@ -127,7 +127,7 @@ class ChildJob:
             program = [python, *(["-m", "torch.distributed.run", *ranks] if ranks else []), "-m", "replay"]
         else:
             program = ["torchrun", *ranks, "-m", "replay"] if ranks else ["replay"]
-        return [*program, *command_line(self.spec)]
+        return [*program, *format_command_line(self.spec)]
 
 
 def _list_changed_settings(part: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from capture.file_format.actor_config import read_actor_config, read_adapter_con
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
-from replay.options.resolved import KERNELS, PACKING, By, Choice
-from replay.options.spec import InputsSpec, Parts, VerdictRule, default_folder
+from replay.options.resolved import KERNELS, PACKING, ChosenBy, ResolvedChoice
+from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
 from replay.verdict.pass_values import list_job_dtypes
@@ -30,7 +30,9 @@ DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
 
 
-def choose_from_job(spec: Parts, first_call: Call | None, selection: Selection, device_type: str) -> list[Choice]:
+def choose_from_job(
+    spec: ReplayParts, first_call: Call | None, selection: Selection, device_type: str
+) -> list[ResolvedChoice]:
     """Choose dtype, packing, kernels and accumulation: as typed, else as `first_call`, a capture of the job, says.
 
     Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
@@ -44,7 +46,7 @@ def choose_from_job(spec: Parts, first_call: Call | None, selection: Selection, 
     ]
 
 
-def apply_choices(actor: ActorSpec, choices: Sequence[Choice]) -> ActorSpec:
+def apply_choices(actor: ActorSpec, choices: Sequence[ResolvedChoice]) -> ActorSpec:
     """Return `actor` with the values of `choices` in its fields."""
     return replace(actor, **{choice.setting.removeprefix("actor."): choice.value for choice in choices})
 
@@ -88,55 +90,57 @@ def choose_job_kernel(
     return ChosenKernel(attention=kernel.word, why=f"as the job's {job_word}" if on_cuda else "")
 
 
-def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -> Choice:
-    def choose(value: Dtype, by: By, why: str = "") -> Choice:
-        return Choice(setting="actor.dtype", value=value, by=by, why=why)
+def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -> ResolvedChoice:
+    def choose(value: Dtype, by: ChosenBy, why: str = "") -> ResolvedChoice:
+        return ResolvedChoice(setting="actor.dtype", value=value, by=by, why=why)
 
     if actor.dtype is not Dtype.AUTO:
-        return choose(actor.dtype, By.TYPED)
+        return choose(actor.dtype, ChosenBy.TYPED)
     if first_call is None or not (job_dtypes := list_job_dtypes(first_call)):
-        return choose(Dtype.BF16, By.DEFAULT, "the inputs do not say what the job computed in")
+        return choose(Dtype.BF16, ChosenBy.DEFAULT, "the inputs do not say what the job computed in")
     coarsest = max(job_dtypes, key=roundoff)
     dtype = DTYPES.get(coarsest, Dtype.FP32)
     if dtype is Dtype.FP16 and device_type == "cpu":
-        return choose(Dtype.FP32, By.MACHINE, "the job computed in float16, which a CPU does not have")
-    return choose(dtype, By.JOB, f"it computed in {coarsest}")
+        return choose(Dtype.FP32, ChosenBy.MACHINE, "the job computed in float16, which a CPU does not have")
+    return choose(dtype, ChosenBy.JOB, f"it computed in {coarsest}")
 
 
-def _choose_packing(spec: Parts, first_call: Call | None, selection: Selection) -> Choice:
+def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selection) -> ResolvedChoice:
     """Choose whether rows are packed, as long as the probe has nothing against it."""
 
-    def choose(value: bool, by: By, why: str = "") -> Choice:
-        return Choice(setting=PACKING, value=value, by=by, why=why)
+    def choose(value: bool, by: ChosenBy, why: str = "") -> ResolvedChoice:
+        return ResolvedChoice(setting=PACKING, value=value, by=by, why=why)
 
     actor = spec.actor
     if actor.packing is not None:
-        return choose(actor.packing, By.TYPED)
+        return choose(actor.packing, ChosenBy.TYPED)
     if actor.is_custom:
-        return choose(False, By.MODEL)
+        return choose(False, ChosenBy.MODEL)
     if actor.parallel.ring > 1:
-        return choose(True, By.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
+        return choose(True, ChosenBy.OPTION, f"--ring {actor.parallel.ring} slices packed rows")
     if selection.padding_predicts:
-        return choose(False, By.JOB, PADDING_PREDICTS)
+        return choose(False, ChosenBy.JOB, PADDING_PREDICTS)
     if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first_call):
-        return choose(False, By.JOB, "its rows were padded, and --verdict strict was given")
-    return choose(True, By.MODEL)
+        return choose(False, ChosenBy.JOB, "its rows were padded, and --verdict strict was given")
+    return choose(True, ChosenBy.MODEL)
 
 
-def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type: str) -> Choice:
+def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type: str) -> ResolvedChoice:
     if actor.kernels is not Kernels.AUTO:
-        return Choice(setting=KERNELS, value=actor.kernels, by=By.TYPED)
+        return ResolvedChoice(setting=KERNELS, value=actor.kernels, by=ChosenBy.TYPED)
     if first_call is not None and first_call.environment.get("kernels") == "liger":
         if lack := find_liger_lack(torch.device(device_type)):
-            return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.MACHINE, why=f"the job used Liger, which {lack}")
-        return Choice(setting=KERNELS, value=Kernels.FUSED, by=By.JOB, why="it used Liger")
-    return Choice(setting=KERNELS, value=Kernels.MODEL, by=By.DEFAULT)
+            return ResolvedChoice(
+                setting=KERNELS, value=Kernels.MODEL, by=ChosenBy.MACHINE, why=f"the job used Liger, which {lack}"
+            )
+        return ResolvedChoice(setting=KERNELS, value=Kernels.FUSED, by=ChosenBy.JOB, why="it used Liger")
+    return ResolvedChoice(setting=KERNELS, value=Kernels.MODEL, by=ChosenBy.DEFAULT)
 
 
-def _choose_accumulation(actor: ActorSpec, selection: Selection) -> Choice:
-    by = By.TYPED if actor.grad_accumulation else By.JOB if selection.has_job_windows else By.DEFAULT
-    why = "as many passes as make its windows" if by is By.JOB else ""
-    return Choice(setting="actor.grad_accumulation", value=selection.grad_accumulation, by=by, why=why)
+def _choose_accumulation(actor: ActorSpec, selection: Selection) -> ResolvedChoice:
+    by = ChosenBy.TYPED if actor.grad_accumulation else ChosenBy.JOB if selection.has_job_windows else ChosenBy.DEFAULT
+    why = "as many passes as make its windows" if by is ChosenBy.JOB else ""
+    return ResolvedChoice(setting="actor.grad_accumulation", value=selection.grad_accumulation, by=by, why=why)
 
 
 def _is_padded(first_call: Call | None) -> bool:
@@ -144,7 +148,7 @@ def _is_padded(first_call: Call | None) -> bool:
     return first_call is not None and not {"position_ids", *BORDER_NAMES} & first_call.tensors.keys()
 
 
-def find_source(spec: Parts) -> ModelSource:
+def find_source(spec: ReplayParts) -> ModelSource:
     """Find the model of a run: the one that --model names, or the job's, whose config lies beside the inputs."""
     folder = find_inputs_folder(spec.inputs)
     try:
@@ -159,7 +163,7 @@ def find_source(spec: Parts) -> ModelSource:
     return source
 
 
-def find_source_on_all(spec: Parts, world: World) -> ModelSource:
+def find_source_on_all(spec: ReplayParts, world: World) -> ModelSource:
     """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
     source: ModelSource | None = None
     problem = ""
@@ -188,10 +192,10 @@ def find_source_on_all(spec: Parts, world: World) -> ModelSource:
 def find_inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
         return find_recording_folder(spec.input_file)
-    return spec.inputs if spec.inputs is not None else default_folder()
+    return spec.inputs if spec.inputs is not None else find_sample_folder()
 
 
-def find_frozen_in_job(spec: Parts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
+def find_frozen_in_job(spec: ReplayParts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
     """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
 
     There are none where the job had an adapter: it froze all other parameters, and if the adapter is merged into the

@@ -16,8 +16,8 @@ from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, Optim
 from actor_init.world import World
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
-from replay.options.declarations import objectives_with
-from replay.options.option_parsing import toggles
+from replay.options.declarations import list_objectives_with
+from replay.options.option_parsing import list_toggles
 from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
@@ -25,13 +25,13 @@ from replay.options.resolved import (
     ONCE_OPEN,
     PACKING,
     TP_PLAN,
-    By,
-    Choice,
+    ChosenBy,
     PartT,
+    ResolvedChoice,
     ResolvedReplay,
-    with_kernel,
+    choose_actor_kernel,
 )
-from replay.options.spec import InputsSpec, Parts, Passes, ReplaySpec
+from replay.options.spec import InputsSpec, Passes, ReplayParts, ReplaySpec
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
     ChosenKernel,
@@ -94,7 +94,7 @@ def resolve(
     source = replace(source, layout=layout, head=head)
     # In `named_actor` the attention option names the chosen kernel. In `actor` the option is still open if nobody has
     # chosen before, which tells `_explain_attention` who chose.
-    named_actor, kernel_name = with_kernel(actor, world.device, source.config)
+    named_actor, kernel_name = choose_actor_kernel(actor, world.device, source.config)
 
     defaults = [
         *_choose_engine_defaults(actor),
@@ -124,7 +124,7 @@ def resolve(
     )
 
 
-def explain_whole_logits(spec: Parts, objective: Objective | None) -> str:
+def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
     """Return why a run needs whole logits, whatever --whole-logits says; empty if it does not."""
     if spec.measure.trace:
         return "the trace holds them"
@@ -133,40 +133,42 @@ def explain_whole_logits(spec: Parts, objective: Objective | None) -> str:
 
 def _explain_attention(
     kernel: ChosenKernel, kernel_name: str, typed: ActorSpec, before_probes: ActorSpec, chosen: ActorSpec
-) -> Choice:
+) -> ResolvedChoice:
     """Tell who chose the attention kernel, and why.
 
     before_probes  with the job's kernel, if it can be had here
     chosen         with the kernel that is right for the layout of rows, before an open choice gets its name
     """
     if typed.attention != Attention.AUTO:
-        by = By.TYPED
+        by = ChosenBy.TYPED
     elif typed.is_custom or chosen.attention != before_probes.attention:
-        by = By.MODEL
+        by = ChosenBy.MODEL
     elif before_probes.attention == Attention.AUTO:
-        by = By.MACHINE
+        by = ChosenBy.MACHINE
     else:
-        by = By.JOB
-    usual_reasons = {By.JOB: "its captures name it", By.MACHINE: "what a CPU has"}
-    return Choice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual_reasons.get(by, ""))
+        by = ChosenBy.JOB
+    usual_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: "what a CPU has"}
+    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual_reasons.get(by, ""))
 
 
-def _explain_packing(packing: Choice, actor: ActorSpec, layout: Layout) -> Choice:
+def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
     """Return the choice of packing as the probe leaves it, with the rows in words."""
-    by = By.MODEL if packing.value != actor.packs else packing.by
+    by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     why = packing.why or layout.why or ("its packed documents stay apart" if actor.packs else "")
-    return replace(packing, value=actor.packs, by=by, why="" if by is By.TYPED and not layout.why else why)
+    return replace(packing, value=actor.packs, by=by, why="" if by is ChosenBy.TYPED and not layout.why else why)
 
 
-def _explain_model(run: Parts, source: ModelSource) -> Iterator[Choice]:
+def _explain_model(run: ReplayParts, source: ModelSource) -> Iterator[ResolvedChoice]:
     is_typed = run.actor.model is not None
-    by, why = (By.TYPED, "") if is_typed else (By.JOB, "its config lies beside the inputs")
-    yield Choice(setting="actor.model", value=source.name, by=by, why=why)
+    by, why = (ChosenBy.TYPED, "") if is_typed else (ChosenBy.JOB, "its config lies beside the inputs")
+    yield ResolvedChoice(setting="actor.model", value=source.name, by=by, why=why)
     if source.adapter is not None:
-        by = By.JOB if run.actor.adapter is None else By.TYPED
-        yield Choice(setting="actor.adapter", value=source.adapter.describe(), by=by)
+        by = ChosenBy.JOB if run.actor.adapter is None else ChosenBy.TYPED
+        yield ResolvedChoice(setting="actor.adapter", value=source.adapter.describe(), by=by)
     if source.frozen:
-        yield Choice(setting="frozen", value=describe_frozen(source.frozen), by=By.JOB, why="it did not train them")
+        yield ResolvedChoice(
+            setting="frozen", value=describe_frozen(source.frozen), by=ChosenBy.JOB, why="it did not train them"
+        )
 
 
 def describe_frozen(names: Collection[str]) -> str:
@@ -175,68 +177,80 @@ def describe_frozen(names: Collection[str]) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
-def _explain_head(actor: ActorSpec, source: ModelSource, why_whole_logits: str) -> Choice:
+def _explain_head(actor: ActorSpec, source: ModelSource, why_whole_logits: str) -> ResolvedChoice:
     assert source.head is not None
     needs_whole_for_options = actor.compile is Compile.DEEPCOMPILE or (
         actor.parallel.tp > 1 and not find_declaration(actor.backend).splits_head
     )
-    by = By.TYPED if actor.whole_logits else By.OPTION if why_whole_logits or needs_whole_for_options else By.MODEL
+    by = (
+        ChosenBy.TYPED
+        if actor.whole_logits
+        else ChosenBy.OPTION
+        if why_whole_logits or needs_whole_for_options
+        else ChosenBy.MODEL
+    )
     why = source.head.why_whole or "its head's logits are the same in chunks of tokens"
-    return Choice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
+    return ResolvedChoice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
 
 
-def _list_choices_of_open_actor(actor: ActorSpec) -> Iterator[Choice]:
-    """Yield the choices that only an open actor can tell; `ResolvedReplay.completed` fills them in."""
+def _list_choices_of_open_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
+    """Yield the choices that only an open actor can tell; `ResolvedReplay.complete` fills them in."""
     if actor.parallel.tp > 1:
-        by = By.MODEL if actor.parallel.tp_plan is TpPlan.AUTO else By.TYPED
-        yield Choice(setting=TP_PLAN, value=ONCE_OPEN, by=by)
+        by = ChosenBy.MODEL if actor.parallel.tp_plan is TpPlan.AUTO else ChosenBy.TYPED
+        yield ResolvedChoice(setting=TP_PLAN, value=ONCE_OPEN, by=by)
     if actor.kernels is Kernels.FUSED:
-        yield Choice(setting=FUSED_MODULES, value=ONCE_OPEN, by=By.MODEL)
+        yield ResolvedChoice(setting=FUSED_MODULES, value=ONCE_OPEN, by=ChosenBy.MODEL)
     if actor.dtype is Dtype.FP16:
-        yield Choice(setting=LOSS_SCALE, value=ONCE_OPEN, by=By.DEFAULT)
+        yield ResolvedChoice(setting=LOSS_SCALE, value=ONCE_OPEN, by=ChosenBy.DEFAULT)
 
 
-def _choose_engine_defaults(actor: ActorSpec) -> Iterator[Choice]:
+def _choose_engine_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
     """Yield the ZeRO stage of the backend, and the settings of torch's optimizer, typed or by default."""
     if find_declaration(actor.backend).shards:
-        by = By.DEFAULT if actor.zero_stage is None else By.TYPED
-        why = "" if by is By.TYPED else f"{actor.backend}'s" + " without an optimizer" * (actor.optimizer == "none")
-        yield Choice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
+        by = ChosenBy.DEFAULT if actor.zero_stage is None else ChosenBy.TYPED
+        why = (
+            "" if by is ChosenBy.TYPED else f"{actor.backend}'s" + " without an optimizer" * (actor.optimizer == "none")
+        )
+        yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
     values = actor.optimizer_settings
     values |= dict(zip(("beta1", "beta2"), values.get("betas", ()), strict=False))
     for name in OPTIMIZER_SETTINGS[actor.optimizer]:
         is_typed = getattr(actor, name) is not None
         why = "" if is_typed else f"torch's, of {actor.optimizer}"
-        yield Choice(setting=f"actor.{name}", value=values[name], by=By.TYPED if is_typed else By.DEFAULT, why=why)
+        yield ResolvedChoice(
+            setting=f"actor.{name}", value=values[name], by=ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT, why=why
+        )
 
 
-def _choose_inputs_default(inputs: InputsSpec) -> Iterator[Choice]:
+def _choose_inputs_default(inputs: InputsSpec) -> Iterator[ResolvedChoice]:
     if inputs.input_file is None:
-        by, why = (By.TYPED, "") if inputs.inputs else (By.DEFAULT, "the sample that ships with the project")
-        yield Choice(setting="inputs.inputs", value=find_inputs_folder(inputs), by=by, why=why)
+        by, why = (
+            (ChosenBy.TYPED, "") if inputs.inputs else (ChosenBy.DEFAULT, "the sample that ships with the project")
+        )
+        yield ResolvedChoice(setting="inputs.inputs", value=find_inputs_folder(inputs), by=by, why=why)
 
 
-def _choose_clip_default(run: Parts) -> Iterator[Choice]:
+def _choose_clip_default(run: ReplayParts) -> Iterator[ResolvedChoice]:
     objective = run.objective
-    if run.measure.loss in objectives_with("clip_high") and objective.clip_high is None:
+    if run.measure.loss in list_objectives_with("clip_high") and objective.clip_high is None:
         value, why = objective.clip_low, "as --clip-low"
-        yield Choice(setting="objective.clip_high", value=value, by=By.DEFAULT, why=why)
+        yield ResolvedChoice(setting="objective.clip_high", value=value, by=ChosenBy.DEFAULT, why=why)
 
 
-def _apply_defaults(part: PartT, name: str, defaults: Sequence[Choice]) -> PartT:
+def _apply_defaults(part: PartT, name: str, defaults: Sequence[ResolvedChoice]) -> PartT:
     """Return `part` with the values of those defaults that are settings of the part `name`."""
     values = {choice.setting.removeprefix(f"{name}."): choice.value for choice in defaults}
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})
 
 
-def _add_typed(choices: Sequence[Choice], spec: ReplaySpec) -> list[Choice]:
+def _add_typed(choices: Sequence[ResolvedChoice], spec: ReplaySpec) -> list[ResolvedChoice]:
     """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
     by_setting = {choice.setting: choice for choice in choices}
-    in_option_order: dict[str, Choice] = {}
-    for toggle in toggles():
-        setting, value = f"{toggle.part}.{toggle.field}", toggle.value_in(spec)
+    in_option_order: dict[str, ResolvedChoice] = {}
+    for toggle in list_toggles():
+        setting, value = f"{toggle.part}.{toggle.field}", toggle.read_value(spec)
         if setting in by_setting:
             in_option_order[setting] = by_setting[setting]
         elif value != toggle.default:
-            in_option_order[setting] = Choice(setting=setting, value=value, by=By.TYPED)
+            in_option_order[setting] = ResolvedChoice(setting=setting, value=value, by=ChosenBy.TYPED)
     return list((in_option_order | by_setting).values())

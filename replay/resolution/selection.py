@@ -20,8 +20,8 @@ from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplaya
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import in_flags
-from replay.options.spec import InputsSpec, LossName, Order, Passes, check_inputs, default_folder
+from replay.options.option_parsing import spell_flags
+from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines
 from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
@@ -143,10 +143,10 @@ class CaptureReader:
             call = read_call(file.path)
             batch = call.micro_batch()
         except NotReplayableError as error:
-            self.unreplayable.append((file.path, in_flags(error)))
+            self.unreplayable.append((file.path, spell_flags(error)))
             return None
         except CaptureError as error:
-            self.damaged.append((file.path, in_flags(error)))
+            self.damaged.append((file.path, spell_flags(error)))
             return None
         num_tokens, num_after_padding = self._count_loss_tokens(batch)
         return SelectedCapture(
@@ -198,7 +198,7 @@ def select(
         rounds = rounds[spec.skip_inputs :]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
-        folder = spec.inputs if spec.inputs is not None else default_folder()
+        folder = spec.inputs if spec.inputs is not None else find_sample_folder()
         files = _require_captures(folder)
         missing = _count_not_recorded(folder)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
@@ -233,12 +233,12 @@ def select(
 
 def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) -> list[tuple[SelectedCapture, ...]]:
     """Return the rounds of --pick-inputs, or all without it. Raises UsageError for a number that none has."""
-    if spec.picked is None:
+    if spec.picked_numbers is None:
         return rounds
-    if missing_numbers := [number for number in spec.picked if number >= len(rounds)]:
+    if missing_numbers := [number for number in spec.picked_numbers if number >= len(rounds)]:
         picked, why = Setting("pick_inputs", missing_numbers[0]), f": each data rank has {len(rounds)} inputs"
         raise UsageError(picked, why, f"Give numbers from 0 to {len(rounds) - 1}")
-    return [rounds[number] for number in spec.picked]
+    return [rounds[number] for number in spec.picked_numbers]
 
 
 def _describe_round(captures: Sequence[SelectedCapture]) -> InputRound:
@@ -312,7 +312,7 @@ def _deal(
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(files)
         ordered, sentence = reader.read(files), f"shuffled with seed {spec.random_seed}"
-    elif spec.order is Order.WORST:
+    elif spec.order is InputOrder.WORST:
         ordered = iter(sorted(reader.read(files), key=partial(_make_size_key, packs=packs), reverse=True))
         sentence = f"most {'real' if packs else 'padded'} tokens first"
     else:
@@ -320,7 +320,7 @@ def _deal(
     captures: Iterable[SelectedCapture] = _repeat(ordered, spec.epochs)
     dealing = f"{sentence}, dealt in turn to {num_data_ranks} data ranks" if num_data_ranks > 1 else sentence
     columns: list[int] | None = None
-    if num_data_ranks > 1 and not spec.shuffle_inputs and spec.order is Order.RECORDED:
+    if num_data_ranks > 1 and not spec.shuffle_inputs and spec.order is InputOrder.RECORDED:
         captures = list(captures)
         job_ranks = {capture.rank for capture in captures}
         if len(job_ranks) == num_data_ranks and None not in job_ranks:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import in_flags, spec_from_dict
-from replay.options.spec import EXAMPLE, Parts, check_log
+from replay.options.option_parsing import spec_from_dict, spell_flags
+from replay.options.spec import EXAMPLE, ReplayParts, check_log
 from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
@@ -18,7 +18,7 @@ from replay.runlog.writer import INTERRUPTED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PastRun(Parts):
+class PastRun(ReplayParts):
     """A run that finished, with every pass on every rank.
 
     command  without the launcher
@@ -173,7 +173,7 @@ def read_lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
         try:
             records.append(parse_line(line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
-            return records, in_flags(error)
+            return records, spell_flags(error)
     return records, f"{path.name} is cut short in line {len(lines) + 1}" if unfinished else None
 
 

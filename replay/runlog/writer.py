@@ -22,7 +22,7 @@ from typing import IO
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.options.option_parsing import command_line, spec_to_dict
+from replay.options.option_parsing import format_command_line, spec_to_dict
 from replay.options.resolved import ResolvedReplay
 from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RunEnd, RunFile, RunInputs, RunStart, RunWork
@@ -101,7 +101,7 @@ class Logbook:
         spec = resolved.to_spec()
         start = RunStart(
             started=self._began.isoformat(timespec="seconds"),
-            command=shlex.join(["replay", *command_line(spec)]),
+            command=shlex.join(["replay", *format_command_line(spec)]),
             spec=spec_to_dict(spec),
             resolved=[to_json(choice) for choice in resolved.choices],
             facts=facts,

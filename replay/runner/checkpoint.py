@@ -26,7 +26,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import view_bytes
-from replay.options.option_parsing import as_typed, in_flags
+from replay.options.option_parsing import spell_flags, spell_setting
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
 from replay.output.text import Pairs, format_gibibytes, join_lines, pluralise
@@ -208,7 +208,7 @@ def _wrap_saving_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SavingError(f"{what} could not be saved and does not exist: {join_lines(in_flags(error))}") from error
+        raise SavingError(f"{what} could not be saved and does not exist: {join_lines(spell_flags(error))}") from error
 
 
 def describe_unsaved(spec: StateSpec) -> Pairs:
@@ -219,7 +219,8 @@ def describe_unsaved(spec: StateSpec) -> Pairs:
         if not (folder.is_dir() and _count_bytes(folder))
     }
     return [
-        ("not saved", f"{as_typed(Setting(name, folder))}: the run did not succeed") for name, folder in unsaved.items()
+        ("not saved", f"{spell_setting(Setting(name, folder))}: the run did not succeed")
+        for name, folder in unsaved.items()
     ]
 
 

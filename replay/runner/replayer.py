@@ -22,7 +22,7 @@ from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.file_format.optimizer_step import Sample
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
-from replay.options.option_parsing import in_flags
+from replay.options.option_parsing import spell_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
@@ -146,7 +146,7 @@ class ReopenableActor:
             self.backend = self._open_backend()
         except Exception as error:
             raise ReopeningError(
-                f"the actor could not be opened again after the failed pass: {in_flags(error)}"
+                f"the actor could not be opened again after the failed pass: {spell_flags(error)}"
             ) from error
 
 
@@ -280,7 +280,7 @@ class Replayer:
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
             return PassEvidence(failed, recorded, ReplayedPass()), exit_error
         except Exception as error:
-            failed = replace(record, error=join_lines(in_flags(error)), error_type=type(error).__name__)
+            failed = replace(record, error=join_lines(spell_flags(error)), error_type=type(error).__name__)
             return PassEvidence(failed, recorded, ReplayedPass()), error
 
     def _run_micro_batch(

@@ -21,7 +21,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from replay.objective.objective import Objective
-from replay.options.resolved import ATTENTION, By, ResolvedReplay
+from replay.options.resolved import ATTENTION, ChosenBy, ResolvedReplay
 from replay.resolution.job_defaults import DTYPES
 from replay.resolution.selection import Selection
 from replay.runlog.writer import list_versions
@@ -117,12 +117,12 @@ def make_rounding_variant(
     actor = replace(actor, attention=kernel if can_change else chosen, gradient_checkpointing=kernel == Attention.EAGER)
     measure = replace(spec.measure, trace=False, details=False)
     inputs = replace(spec.inputs, reverse_rows=not has_dropout)
-    return spec.variant(why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
+    return spec.derive_variant(why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
 
 
 def _find_chosen_kernel(spec: ResolvedReplay) -> str:
     """Return the kernel that was typed, or the job's or the model's; auto where this machine chose it."""
-    return Attention.AUTO if spec.chosen_by(ATTENTION) is By.MACHINE else spec.actor.attention
+    return Attention.AUTO if spec.find_chooser(ATTENTION) is ChosenBy.MACHINE else spec.actor.attention
 
 
 def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
@@ -244,7 +244,7 @@ def make_fp32_variant(spec: ResolvedReplay) -> ResolvedReplay:
     if attention != Attention.AUTO and not find_kernel(attention).packed.limits.has_fp32:
         attention = Attention.AUTO
     actor = replace(spec.actor, dtype=Dtype.FP32, attention=attention)
-    return spec.variant(why="--second-opinion", actor=actor, measure=measure)
+    return spec.derive_variant(why="--second-opinion", actor=actor, measure=measure)
 
 
 def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bool:

@@ -110,7 +110,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     earlier = EarlierPasses.read(latest_state, selection, world) if latest_state is not None else EarlierPasses()
     state_folder = earlier.folder or find_state_to_load(resolved.state)
     source = load_state_weights(resolved, original_source, world, state_folder)
-    resolved = resolved.variant(why="the state that is loaded", source=source)
+    resolved = resolved.derive_variant(why="the state that is loaded", source=source)
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
     # Rank 0 made the folder; on nodes that share no disk with it there is none yet.
@@ -119,7 +119,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         full_names = measure.full_names or not have_distinct_short_names([path.name for path in selection.inputs])
         console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
         actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
-        resolved = resolved.completed(actor.backend.facts(), actor.backend.loss_scale())
+        resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         weight_checker = WeightChecker(source)
         session = Session(

@@ -17,7 +17,7 @@ from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.facts import Setting
-from replay.options.spec import KEPT_STATES, StateSpec
+from replay.options.spec import NUM_KEPT_STATES, StateSpec
 from replay.resolution.selection import Selection
 from replay.runlog.reader import read_lines
 from replay.runlog.records import PassRecord
@@ -97,7 +97,7 @@ class FolderStateStore:
         with create_whole_folder(self.folder / name_state_folder(num_steps), world) as unfinished:
             write(unfinished)
         if world.rank == 0:
-            for old_folder in find_whole_states(self.folder)[:-KEPT_STATES]:
+            for old_folder in find_whole_states(self.folder)[:-NUM_KEPT_STATES]:
                 shutil.rmtree(old_folder, ignore_errors=True)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from capture.progress_bar import ProgressBar
-from replay.options.resolved import Choice
+from replay.options.resolved import ResolvedChoice
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import (
     PHASES,
@@ -33,7 +33,7 @@ DROPPED_COLUMNS = ("padded", "rows", "wait ms")
 SHORT_PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
-def build_choice_table(choices: Sequence[Choice]) -> Columns:
+def build_choice_table(choices: Sequence[ResolvedChoice]) -> Columns:
     """Return a row for each setting: its value, who chose it, and why."""
     return {
         "setting": [_name_option(choice.setting) for choice in choices],

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture.file_format.actor_config import read_actor_config
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
@@ -71,7 +71,7 @@ STEPPING = f"--dtype fp32 --step --max-inputs {NUM_STEPS} --learning-rate {LEARN
 
 def save_model(folder: Path) -> Path:
     """The sample's model with weights of Hugging Face's own making, as a checkpoint in `folder`."""
-    config = read_actor_config(default_folder())
+    config = read_actor_config(find_sample_folder())
     assert config is not None
     config = {**config, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -117,10 +117,10 @@ def check_losses_and_norms(row: Row, log: Path, reference: Reference) -> None:
     records = records_of(log)
     assert len({record.source for record in records}) == row.max_inputs * row.num_ranks
     for record in records:
-        expected = reference.answer(default_folder() / record.source).loss
+        expected = reference.answer(find_sample_folder() / record.source).loss
         assert record.result.loss == pytest.approx(expected, rel=LOSS_BOUND), record.source
     for window in windows_of(records, row.accumulation).values():
-        expected = reference.gradient_norm([default_folder() / record.source for record in window])
+        expected = reference.gradient_norm([find_sample_folder() / record.source for record in window])
         for record in window:
             is_last = (record.index + 1) % row.accumulation == 0
             norm = pytest.approx(expected, rel=NORM_BOUND) if is_last else None
@@ -132,7 +132,7 @@ def check_clipped_steps(log: Path, model_folder: Path) -> None:
     records = records_of(log)
     assert len(records) == NUM_STEPS
     expected = Reference(model_folder).clipped_steps(
-        [default_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM
+        [find_sample_folder() / record.source for record in records], learning_rate=LEARNING_RATE, max_norm=MAX_NORM
     )
     assert [record.result.loss for record in records] == pytest.approx([loss for loss, _ in expected], rel=LOSS_BOUND)
     assert [record.result.grad_norm for record in records] == pytest.approx(

@@ -21,7 +21,7 @@ from replay.agreement.noise_floor import ROUNDING_VARIATIONS, JudgedCell, Matrix
 from replay.agreement.plan import Cell, MatrixContext, plan_matrix
 from replay.agreement.rows import ParityRow, RowState
 from replay.comparison.differences import compare
-from replay.options.spec import edge_folder
+from replay.options.spec import find_edge_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from replay.tracing.distances import measure_distances
@@ -77,7 +77,7 @@ def ground_of(
         must_pack=group == EDGE_DOCUMENTS,
         group=group,
     )
-    inputs = {"inputs": str(edge_folder(EDGES[group]))} if group else {}
+    inputs = {"inputs": str(find_edge_folder(EDGES[group]))} if group else {}
     planned = plan_matrix(list(settings), {"model": str(config), **inputs, **options}, here)
     assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
     return Ground(cells=planned.cells, model=model, options=options, group=group)

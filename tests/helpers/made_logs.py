@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import build_replay_spec
 from replay.options.spec import ReplaySpec
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
@@ -58,7 +58,9 @@ def write_log(
     given = {
         name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    spec = spec or replay_spec({name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()})
+    spec = spec or build_replay_spec(
+        {name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()}
+    )
     folder.mkdir(parents=True)
     ranks = sorted({one.rank for one in records})
     books = [Logbook(folder, rank) for rank in ranks]

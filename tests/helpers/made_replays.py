@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from replay.options.resolved import Choice, ResolvedReplay
+from replay.options.resolved import ResolvedChoice, ResolvedReplay
 from replay.options.spec import ReplaySpec
 
 
@@ -12,7 +12,7 @@ class MadeReplay(ResolvedReplay):
     typed: ReplaySpec
 
     @classmethod
-    def of(cls, spec: ReplaySpec, *choices: Choice) -> Self:
+    def of(cls, spec: ReplaySpec, *choices: ResolvedChoice) -> Self:
         """A replay whose log has the options of `spec`."""
         return cls(
             actor=spec.actor.with_defaults(),

@@ -7,7 +7,7 @@ from typing import Any
 from replay.agreement.noise_floor import CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, Role
 from replay.agreement.rows import ParityRow, RowState
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import build_replay_spec
 from replay.options.spec import ReplaySpec
 from replay.runlog.records import PassRecord
 from tests.helpers.made_logs import passed, write_log
@@ -40,7 +40,7 @@ class Made:
         **changes: Any,
     ) -> None:
         """A run whose losses are `factor` of the reference's."""
-        spec = spec or replay_spec({"dtype": dtype})
+        spec = spec or build_replay_spec({"dtype": dtype})
         own = [passed(index, letter, factor * 2.0) for index, letter in enumerate(NAMES)]
         folder = write_log(self.home / name, records or own, spec=spec, **{"work": CONFIG, **changes})
         role = Role.REFERENCE if name == reference else Role.EQUIVALENT if varies else role

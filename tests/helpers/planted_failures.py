@@ -11,7 +11,7 @@ from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import FolderWriter
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from tests.helpers import failing_inputs
 from tests.helpers.made_captures import write_pass
 from tests.helpers.planted_losses import EARLIER, TOKEN
@@ -67,7 +67,7 @@ def other_numbers(home: Path) -> Path:
     """Take the passes of the sample that were done with the weights at the beginning; one row gets another number."""
     folder = home / "inputs"
     folder.mkdir()
-    chosen = [call for path in capture_files(default_folder()) if (call := read_call(path)).trains][:2]
+    chosen = [call for path in capture_files(find_sample_folder()) if (call := read_call(path)).trains][:2]
     first = [call for call in chosen if call.origin.rank == 0][:1]
     with FolderWriter(folder, segment=None) as writer:
         for number in range(4):
@@ -77,7 +77,7 @@ def other_numbers(home: Path) -> Path:
                 sums[1] *= 1.1 if number == 2 else 1.0
                 origin = replace(call.origin, step=number)
                 writer.write(replace(call, outputs={**outputs, "output_row_sums": sums}, origin=origin))
-    (folder / "actor.json").write_bytes((default_folder() / "actor.json").read_bytes())
+    (folder / "actor.json").write_bytes((find_sample_folder() / "actor.json").read_bytes())
     return folder
 
 

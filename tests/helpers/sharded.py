@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
@@ -110,7 +110,7 @@ class Outcome(NamedTuple):
 
     def check_losses(self, bound: float = LOSS_BOUND) -> None:
         for record in (record for window in self.windows() for record in window):
-            expected = self.reference.answer(default_folder() / record.source).loss
+            expected = self.reference.answer(find_sample_folder() / record.source).loss
             assert record.result.loss == pytest.approx(expected, rel=bound), record.source
 
     def check_norms(self, bound: float = NORM_BOUND) -> None:
@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
 
 
 def sources_of(window: list[PassRecord]) -> list[Path]:
-    return [default_folder() / source for source in sorted({record.source for record in window})]
+    return [find_sample_folder() / source for source in sorted({record.source for record in window})]
 
 
 def save_model(folder: Path, seed: int, config: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import typer
 
 from replay.command_line import subcommands
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_folder
 
 
 def toy(
     folder: Path = typer.Argument(help="Folder of captures."),  # noqa: B008
     at_least: int = typer.Option(1, min=1, metavar="N", help="Exit with 1 if there are fewer than N captures."),
-) -> Action:
+) -> CommandAction:
     """Count the captures of a folder.
 
     Exit code 0: as many as wanted; 1: fewer.

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_log
 
 
@@ -24,7 +24,7 @@ def compare(
     plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
     json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
     full_names: bool = typer.Option(False, "--full-names", help="Print names of captures whole, not as `rank0 #4`."),
-) -> Action:
+) -> CommandAction:
     """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
 
     The runs must do the same work: the same model, weights, inputs and loss. Other code of --model or --loss, and

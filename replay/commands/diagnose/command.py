@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.on_ray.ranks import run_here_or_on_ray
-from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs, is_objective
 from replay.processes.child_job import ChildJob
@@ -27,7 +27,7 @@ def _serves_diagnose(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_serves_diagnose)
+@partial(add_options, serves=_serves_diagnose)
 @partial(with_ray_options, of_one_replay=True)
 def diagnose(
     context: typer.Context,
@@ -41,12 +41,12 @@ def diagnose(
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     ray: RayOptions | None = None,
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
 
     Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
     """
-    run = replay_spec(given)
+    run = build_replay_spec(given)
     if is_objective(run.measure.loss):
         raise UsageError(
             f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "

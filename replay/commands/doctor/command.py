@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.processes.launch import refuse_launcher
 
 
@@ -17,7 +17,7 @@ def doctor(
     time_limit: float = typer.Option(
         60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
     ),
-) -> Action:
+) -> CommandAction:
     """Check what works on this machine, and say what to type where something does not. Needs no GPU and no captures.
 
     Exit code 0 if everything works that `replay` without options needs here, else 1.

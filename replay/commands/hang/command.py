@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_folder
 
 
@@ -16,7 +16,7 @@ def hang(
         "--equal-shapes",
         help="The job gathers tensors of its rows' shape over the ranks, so each pass needs equal shapes.",
     ),
-) -> Action:
+) -> CommandAction:
     """Say which rank of a job that hung was behind, and where; and whether all ranks would have met in each pass.
 
     No model is run. Exit code 0: nothing happened, and the ranks' passes fit together; 1: a rank was behind or failed,

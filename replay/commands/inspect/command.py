@@ -5,11 +5,11 @@ from pathlib import Path
 
 import typer
 
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_folder
 
 
-def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> Action:  # noqa: B008
+def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> CommandAction:  # noqa: B008
     """Show what a folder holds: passes, ranks, shapes, damaged files."""
     return partial(_inspect, folder)
 

@@ -32,7 +32,7 @@ from capture.file_format.segment_record import (
     as_table,
     from_microseconds,
 )
-from replay.options.option_parsing import in_flags
+from replay.options.option_parsing import spell_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
 from replay.post_mortem.blocking_ranks import read_last_sightings
@@ -153,11 +153,11 @@ class Totals:
             call = read_call(path)
             counts = Counts.from_batch(call.micro_batch())
         except NotReplayableError as error:
-            self.unreplayable.append((path, in_flags(error)))
+            self.unreplayable.append((path, spell_flags(error)))
             self.num_by_format["that cannot be replayed"] += 1
             return
         except CaptureError as error:
-            self._damaged.append((path, in_flags(error)))
+            self._damaged.append((path, spell_flags(error)))
             return
         self.num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         self._kind(call.trains).add(call.origin.rank, counts)
@@ -173,7 +173,7 @@ class Totals:
         try:
             segment = Segment.open(path)
         except CaptureError as error:
-            self._damaged.append((path, in_flags(error)))
+            self._damaged.append((path, spell_flags(error)))
             return
         if reason := describe_damage(segment):
             self._damaged.append((path, reason))
@@ -219,7 +219,7 @@ class Totals:
         try:
             self._see_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
         except CaptureError as error:
-            self._damaged.append((path, in_flags(error)))
+            self._damaged.append((path, spell_flags(error)))
 
     def missing_ranks(self) -> list[int]:
         """List the ranks of the job's world of which there is no pass; none where captures do not name their rank."""
@@ -364,7 +364,7 @@ def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[Ran
         hang = describe_hang(read_last_sightings(folder))
         not_recorded = count_not_recorded(folder)
     except CaptureError as error:
-        damaged.append((folder, in_flags(error)))
+        damaged.append((folder, spell_flags(error)))
         return [], [], {}
     incidents = [
         RankIncident(rank=record.rank, incident=one, num_others=record.num_others)
@@ -379,7 +379,7 @@ def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
     try:
         config = read_actor_config(folder)
     except CaptureError as error:
-        damaged.append((folder / "actor.json", in_flags(error)))
+        damaged.append((folder / "actor.json", spell_flags(error)))
         return "actor.json cannot be read"
     return "no actor.json: replay needs --model" if config is None else describe_model(config)
 

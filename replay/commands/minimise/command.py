@@ -9,8 +9,8 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.campaign.command_options import action_to_begin, action_to_continue
-from replay.options.option_parsing import Action, Toggle, refuse_typed, replay_spec, with_options
-from replay.options.spec import check_left_by
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec, refuse_typed
+from replay.options.spec import check_result_folder
 from replay.processes.launch import refuse_launcher
 
 # The defaults of the fields of `Limits` in trials.py.
@@ -22,7 +22,7 @@ def _applies_to_minimise(toggle: Toggle) -> bool:
     return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
 
 
-@partial(with_options, serves=_applies_to_minimise)
+@partial(add_options, serves=_applies_to_minimise)
 def minimise(
     processes: int | None = typer.Option(
         None,
@@ -61,7 +61,7 @@ def minimise(
         None, "--continue", metavar="PATH", help="Go on with what a folder of minimise's holds; nothing is run twice."
     ),
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Find the fewest files, rows, tokens, layers, ranks and options with which a replay still fails.
 
     Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
@@ -79,14 +79,16 @@ def minimise(
             "processes": processes
         }
         refuse_typed(other_options, f"--cell {cell!r} has its options from {parity}")
-        return partial(_minimise_cell, parity, cell, replay_spec(given).measure.log_folder, DEFAULTS | limits, redact)
-    spec = replay_spec(given)
+        return partial(
+            _minimise_cell, parity, cell, build_replay_spec(given).measure.log_folder, DEFAULTS | limits, redact
+        )
+    spec = build_replay_spec(given)
     return action_to_begin("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:
     refuse_launcher("minimise")
-    check_left_by("parity", parity, option="--parity")
+    check_result_folder("parity", parity, option="--parity")
     from replay.commands.minimise import runs
 
     return runs.begin_with_cell(parity, cell, logs, limits, redact=redact)

@@ -22,7 +22,7 @@ from actor_init.as_json import to_json
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_folder
 from capture.file_format.micro_batch import CaptureError
-from replay.options.option_parsing import Toggle, command_line, toggles, with_values
+from replay.options.option_parsing import Toggle, format_command_line, list_toggles, replace_values
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def arguments(self) -> list[str]:
-        return command_line(self.spec)
+        return format_command_line(self.spec)
 
     @property
     def contents(self) -> str:
@@ -78,20 +78,20 @@ class Candidate:
 
     def without_options(self, dropped: Sequence[Toggle]) -> "Candidate":
         """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
-        return replace(self, spec=with_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
+        return replace(self, spec=replace_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
         """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
-        toggle = next(declared for declared in toggles() if declared.flag == flag)
-        return replace(self, spec=with_values(self.spec, [(toggle, value)]))
+        toggle = next(declared for declared in list_toggles() if declared.flag == flag)
+        return replace(self, spec=replace_values(self.spec, [(toggle, value)]))
 
 
 def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
     options: dict[tuple[str, str], Toggle] = {}
-    for toggle in toggles():
-        value = toggle.value_in(spec)
-        is_default = value == toggle.default or (toggle.is_switch and toggle.sets != value)
+    for toggle in list_toggles():
+        value = toggle.read_value(spec)
+        is_default = value == toggle.default or (toggle.is_switch and toggle.switch_value != value)
         if toggle.field not in FIELDS_OF_TRIALS and not is_default:
             # Of a field's options its own comes first, then its switches. The first one that fits is kept.
             options.setdefault((toggle.part, toggle.field), toggle)
@@ -100,7 +100,7 @@ def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
 
 def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec with the defaults of what minimise sets in every trial."""
-    defaults = {toggle.field: toggle.default for toggle in toggles() if toggle.field in FIELDS_OF_TRIALS}
+    defaults = {toggle.field: toggle.default for toggle in list_toggles() if toggle.field in FIELDS_OF_TRIALS}
     log_folder = defaults.pop("log_folder")
     return replace(spec, inputs=replace(spec.inputs, **defaults), measure=replace(spec.measure, log_folder=log_folder))
 

@@ -27,7 +27,7 @@ from replay.commands.minimise.failure import JOB_DIFFERENCES, ReplayFailure, Rep
 from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.commands.minimise.trials import MinimiseLog, ParityCell
 from replay.options.option_parsing import spec_from_dict
-from replay.options.spec import USER_LOSS, ReplaySpec
+from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec
 from replay.output.text import join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
@@ -160,7 +160,7 @@ def _make_paths_absolute(best: Candidate) -> Candidate:
 
 def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     """Return the options that name files: flag, value and path."""
-    loss, model = USER_LOSS.fullmatch(spec.measure.loss), spec.actor.custom_model
+    loss, model = USER_LOSS_PATTERN.fullmatch(spec.measure.loss), spec.actor.custom_model
     options = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
     if spec.actor.model is not None:
         options.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))

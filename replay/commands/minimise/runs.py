@@ -28,7 +28,7 @@ from replay.commands.minimise.trials import (
     ParityCell,
     read_cell,
 )
-from replay.options.option_parsing import command_line, in_flags
+from replay.options.option_parsing import format_command_line, spell_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
@@ -51,7 +51,7 @@ def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any]
             f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
         )
     words = words_for({"processes": num_processes if num_processes > ranks else None})
-    return _begin(spec, num_processes, limits, redact=redact, words=[*words, *command_line(spec)])
+    return _begin(spec, num_processes, limits, redact=redact, words=[*words, *format_command_line(spec)])
 
 
 def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
@@ -270,7 +270,7 @@ class _Minimisation:
             shown_failure, _ = self._repeat_until_shown(trial)
         except (CaptureError, UsageError) as error:
             self.is_new = True
-            self._add_trial(trial, None, f"no replay: {in_flags(error)}", [])
+            self._add_trial(trial, None, f"no replay: {spell_flags(error)}", [])
         if shown_failure is None:
             shutil.rmtree(inputs, ignore_errors=True)
         self.failures[candidate] = shown_failure

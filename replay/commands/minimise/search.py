@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from actor_init.spec import UsageError
 from replay.commands.minimise.cutting import BY_ROW, MIN_COLUMNS, Candidate, CaptureShape, Cut
 from replay.commands.minimise.failure import JOB_DIFFERENCES, ReplayFailure
-from replay.options.declarations import objectives_with
-from replay.options.spec import Pairs
+from replay.options.declarations import list_objectives_with
+from replay.options.spec import PairOrder
 
 Item = TypeVar("Item")
 # The most layers that are tried, where nothing says how many the model has.
@@ -187,9 +187,9 @@ class MinimiseSearch:
     def _group_rows(self, cut: Cut) -> list[tuple[int, ...]]:
         """Return the rows that go together: pairs, where the loss is of pairs."""
         spec = self.best.spec
-        if spec.measure.loss not in objectives_with("pairs") or len(cut.rows) % 2:
+        if spec.measure.loss not in list_objectives_with("pairs") or len(cut.rows) % 2:
             return [(row,) for row in cut.rows]
-        if spec.objective.pairs is Pairs.HALVES:
+        if spec.objective.pairs is PairOrder.HALVES:
             return list(zip(cut.rows[: len(cut.rows) // 2], cut.rows[len(cut.rows) // 2 :], strict=True))
         return list(zip(cut.rows[::2], cut.rows[1::2], strict=True))
 
@@ -217,22 +217,22 @@ class MinimiseSearch:
 
     def _reduce_options(self) -> None:
         fixed = ("--num-layers", *LIMITS, *self.fixed)
-        toggles = [toggle for toggle in self.best.changed_options if toggle.flag not in fixed]
+        list_toggles = [toggle for toggle in self.best.changed_options if toggle.flag not in fixed]
         if self.best.num_processes > 1:
-            toggles = [toggle for toggle in toggles if toggle.part != "actor.parallel"]
-        if not toggles:
+            list_toggles = [toggle for toggle in list_toggles if toggle.part != "actor.parallel"]
+        if not list_toggles:
             return
 
         def shows(kept_toggles: Sequence[Any]) -> bool:
             smaller = _build_valid(
-                lambda: start.without_options([toggle for toggle in toggles if toggle not in kept_toggles])
+                lambda: start.without_options([toggle for toggle in list_toggles if toggle not in kept_toggles])
             )
             step_name = "options " + (" ".join(toggle.flag for toggle in kept_toggles) or "none")
             return smaller is not None and self._try(smaller, step_name)
 
         start = self.best
-        if not shows([]) and len(toggles) > 1:
-            ddmin(toggles, shows)
+        if not shows([]) and len(list_toggles) > 1:
+            ddmin(list_toggles, shows)
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
             candidate = _build_valid(lambda: self.best.with_option("--random-weights", True))

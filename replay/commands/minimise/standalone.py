@@ -27,8 +27,8 @@ from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.commands.minimise.failure import JOB_DIFFERENCES, FailureKind, ReplayFailure, mask
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import in_flags
-from replay.options.spec import USER_LOSS, ReplaySpec
+from replay.options.option_parsing import spell_flags
+from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec
 from replay.processes.launch import without_launcher
 
 SCRIPT, DATA = "repro.py", "repro.pt"
@@ -123,7 +123,7 @@ def write_standalone(
             return Standalone(shows=False, why="the model has an adapter")
         data = {"config": strip_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
-        return Standalone(shows=False, why=in_flags(error))
+        return Standalone(shows=False, why=spell_flags(error))
     origins = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
     if failure.kind in JOB_DIFFERENCES:
         # With other weights the numbers differ in any case.
@@ -182,13 +182,13 @@ def _prepare_passes(inputs: Path, spec: ReplaySpec, source: ModelSource) -> list
             "action_mask": fed.action_mask_BA,
             "recorded": None if sums is None else torch.tensor(sums, dtype=torch.float64),
         }
-        user_tensors = {**call.tensors, **call.notes} if USER_LOSS.fullmatch(spec.measure.loss) else {}
+        user_tensors = {**call.tensors, **call.notes} if USER_LOSS_PATTERN.fullmatch(spec.measure.loss) else {}
         passes.append({**tensors, "trains": call.trains, "tensors": user_tensors})
     return passes
 
 
 def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: bool) -> str:
-    own_loss = USER_LOSS.fullmatch(spec.measure.loss)
+    own_loss = USER_LOSS_PATTERN.fullmatch(spec.measure.loss)
     is_number = failure.kind in JOB_DIFFERENCES
     imports = ["import sys", "from pathlib import Path", *(["from types import SimpleNamespace"] if own_loss else [])]
     attention = "eager" if spec.actor.attention == Attention.EAGER else "sdpa"

@@ -48,7 +48,7 @@ class ParityCell:
         return [
             toggle.flag
             for toggle in find_changed_options(self.spec)
-            if toggle.value_in(self.reference) == toggle.value_in(self.spec)
+            if toggle.read_value(self.reference) == toggle.read_value(self.spec)
         ]
 
     def build_reference(self, candidate: Candidate) -> ReplaySpec:
@@ -60,7 +60,7 @@ class ParityCell:
         reference = Candidate.from_spec([], spec, self.num_processes)
         for toggle in candidate.changed_options:
             if toggle.flag in FILE_OPTIONS and toggle.flag in self.shared_flags:
-                reference = reference.with_option(toggle.flag, toggle.value_in(candidate_spec))
+                reference = reference.with_option(toggle.flag, toggle.read_value(candidate_spec))
         if candidate_spec.actor.num_layers is not None:
             reference = reference.with_option("--num-layers", candidate_spec.actor.num_layers)
         num_data_ranks = candidate.num_processes // (

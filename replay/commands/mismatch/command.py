@@ -9,7 +9,7 @@ import typer
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
-from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
 from replay.options.spec import check_inputs
 from replay.processes.launch import count_missing_processes, relaunch
 
@@ -26,7 +26,7 @@ def _serves_mismatch(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_serves_mismatch)
+@partial(add_options, serves=_serves_mismatch)
 def mismatch(
     context: typer.Context,
     dtype: str = typer.Option(
@@ -41,13 +41,13 @@ def mismatch(
     worst: int = typer.Option(10, min=0, metavar="N", show_default=False, help="Tokens to list. (default: 10)"),
     json: Path | None = typer.Option(None, metavar="PATH", help="Write the numbers into this file too."),  # noqa: B008
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Measure how far a rollout engine's log-probs are from the replay's, under each dtype and kernel.
 
     The captures need the rollout's log-probs: of a converted dump, or noted by the job as rollout_log_probs. The tokens
     listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
     """
-    run = replay_spec(given)
+    run = build_replay_spec(given)
     dtypes: list[Dtype] = _words("--dtype", dtype, [one for one in Dtype if one is not Dtype.AUTO])
     kernels = _words("--attention", attention, WORDS)
 

@@ -13,12 +13,12 @@ from replay.campaign.command_options import (
     run_limit_option,
     time_limit_option,
 )
-from replay.options.option_parsing import Action, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, add_options, build_replay_spec
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.processes.pool import RunLimits
 
 
-@with_options
+@add_options
 @with_ray_options
 def parity(
     matrix: str | None = typer.Option(
@@ -49,7 +49,7 @@ def parity(
     ),
     ray: RayOptions | None = None,
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Replay one folder under many configurations, and say which agree within measured noise.
 
     A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
@@ -59,7 +59,7 @@ def parity(
     if continued_folder is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
         return action_to_continue("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
-    inputs = replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs
+    inputs = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs
     return action_to_begin(
         "parity",
         # The nodes of a cluster may have inputs that this machine lacks.

@@ -16,9 +16,9 @@ from replay.campaign.command_options import words_for
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import parting
-from replay.options.option_parsing import command_line, in_flags, replay_spec, toggles
+from replay.options.option_parsing import build_replay_spec, format_command_line, list_toggles, spell_flags
 from replay.options.ray_options import RayOptions
-from replay.options.spec import Passes, ReplaySpec, edge_folder
+from replay.options.spec import Passes, ReplaySpec, find_edge_folder
 from replay.output.text import Pairs
 from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Machine, RunLimits
@@ -49,7 +49,7 @@ def begin(
     empty: this one. Raises UsageError before anything has run.
     """
     _refuse_what_parity_sets(common)
-    spec = replay_spec(common)
+    spec = build_replay_spec(common)
     if ray is not None and pythons:
         raise UsageError(
             "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
@@ -85,7 +85,7 @@ def _begin_campaign(
         "processes": num_devices,
         "python": [environment.python for environment in environments],
     }
-    words = [*words_for(options), *command_line(spec)]
+    words = [*words_for(options), *format_command_line(spec)]
     return Campaign.begin("parity", spec.measure.log_folder, plan, words=words, machine=machine)
 
 
@@ -98,12 +98,12 @@ def _plan_edges(
     """
     if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
         return
-    of_inputs = {toggle.parameter for toggle in toggles() if toggle.part == "inputs"}
+    of_inputs = {toggle.parameter for toggle in list_toggles() if toggle.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}
     common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
     typed_values = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
     for group, settings in make_edge_settings(matrix, context.num_devices, context.kernel).items():
-        folder = edge_folder(EDGES[group])
+        folder = find_edge_folder(EDGES[group])
         own_settings = [
             setting | {name: value for name, value in typed_values.items() if name in shared}
             for setting in map(dict, settings)
@@ -113,7 +113,7 @@ def _plan_edges(
                 own_settings, common | {"inputs": str(folder)}, replace(_adapt_to_edges(context, folder), group=group)
             )
         except UsageError as error:
-            yield ParityPlan(cells=[], refused={group: in_flags(error)})
+            yield ParityPlan(cells=[], refused={group: spell_flags(error)})
 
 
 def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
@@ -146,7 +146,7 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
-    for toggle in toggles():
+    for toggle in list_toggles():
         if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
             raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
 
@@ -212,7 +212,7 @@ class FirstDifferences:
                 try:
                     text = parting(self._compare_cell(self._rows[name].cell, index, sound))
                 except UsageError as error:
-                    text = f"not found: {in_flags(error)}"
+                    text = f"not found: {spell_flags(error)}"
                 yield "first", f"{name}: {text}"
 
     def _compare_cell(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:

@@ -15,7 +15,7 @@ from replay.campaign.command_options import (
     words_for,
 )
 from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, parse_buckets
-from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
 from replay.processes.pool import RunLimits
 
 NUM_PASSES = 1000
@@ -31,7 +31,7 @@ def _applies_to_recompiles(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_applies_to_recompiles)
+@partial(add_options, serves=_applies_to_recompiles)
 def recompiles(
     policies: str | None = typer.Option(
         None, metavar="A,B", help=f"Which to try, of {', '.join(NAMES)}. (default: all)"
@@ -54,7 +54,7 @@ def recompiles(
     continued_folder: Path | None = continue_option("recompiles"),  # noqa: B008
     run_limit: float = run_limit_option("each policy"),
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Replay the inputs' mix of lengths under policies of torch.compile, and say which to use.
 
     Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
@@ -69,7 +69,7 @@ def recompiles(
             f"--policies {wrong[0]!r} is not allowed. Give some of {', '.join(NAMES)}, with commas between"
         )
     plan = RecompilesPlan(
-        spec=replay_spec(given),
+        spec=build_replay_spec(given),
         policies=[policy for policy in Policy if policy is Policy.OFF or policy.value in words],
         sizes=NUM_BUCKETS if buckets is None else parse_buckets(buckets),
         multiple=multiple or MULTIPLE,

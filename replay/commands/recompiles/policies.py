@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
-from replay.options.option_parsing import command_line
+from replay.options.option_parsing import format_command_line
 from replay.options.spec import ReplaySpec
 
 NUM_BUCKETS = 4
@@ -75,7 +75,7 @@ def apply_policy(policy: Policy, actor: ActorSpec, *, multiple: int, sizes: Sequ
 def find_policy_options(actor: ActorSpec) -> list[str]:
     """Return the options that make a policy."""
     policy_actor = ActorSpec(compile=actor.compile, compile_lengths=actor.compile_lengths, pad_tokens=actor.pad_tokens)
-    return command_line(ReplaySpec(actor=policy_actor))
+    return format_command_line(ReplaySpec(actor=policy_actor))
 
 
 def choose_lengths(lengths: Iterable[int], number: int) -> list[int]:

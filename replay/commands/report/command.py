@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import Action
+from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_log
 
 FILE_NAME = "report.html"
@@ -20,7 +20,7 @@ def report(
     to: Path | None = typer.Option(  # noqa: B008
         None, metavar="PATH", show_default=False, help=f"The file to write. (default: {FILE_NAME} in the first LOG)"
     ),
-) -> Action:
+) -> CommandAction:
     """Write one HTML page of a run, with pictures, or of several beside each other. It works offline.
 
     Runs that failed or were cut short are shown as far as they came. The page is private as the log is: it names files.

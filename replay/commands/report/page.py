@@ -11,7 +11,7 @@ from actor_init.spec import UsageError
 from replay.commands.report.pictures import Bar, Figure, Point, Unit, bars, points
 from replay.comparison.comparison import Comparison
 from replay.comparison.text import difference_table, other_work, partings, remarks, setting_table
-from replay.options.option_parsing import in_flags, spec_from_dict
+from replay.options.option_parsing import spec_from_dict, spell_flags
 from replay.output.html import render
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, list_run_letters, shorten_names
 from replay.processes.child_job import ChildJob
@@ -50,7 +50,7 @@ def _change(first: Run, other: Run, name: str) -> Change:
         said = other_work(comparison) + remarks(comparison) + partings(comparison)
         tables = {"Settings": setting_table(comparison), **tables, "Numbers": difference_table(comparison)}
     except UsageError as error:
-        said = [("not compared", in_flags(error))]
+        said = [("not compared", spell_flags(error))]
     return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})
 
 
@@ -191,7 +191,7 @@ def _verdict(run: Run) -> Pairs:
         verdict = run.verdict
     except UsageError as error:
         outcome = run.file.end and run.file.end.verdict and run.file.end.verdict.get("outcome")
-        return [("verdict", f"{outcome}; the rest cannot be read: {in_flags(error)}")]
+        return [("verdict", f"{outcome}; the rest cannot be read: {spell_flags(error)}")]
     if verdict is None:
         return []
     first = verdict.first
@@ -285,7 +285,7 @@ def _profiles(run: Run) -> tuple[list[Findings], Pairs]:
             remarks = _shortened(memory_remarks(memory))
             profiles.append(Findings(heading="What held the peak", tables=[holder_table(memory)], remarks=remarks))
     except UsageError as error:
-        return profiles, [("problem", in_flags(error))]
+        return profiles, [("problem", spell_flags(error))]
     return profiles, []
 
 

@@ -14,7 +14,7 @@ from replay.campaign.command_options import (
     run_limit_option,
     time_limit_option,
 )
-from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.processes.pool import RunLimits
 
@@ -29,7 +29,7 @@ def _applies_to_scan(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_applies_to_scan)
+@partial(add_options, serves=_applies_to_scan)
 @with_ray_options
 def scan(
     group: int | None = typer.Option(None, min=1, metavar="N", help=f"Inputs of one run. (default: {GROUP_SIZE})"),
@@ -41,7 +41,7 @@ def scan(
     ),
     ray: RayOptions | None = None,
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Replay a folder in groups of inputs, each in its own processes: one that fails or hangs ends no other.
 
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
@@ -49,7 +49,7 @@ def scan(
     limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
     if continued_folder is not None:
         return action_to_continue("scan", continued_folder, {"group": group, **given}, limits, ray)
-    spec = replay_spec(given)
+    spec = build_replay_spec(given)
     # The nodes of a cluster may have inputs that this machine lacks.
     inputs = spec.inputs if ray is None else None
     return action_to_begin("scan", inputs, spec, group or GROUP_SIZE, limits, ray)

@@ -13,7 +13,7 @@ from capture.progress_bar import ProgressBar
 from replay.campaign.campaign import Campaign, Job, catch_interruption
 from replay.campaign.command_options import words_for
 from replay.campaign.executor import Executor, open_executor
-from replay.options.option_parsing import command_line
+from replay.options.option_parsing import format_command_line
 from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs
@@ -150,7 +150,7 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
             "scan",
             spec.measure.log_folder,
             plan,
-            words=[*words_for({"group": plan.size}), *command_line(spec)],
+            words=[*words_for({"group": plan.size}), *format_command_line(spec)],
             machine=machine,
         )
         return _run(campaign, executor, limits)

@@ -14,9 +14,9 @@ from actor_init.spec import UsageError
 from capture.facts import flag_of
 from replay.campaign.command_options import words_for
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
-from replay.options.option_parsing import Action, with_parameters
+from replay.options.option_parsing import CommandAction, with_parameters
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import check_left_by
+from replay.options.spec import check_result_folder
 
 
 def _add_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def suite(
     log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
     ray: RayOptions | None = None,
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Train the same model on the same inputs under each configuration, and judge the losses.
 
     ddp is the reference; deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring and fsdp2-tp-ring are the standard ones;
@@ -138,7 +138,7 @@ def _resume(
     plot: Path | None,
 ) -> int:
     if name is None:
-        check_left_by("suite", folder)
+        check_result_folder("suite", folder)
     else:
         folder = _find_suite_folder(name, log_folder, storage)
     from replay.commands.suite.runs import resume

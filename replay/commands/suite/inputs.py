@@ -20,7 +20,7 @@ from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError, Origin
 from replay.commands.suite.plan import SuiteSpec
-from replay.options.spec import LossName, default_folder
+from replay.options.spec import LossName, find_sample_folder
 from replay.output.text import pluralise
 
 # Convert a file of texts to captures of format 1: one tokenised text per micro-batch. The only module with pyarrow.
@@ -166,7 +166,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
     UsageError if the dataset has none, or is damaged.
     """
     check_folder(folder, "output_dir")
-    dataset = spec.dataset if spec.dataset is not None else default_folder()
+    dataset = spec.dataset if spec.dataset is not None else find_sample_folder()
     twice_each = spec.steps * inputs_a_step // 2
     most = spec.max_samples or max(min(DEFAULT_SAMPLES, twice_each), inputs_a_step)
     unfinished = Path(tempfile.mkdtemp(prefix=".inputs-unfinished-", dir=folder.parent))
@@ -202,7 +202,7 @@ def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossNam
         raise UsageError(f"--dataset {dataset} holds no training pass. Try: replay inspect {dataset}")
     if (config := dataset / ACTOR_CONFIG_NAME).exists():
         shutil.copy2(config, folder)
-    return num_copied, LossName.STAND_IN, "of the sample" if dataset == default_folder() else f"of {dataset}"
+    return num_copied, LossName.STAND_IN, "of the sample" if dataset == find_sample_folder() else f"of {dataset}"
 
 
 def _convert_texts(spec: SuiteSpec, dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:

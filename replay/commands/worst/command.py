@@ -14,7 +14,7 @@ from replay.campaign.command_options import (
     words_for,
 )
 from replay.commands.worst.configuration import WorstPlan
-from replay.options.option_parsing import Action, Toggle, replay_spec, with_options
+from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
 from replay.processes.pool import RunLimits
 
 NUM_MEASURED = 12  # inputs
@@ -30,7 +30,7 @@ def _applies_to_worst(toggle: Toggle) -> bool:
     )
 
 
-@partial(with_options, serves=_applies_to_worst)
+@partial(add_options, serves=_applies_to_worst)
 def worst(
     measured: int | None = typer.Option(
         None,
@@ -51,7 +51,7 @@ def worst(
     continued_folder: Path | None = continue_option("worst"),  # noqa: B008
     run_limit: float = run_limit_option("each run", seconds=1800.0),
     **given: Any,
-) -> Action:
+) -> CommandAction:
     """Rank all inputs by the time and memory that they will take, from a few that are measured.
 
     Says whether the largest fits this device with these options, and how far the predictions were off on inputs that
@@ -69,7 +69,7 @@ def worst(
         }
         return action_to_continue("worst", continued_folder, typed_options, limits)
     plan = WorstPlan(
-        spec=replay_spec(given),
+        spec=build_replay_spec(given),
         num_measured=measured or NUM_MEASURED,
         num_shown=NUM_SHOWN if show is None else show,
         checks=check,

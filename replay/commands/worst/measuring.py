@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.campaign.campaign import Campaign, Job
-from replay.options.spec import Order, ReplaySpec
+from replay.options.spec import InputOrder, ReplaySpec
 from replay.profiling.prediction import MOST_OF_PEAK, Cost, InputShape, PredictionErrors
 from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
@@ -56,7 +56,7 @@ def measure(
     run = replace(
         spec,
         actor=replace(spec.actor, grad_accumulation=window),
-        inputs=replace(spec.inputs, order=Order.RECORDED, pick_inputs=",".join(picks)),
+        inputs=replace(spec.inputs, order=InputOrder.RECORDED, pick_inputs=",".join(picks)),
         measure=replace(spec.measure, noise_floor=False),
     )
     num_processes = num_data_ranks * spec.actor.parallel.tp * spec.actor.parallel.ring

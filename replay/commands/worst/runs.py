@@ -21,7 +21,7 @@ from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, MeasuringRun, MemoryRoom, RankedInput, measure, read_device_memory
-from replay.options.option_parsing import command_line, in_flags
+from replay.options.option_parsing import format_command_line, spell_flags
 from replay.output.text import pluralise
 from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
@@ -51,7 +51,11 @@ def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
     """
     inputs = _read_inputs(plan)
     campaign = Campaign.begin(
-        "worst", plan.spec.measure.log_folder, plan, words=[*words, *command_line(plan.spec)], machine=Machine.detect()
+        "worst",
+        plan.spec.measure.log_folder,
+        plan,
+        words=[*words, *format_command_line(plan.spec)],
+        machine=Machine.detect(),
     )
     return _run(campaign, inputs, limits)
 
@@ -218,7 +222,7 @@ class _RankingRun:
         try:
             predicts = predict_configuration(other, self.plan.spec, base, measure_again, accumulates=window > 1)
         except UsageError as error:
-            self.console.line("predicted", in_flags(error))
+            self.console.line("predicted", spell_flags(error))
             return False
         rounds = self._deal_rounds(other.ranks)
         bounds = {

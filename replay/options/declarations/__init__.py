@@ -7,6 +7,6 @@ from replay.options.declarations.policy import POLICY
 OBJECTIVES: dict[str, ObjectiveDeclaration] = {objective.name: objective for objective in (POLICY, DPO)}
 
 
-def objectives_with(option: str) -> list[str]:
-    """Return the objectives that take an option, a field of ObjectiveSpec."""
+def list_objectives_with(option: str) -> list[str]:
+    """List the objectives that take an option, a field of ObjectiveSpec."""
     return [name for name, objective in OBJECTIVES.items() if option in objective.own_options]

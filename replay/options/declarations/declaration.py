@@ -5,9 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveDeclaration:
-    """An objective's word for --loss, where its formula is, and which options it takes."""
+    """An objective's word for --loss, where its formula is, and which options it takes.
+
+    formula      "module:name" of its `Formula`, which is imported only when a replay computes it
+    help         of the objective, for --loss
+    own_options  fields of ObjectiveSpec that only objectives listing them take
+    """
 
     name: str
-    formula: str  # "module:name" of its `Formula`; imported only when a replay computes it
-    help: str  # of the objective, for --loss
-    own_options: frozenset[str] = frozenset()  # fields of ObjectiveSpec that only objectives listing them take
+    formula: str
+    help: str
+    own_options: frozenset[str] = frozenset()

@@ -17,7 +17,7 @@ from actor_init.inputs.packing import pad_to, prepare_inputs, slice_for_ring
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from tests.helpers.ranks import run_ranks
 
 
@@ -119,7 +119,7 @@ def test_a_sliding_window_forbids_zigzag_and_narrows_llama3() -> None:
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool) -> None:
-    for path in capture_files(default_folder())[:6]:
+    for path in capture_files(find_sample_folder())[:6]:
         inputs = prepare_inputs(read_micro_batch(path), packing=True)
         assert inputs.cu_seq_lens is not None
         parts = [
@@ -142,7 +142,7 @@ def test_the_ranks_log_probs_are_disjoint_and_whole(num_ranks: int, zigzag: bool
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_padding_to_more_tokens_keeps_what_predicts_what(packing: bool) -> None:
-    inputs = prepare_inputs(read_micro_batch(capture_files(default_folder())[4]), packing=packing)
+    inputs = prepare_inputs(read_micro_batch(capture_files(find_sample_folder())[4]), packing=packing)
     rows, before = inputs.input_ids.shape
     longer = pad_to(inputs, before + 5)
     assert longer.input_ids.shape == (rows, before + 5)

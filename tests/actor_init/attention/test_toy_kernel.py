@@ -18,7 +18,13 @@ from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.file_format.capture_file import Call
 from replay.command_line.cli import main
 from replay.commands.doctor.report import list_checked_kernels
-from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
+from replay.options.option_parsing import (
+    build_replay_spec,
+    format_command_line,
+    spec_from_dict,
+    spec_to_dict,
+    spell_flags,
+)
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import choose_job_kernel
 from tests.helpers import toy_kernel
@@ -70,15 +76,15 @@ def test_the_kernel_check_finds_it_right() -> None:
 def test_what_it_does_not_declare_is_refused() -> None:
     with pytest.raises(UsageError) as refusal:
         ActorSpec(attention="toy", parallel=ParallelSpec(ring=2))
-    assert in_flags(refusal.value) == "--attention toy has no ring. Try: --ring 2 --attention flash, or sdpa"
+    assert spell_flags(refusal.value) == "--attention toy has no ring. Try: --ring 2 --attention flash, or sdpa"
     with pytest.raises(UsageError, match=r"'foo' is not allowed. Give one of auto, flash, .*, eager, toy$"):
-        replay_spec({"attention": "foo"})
+        build_replay_spec({"attention": "foo"})
 
 
 @pytest.mark.usefixtures("registered")
 def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
-    spec = replay_spec({"attention": "toy"})
-    assert command_line(spec) == ["--attention", "toy"]
+    spec = build_replay_spec({"attention": "toy"})
+    assert format_command_line(spec) == ["--attention", "toy"]
     assert spec_from_dict(spec_to_dict(spec)) == spec
     assert choose_kernel(spec.actor, CPU, LLAMA) == "toy_softmax"
     assert choose_default_kernel(CPU) == "sdpa"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from tests.helpers.contract import (
     BF16_BOUND,
     BF16_NORM_BOUND,
@@ -83,7 +83,7 @@ def test_losses_and_norms_are_the_reference_s(row: Row, logs: dict[str, Path], r
 @pytest.mark.parametrize("name", [name for name, _ in BF16_ROWS])
 def test_bf16_stays_within_its_bound(name: str, logs: dict[str, Path], reference: Reference) -> None:
     for record in records_of(logs[f"bf16 {name}"]):
-        path = default_folder() / record.source
+        path = find_sample_folder() / record.source
         assert record.result.loss == pytest.approx(reference.answer(path).loss, rel=BF16_BOUND)
         assert record.result.grad_norm == pytest.approx(reference.gradient_norm([path]), rel=BF16_NORM_BOUND)
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed_autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
-from replay.options.option_parsing import in_flags
-from replay.options.spec import default_folder
+from replay.options.option_parsing import spell_flags
+from replay.options.spec import find_sample_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_NORM_BOUND,
@@ -114,7 +114,7 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
 ) -> None:
     records = records_of(logs[name, f"{STEPPING} --zero-stage {stage} --max-inputs {NUM_INPUTS}"])
     assert len(records) == 2 * NUM_INPUTS
-    paths = [default_folder() / record.source for record in records if record.rank == 0]
+    paths = [find_sample_folder() / record.source for record in records if record.rank == 0]
     expected = Reference(folders[name]).clipped_steps(paths, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
     for record in records:
         loss, norm = expected[record.index]
@@ -127,7 +127,7 @@ def test_the_norm_in_bf16_has_every_rank_in_it(
     flags: str, logs: dict[tuple[str, str], Path], folders: dict[str, Path]
 ) -> None:
     records = records_of(logs[QWEN3, f"--dtype bf16 --max-inputs 1 {flags}"])
-    expected = Reference(folders[QWEN3]).gradient_norm([default_folder() / records[0].source])
+    expected = Reference(folders[QWEN3]).gradient_norm([find_sample_folder() / records[0].source])
     assert [r.result.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
 
 
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any],
     whole = AutoConfig.for_model(config["model_type"], **fields)
     with pytest.raises(UsageError) as refusal:
         check_autotp(build_on_meta(whole, attention="sdpa", dtype=torch.float32), tp)
-    assert complaint in in_flags(refusal.value)
+    assert complaint in spell_flags(refusal.value)
 
 
 @pytest.mark.parametrize(

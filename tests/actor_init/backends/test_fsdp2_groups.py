@@ -18,7 +18,7 @@ from actor_init.weights import RandomWeights
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.listing import capture_files
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -85,7 +85,7 @@ def test_a_user_s_model_names_neither() -> None:
 
 def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:
     backend = open_fsdp2_backend(world, vocab_size=264)
-    inputs = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=True)
+    inputs = prepare_inputs(read_micro_batch(capture_files(find_sample_folder())[0]), packing=True)
     with torch.no_grad():
         backend.forward(inputs, trains=False)
     assert "lm_head.weight" not in list_gathered_modules(backend.model)

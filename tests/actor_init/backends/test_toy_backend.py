@@ -12,7 +12,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from replay.agreement.matrix import BuiltInMatrix, make_edge_settings, read_settings
 from replay.agreement.plan import MatrixContext, Role, plan_matrix
 from replay.commands.suite.plan import CONFIGURATIONS, read_configurations
-from replay.options.option_parsing import in_flags, replay_spec
+from replay.options.option_parsing import build_replay_spec, spell_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import describe_engine
 from tests.helpers.contract import (
@@ -125,8 +125,8 @@ def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
 )
 def test_what_it_does_not_declare_is_refused(typed: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        replay_spec({"backend": "toy", **typed})
-    assert in_flags(refusal.value).startswith(says)
+        build_replay_spec({"backend": "toy", **typed})
+    assert spell_flags(refusal.value).startswith(says)
 
 
 @pytest.mark.usefixtures("registered")
@@ -134,7 +134,7 @@ def test_texts_and_specs_know_it() -> None:
     assert describe_engine("toy", 0) == "toy"
     assert ReplaySpec(actor=ActorSpec(backend="toy", dtype=Dtype.FP32)).actor.resolved_zero_stage == 0
     with pytest.raises(UsageError, match="Give one of deepspeed, fsdp2, ddp, toy"):
-        replay_spec({"backend": "zero"})
+        build_replay_spec({"backend": "zero"})
 
 
 @pytest.mark.usefixtures("registered")
@@ -147,4 +147,4 @@ def test_without_its_entry_nobody_knows_it() -> None:
     with pytest.raises(UsageError, match=r"'toy' is not allowed. Give one of deepspeed, fsdp2, ddp$"):
         ActorSpec(backend="toy")
     with pytest.raises(UsageError, match="backend 'toy' is not allowed"):
-        replay_spec({"backend": "toy"})
+        build_replay_spec({"backend": "toy"})

@@ -12,7 +12,7 @@ from actor_init.inputs.packing import prepare_inputs
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import with_rows_reversed
-from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, find_sample_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.children import run_with
 from tests.helpers.made_captures import write_pass
@@ -45,7 +45,7 @@ def test_what_belongs_to_a_row_goes_along_and_what_all_share_stays(tmp_path: Pat
 @pytest.mark.usefixtures("one_world")
 def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pass(tmp_path / "in", num_rows=3, length=20, num_real=16, num_actions=9, vocabulary=264)
-    shutil.copy(default_folder() / "actor.json", tmp_path / "in")
+    shutil.copy(find_sample_folder() / "actor.json", tmp_path / "in")
     fed: list[Any] = []
 
     def watched(*args: Any, **kwargs: Any) -> Any:

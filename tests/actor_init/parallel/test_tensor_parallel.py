@@ -15,7 +15,7 @@ from actor_init.parallel.tensor_parallel import shard_block
 from actor_init.parallel.tp_plan import find_plan
 from actor_init.spec import TpPlan
 from actor_init.world import World
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
     BF16_BOUND,
@@ -157,7 +157,7 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
     records = [record for record in records_of(outcomes[job].log) if record.rank == 0]
     sgd = "sgd" in job.flags
     expected = Reference(folders[job.model]).clipped_steps(
-        [default_folder() / record.source for record in records],
+        [find_sample_folder() / record.source for record in records],
         learning_rate=SGD_RATE if sgd else LEARNING_RATE,
         max_norm=MAX_NORM,
         kind=torch.optim.SGD if sgd else torch.optim.AdamW,

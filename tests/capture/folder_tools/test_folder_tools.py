@@ -18,7 +18,7 @@ from capture.file_format.capture_file import read_call, write_call
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import convert_folder
 from replay.command_line.cli import main as replay_main
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from tests.helpers.dumps import make_dump
 
 SECRET = "/home/somebody/secret-project"
@@ -97,7 +97,7 @@ def test_convert_reports_how_many_dumps_are_done(tmp_path: Path) -> None:
 def test_convert_keeps_outputs_and_random_states_and_redact_does_not(tmp_path: Path) -> None:
     source = _make_folder(tmp_path / "in")
     call = replace(
-        read_call(capture_files(default_folder())[0]),
+        read_call(capture_files(find_sample_folder())[0]),
         outputs={"loss": 1.5},
         random={"python": {"version": 3, "state": b"12", "gauss": None}},
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
@@ -126,7 +126,7 @@ def test_nothing_is_written_where_something_is(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kept").write_text("mine")
-    assert main([command, str(default_folder()), str(tmp_path)]) == 2
+    assert main([command, str(find_sample_folder()), str(tmp_path)]) == 2
     assert "not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -171,7 +171,7 @@ def test_two_redactions_do_not_share_a_permutation(tmp_path: Path) -> None:
 
 
 def test_a_redacted_folder_still_replays(tmp_path: Path, one_world: None) -> None:
-    assert main(["redact", str(default_folder()), str(tmp_path / "out")]) == 0
+    assert main(["redact", str(find_sample_folder()), str(tmp_path / "out")]) == 0
     arguments = ["--inputs", str(tmp_path / "out"), "--max-inputs", "2", "--quiet", "--log-folder", str(tmp_path)]
     assert replay_main(arguments) == 0
 
@@ -213,12 +213,12 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("max_bytes", [30_000, 60_000, 10_000_000])
 def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.zip"
-    assert main(["pack", str(default_folder()), str(target), "--max-bytes", str(max_bytes)]) == 0
+    assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", str(max_bytes)]) == 0
     assert os.path.getsize(target) <= max_bytes
     with zipfile.ZipFile(target) as package:
         package.extractall(tmp_path)
     files = capture_files(tmp_path / "out")
-    originals = capture_files(default_folder())
+    originals = capture_files(find_sample_folder())
     assert [path.name for path in files] == [path.name for path in originals[: len(files)]]
     assert (len(files) == len(originals)) == (max_bytes == 10_000_000)
     assert ("left out" in capsys.readouterr().out) == (len(files) < len(originals))
@@ -231,11 +231,11 @@ def test_a_package_is_refused_rather_than_empty_or_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out.zip"
-    assert main(["pack", str(default_folder()), str(target), "--max-bytes", "100"]) == 2
+    assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", "100"]) == 2
     assert "Try: a larger --max-bytes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     target.write_text("mine")
-    assert main(["pack", str(default_folder()), str(target)]) == 2
+    assert main(["pack", str(find_sample_folder()), str(target)]) == 2
     assert target.read_text() == "mine"
 
 

@@ -16,7 +16,7 @@ from replay.agreement.matrix import (
     read_settings,
     to_options,
 )
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import build_replay_spec
 
 TWO_TABLES = """
 [[cells]]
@@ -85,12 +85,12 @@ def test_a_word_that_names_no_matrix_is_refused() -> None:
 )
 def test_a_value_of_another_kind_is_refused_for_its_cell(setting: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        replay_spec(to_options(setting))
+        build_replay_spec(to_options(setting))
 
 
 def test_a_setting_is_what_the_command_line_would_give() -> None:
     setting = {"backend": "fsdp2", "packing": False, "compile": "blocks", "tp": 2, "data": 2, "attention": "eager"}
-    actor = replay_spec(to_options(setting)).actor
+    actor = build_replay_spec(to_options(setting)).actor
     assert (actor.backend, actor.packing, actor.compile) == ("fsdp2", False, Compile.BLOCKS)
     assert (actor.parallel.tp, actor.attention) == (2, Attention.EAGER)
     assert count_processes(setting) == 4

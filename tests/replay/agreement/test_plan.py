@@ -9,7 +9,7 @@ from transformers import Gemma2Config, LlamaConfig
 from actor_init.spec import Attention, Dtype, UsageError
 from replay.agreement.matrix import read_settings
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, Role, plan_matrix
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import build_replay_spec
 from tests.helpers.planning import CONFIG, planned
 
 
@@ -184,7 +184,7 @@ def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
 def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None:
     from replay.commands.parity.runs import _plan_edges
 
-    spec = replay_spec({"dtype": "fp32", "model": "somewhere"})
+    spec = build_replay_spec({"dtype": "fp32", "model": "somewhere"})
     here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
     plans = list(_plan_edges("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
     assert [{cell.group for cell in one.cells} for one in plans] == [{"edge rows"}, {"edge documents"}]

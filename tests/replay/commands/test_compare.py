@@ -15,7 +15,7 @@ import torch
 
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line import cli
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from replay.runner.checkpoint import digest_inputs, digest_weights
 from tests.helpers.commands import run
@@ -436,7 +436,7 @@ def test_a_row_s_log_probs_are_those_of_a_plain_model_on_every_rank(
         assert len(records) == 3 * num_ranks
         for record in records:
             with torch.no_grad():
-                expected = reference.log_probs(read_micro_batch(default_folder() / record.source))
+                expected = reference.log_probs(read_micro_batch(find_sample_folder() / record.source))
             sums = expected.double().sum(dim=1).tolist()
             assert record.result.row_log_probs == pytest.approx(sums, rel=1e-5)  # fp32 logits, summed in another order
 

@@ -13,7 +13,7 @@ import torch
 from capture import capture_files
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
@@ -28,8 +28,8 @@ def inputs(tmp_path: Path) -> Path:
     """Some captures of the sample, and its model."""
     folder = tmp_path / "inputs"
     folder.mkdir()
-    shutil.copy(default_folder() / "actor.json", folder)
-    for path in capture_files(default_folder())[-14:]:
+    shutil.copy(find_sample_folder() / "actor.json", folder)
+    for path in capture_files(find_sample_folder())[-14:]:
         shutil.copy(path, folder)
     return folder
 

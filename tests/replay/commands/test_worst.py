@@ -24,7 +24,7 @@ from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main
 from replay.commands.worst.measuring import DeviceMemory, read_device_memory
 from replay.objective.objective import compute_negated_mean
-from replay.options.spec import ReplaySpec, default_folder
+from replay.options.spec import ReplaySpec, find_sample_folder
 from replay.processes import pool
 from replay.processes.pool import Child, Task
 from replay.profiling.prediction import RowLayout, choose_spread, fit_costs, read_shapes
@@ -144,15 +144,15 @@ def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
 
 
 def tokens_of(name: str) -> int:
-    return int(read_call(default_folder() / name).micro_batch().attention_mask_BS.sum())
+    return int(read_call(find_sample_folder() / name).micro_batch().attention_mask_BS.sum())
 
 
 def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_path: Path, capsys: Captured) -> None:
     code, log = worst(tmp_path, "--check", "--passes", "all")
     assert code == 0
-    assert len(log["ranking"]) == len(capture_files(default_folder()))
+    assert len(log["ranking"]) == len(capture_files(find_sample_folder()))
     for one in log["ranking"]:
-        path = default_folder() / one["source"]
+        path = find_sample_folder() / one["source"]
         true = law.passed(spec_of([]), 1, 0, path, 1)
         for name, cost in true.cost.phases.items():
             assert one["seconds"][name] == pytest.approx(cost.seconds, rel=1e-6)
@@ -167,7 +167,10 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     assert measured.isdisjoint(one["number"] for one in log["checked"]["inputs"])
     said = capsys.readouterr().out
     assert "checked    within 5% and 10%: off by at most 0.0% of a peak and 0.0% of a time" in said
-    assert [len(run.inputs.picked or []) for run in law.runs] == [4 * len(measured), 4 * len(log["checked"]["inputs"])]
+    assert [len(run.inputs.picked_numbers or []) for run in law.runs] == [
+        4 * len(measured),
+        4 * len(log["checked"]["inputs"]),
+    ]
 
 
 def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_path: Path, capsys: Captured) -> None:
@@ -180,7 +183,7 @@ def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_pat
     assert (code, len(law.runs), "checked" in log) == (130, 1, False)
     (folder,) = (tmp_path / "logs").iterdir()
     assert main(["worst", "--continue", str(folder)]) == whole[0]
-    assert [run.inputs.picked for run in law.runs] == [run.inputs.picked for run in runs]
+    assert [run.inputs.picked_numbers for run in law.runs] == [run.inputs.picked_numbers for run in runs]
     again = json.loads((folder / "worst.json").read_text())["result"]
     in_place = json.dumps(again).replace(str(folder), str(*(tmp_path / "whole").iterdir()))
     unlike = re.compile(r'"(free_bytes|total_bytes)": \d+')
@@ -259,7 +262,7 @@ def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path:
     assert len(other["passes"]) == 14  # of two inputs each, more than one rank ranked
     spec = spec_of(["--num-layers", "4", "--zero-stage", "3", "--dtype", "fp32"])
     for one in other["passes"]:
-        true = [law.passed(spec, 1, 0, default_folder() / source, 2) for source in one["sources"]]
+        true = [law.passed(spec, 1, 0, find_sample_folder() / source, 2) for source in one["sources"]]
         for name in ("forward", "backward"):
             assert one["most"]["seconds"][name] == pytest.approx(
                 max(r.cost.phases[name].seconds for r in true), rel=1e-6
@@ -306,7 +309,7 @@ def test_layers_that_the_model_lacks_are_said_and_the_ranking_stays(law: Law, tm
 
 
 def test_shapes_count_what_a_pass_is_fed() -> None:
-    paths = capture_files(default_folder())
+    paths = capture_files(find_sample_folder())
     shapes, wrong = read_shapes(paths, "stand-in")
     assert wrong == []
     for path, shape in zip(paths, shapes, strict=True):

@@ -17,8 +17,8 @@ from replay.objective.dpo import compute_dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, measure_gain
 from replay.objective.policy import compute_policy_loss
-from replay.options.option_parsing import in_flags, replay_spec
-from replay.options.spec import KlEstimator, ObjectiveSpec, Pairs, Reduction
+from replay.options.option_parsing import build_replay_spec, spell_flags
+from replay.options.spec import KlEstimator, ObjectiveSpec, PairOrder, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
 from tests.helpers.policy_job import by_sequences, by_tokens, token_losses
 
@@ -114,9 +114,9 @@ def test_entropy_is_subtracted() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("pairs", Pairs)
+@pytest.mark.parametrize("pairs", PairOrder)
 @pytest.mark.parametrize("reference", ["tokens", "sequences", "pairs"])
-def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: Pairs, reference: str) -> None:
+def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: PairOrder, reference: str) -> None:
     """https://arxiv.org/abs/2305.18290, equation 7, and https://ericmitchell.ai/cdpo.pdf, equation 3."""
     inputs = made()
     mask_BA, ref_BA = inputs.action_mask_BA, inputs.tensors["ref_log_probs"]
@@ -125,7 +125,7 @@ def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: Pai
         own = values_BA[row][mask_BA[row]]
         return own.mean() if averages else own.sum()
 
-    order = [(0, 2), (1, 3)] if pairs is Pairs.HALVES else [(0, 1), (2, 3)]
+    order = [(0, 2), (1, 3)] if pairs is PairOrder.HALVES else [(0, 1), (2, 3)]
     losses = []
     for chosen, rejected in order:
         ours = number(inputs.log_probs_BA, chosen) - number(inputs.log_probs_BA, rejected)
@@ -215,8 +215,8 @@ def test_padding_that_is_not_finite_leaves_the_loss_alone() -> None:
 def test_what_is_missing_is_named() -> None:
     inputs = made()
     lacks = ObjectiveRecord(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
-    policy = Objective.open(replay_spec({"loss": "policy"}))
-    dpo = Objective.open(replay_spec({"loss": "dpo"}))
+    policy = Objective.open(build_replay_spec({"loss": "policy"}))
+    dpo = Objective.open(build_replay_spec({"loss": "dpo"}))
     assert policy is not None
     assert dpo is not None
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_what_is_missing_is_named() -> None:
     refused = ObjectiveRecord(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
-    by_divisor = Objective.open(replay_spec({"loss": "policy", "reduction": "divisor"}))
+    by_divisor = Objective.open(build_replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
     with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or divisor='X'"):
         by_divisor.check(inputs.recorded)
@@ -272,15 +272,15 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
     import hashlib
 
     (tmp_path / "own.py").write_text(LOSS_FILE)
-    objective = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
+    objective = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
     assert objective is not None
     assert objective.sha256 == hashlib.sha256(LOSS_FILE.encode()).hexdigest()
     assert objective.needs_logits
-    wrong = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
+    wrong = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
     assert wrong is not None
     with pytest.raises(ObjectiveError, match=r"returned a tensor of shape \[4, 7\]; it must return a tensor of one"):
         wrong(made())
-    constant = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
+    constant = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:constant"}))
     assert constant is not None
     with pytest.raises(ObjectiveError, match=r"own.py:constant' returned a number without a gradient. Compute it from"):
         constant(made())
@@ -290,7 +290,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_the_loss.py").write_text("factor = 3.0")
     text = "from beside_the_loss import factor\ndef loss(inputs):\n    return factor * inputs.log_probs_BA.sum()\n"
     (tmp_path / "own.py").write_text(text)
-    objective, inputs = Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
+    objective, inputs = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:loss"})), made()
     assert objective is not None
     assert objective(inputs).item() == pytest.approx(3 * inputs.log_probs_BA.sum().item())
 
@@ -308,8 +308,8 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
 )
 def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        replay_spec(typed)
-    assert said in in_flags(refusal.value)
+        build_replay_spec(typed)
+    assert said in spell_flags(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -325,5 +325,5 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
     if text is not None:
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(UsageError) as refusal:
-        Objective.open(replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
-    assert re.search(said, in_flags(refusal.value))
+        Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
+    assert re.search(said, spell_flags(refusal.value))

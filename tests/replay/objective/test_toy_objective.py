@@ -13,7 +13,13 @@ from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.objective.objective import Objective
 from replay.options.declarations import OBJECTIVES
-from replay.options.option_parsing import command_line, in_flags, replay_spec, spec_from_dict, spec_to_dict
+from replay.options.option_parsing import (
+    build_replay_spec,
+    format_command_line,
+    spec_from_dict,
+    spec_to_dict,
+    spell_flags,
+)
 from replay.options.spec import ObjectiveSpec
 from tests.helpers.policy_job import train
 from tests.helpers.read_logs import read_log
@@ -86,14 +92,14 @@ def test_what_a_capture_lacks_is_said_before_a_model_is_opened(capsys: pytest.Ca
 )
 def test_settings_that_it_does_not_take_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        replay_spec(typed)
-    assert said in in_flags(refusal.value)
+        build_replay_spec(typed)
+    assert said in spell_flags(refusal.value)
 
 
 @pytest.mark.usefixtures("registered")
 def test_specs_know_it() -> None:
-    spec = replay_spec({"loss": "toy", "kl_coefficient": "2"})
-    assert command_line(spec) == ["--loss", "toy", "--kl-coefficient", "2.0"]
+    spec = build_replay_spec({"loss": "toy", "kl_coefficient": "2"})
+    assert format_command_line(spec) == ["--loss", "toy", "--kl-coefficient", "2.0"]
     assert spec_from_dict(spec_to_dict(spec)) == spec
     objective = Objective.open(spec)
     assert objective is not None
@@ -115,7 +121,7 @@ def test_help_lists_it() -> None:
 
 def test_without_its_entry_nobody_knows_it() -> None:
     with pytest.raises(UsageError, match=r"'toy' is not allowed. Give one of stand-in, sft, policy, dpo, or FILE"):
-        replay_spec({"loss": "toy"})
+        build_replay_spec({"loss": "toy"})
 
 
 def test_every_setting_is_some_objective_s_and_every_declared_one_is_there() -> None:

@@ -27,7 +27,7 @@ from replay.on_ray.cluster import open_cluster
 from replay.on_ray.launch import run_on_ray
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.ray_options import RayOptions
-from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, default_folder
+from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec, find_sample_folder
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
 from replay.runlog.records import PassRecord
@@ -141,7 +141,7 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     options = "--dtype fp32 --backend fsdp2"
     _, *arguments = on_ray_command(address, f"--processes 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
     command = [str(BIN / "python"), *arguments]  # a warm one would be outside of the namespace
-    copy = f"cp {shlex.quote(str(default_folder()))}/* {inputs}"
+    copy = f"cp {shlex.quote(str(find_sample_folder()))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
     done = subprocess.run(
         ["unshare", *(["-m"] if os.geteuid() == 0 else ["-rm"]), "sh", "-c", script],

@@ -8,7 +8,7 @@ import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
 from replay.command_line.cli import parse_command_line
-from replay.options.option_parsing import command_line, spec_from_dict, spec_to_dict, toggles
+from replay.options.option_parsing import format_command_line, list_toggles, spec_from_dict, spec_to_dict
 from replay.options.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
 
@@ -98,7 +98,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(typed: str, allowed: str) -
 
 
 def test_a_field_without_help_is_no_option() -> None:
-    assert "parallel" not in {toggle.field for toggle in toggles()}
+    assert "parallel" not in {toggle.field for toggle in list_toggles()}
 
 
 FULL = ReplaySpec(
@@ -119,13 +119,17 @@ FULL = ReplaySpec(
 @pytest.mark.parametrize("spec", [ReplaySpec(), FULL, ReplaySpec(actor=ActorSpec(attention=Attention.FLASH))])
 def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: ReplaySpec) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
-    assert parsed(*command_line(spec)) == spec
+    assert parsed(*format_command_line(spec)) == spec
     assert ChildJob.parse(ChildJob(spec=spec).text, source="a job").spec == spec
 
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:
-    assert command_line(ReplaySpec()) == []
-    assert command_line(parsed("--compile", "--tp", "1", "--max-inputs", "5")) == ["--compile", "--max-inputs", "5"]
+    assert format_command_line(ReplaySpec()) == []
+    assert format_command_line(parsed("--compile", "--tp", "1", "--max-inputs", "5")) == [
+        "--compile",
+        "--max-inputs",
+        "5",
+    ]
 
 
 def test_a_saved_spec_keeps_what_is_no_option() -> None:
@@ -151,7 +155,9 @@ def test_a_saved_spec_that_no_spec_can_be_is_refused(saved: dict[str, object], c
 
 
 def test_no_page_gives_a_switch_a_value() -> None:
-    switches = {flag for toggle in toggles() if toggle.base is bool for flag in (toggle.flag, toggle.negation)}
+    switches = {
+        flag for toggle in list_toggles() if toggle.value_type is bool for flag in (toggle.flag, toggle.negation)
+    }
     root = Path(__file__).parents[3]
     pages = [root / "README.md", *(root / "docs").glob("*.md")]
     typed = [words.split() for page in pages for words in re.findall("`(--[^`]+)`", page.read_text())]

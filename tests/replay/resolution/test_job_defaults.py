@@ -16,7 +16,7 @@ from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
-from replay.options.resolved import KERNELS, By
+from replay.options.resolved import KERNELS, ChosenBy
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import ChosenKernel, apply_choices, choose_from_job, choose_job_kernel
 from replay.resolution.selection import Selection
@@ -112,7 +112,7 @@ def test_auto_is_fused_where_the_job_used_liger(
 def test_where_liger_cannot_run_a_job_that_used_it_is_replayed_by_the_model_s_own_modules() -> None:
     choices = choose_from_job(ReplaySpec(actor=ActorSpec()), job(kernels="liger"), SELECTION, "cpu")
     [choice] = [choice for choice in choices if choice.setting == KERNELS]
-    assert (choice.value, choice.by) == (Kernels.MODEL, By.MACHINE)
+    assert (choice.value, choice.by) == (Kernels.MODEL, ChosenBy.MACHINE)
     assert choice.why == "the job used Liger, which has no CPU kernels"
 
 

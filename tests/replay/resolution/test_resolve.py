@@ -27,8 +27,8 @@ from replay.options.resolved import (
     ONCE_OPEN,
     PACKING,
     TP_PLAN,
-    By,
-    Choice,
+    ChosenBy,
+    ResolvedChoice,
     ResolvedReplay,
 )
 from replay.options.spec import ReplaySpec
@@ -56,7 +56,7 @@ def resolved(world: World, *typed: str) -> ResolvedReplay:
     return resolve(spec, selection, read_first_call(selection), world, None)
 
 
-def who(replay: ResolvedReplay) -> dict[str, By]:
+def who(replay: ResolvedReplay) -> dict[str, ChosenBy]:
     return {choice.setting: choice.by for choice in replay.choices}
 
 
@@ -79,10 +79,10 @@ def test_nothing_is_left_open(world: World, typed: tuple[str, ...]) -> None:
 
 def test_each_choice_says_who_made_it(world: World) -> None:
     chosen = who(resolved(world, "--dtype", "bf16", "--gradient-checkpointing"))
-    assert chosen["actor.dtype"] is chosen["actor.gradient_checkpointing"] is By.TYPED
-    assert chosen["actor.model"] is chosen[ATTENTION] is By.JOB
-    assert chosen[PACKING] is chosen["actor.whole_logits"] is By.MODEL
-    assert chosen["actor.zero_stage"] is chosen["actor.beta1"] is chosen[KERNELS] is By.DEFAULT
+    assert chosen["actor.dtype"] is chosen["actor.gradient_checkpointing"] is ChosenBy.TYPED
+    assert chosen["actor.model"] is chosen[ATTENTION] is ChosenBy.JOB
+    assert chosen[PACKING] is chosen["actor.whole_logits"] is ChosenBy.MODEL
+    assert chosen["actor.zero_stage"] is chosen["actor.beta1"] is chosen[KERNELS] is ChosenBy.DEFAULT
     assert "actor.num_layers" not in chosen, "a default that nothing had to choose is no choice"
 
 
@@ -93,7 +93,7 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
     )
     typed = spec_of(["--max-inputs", "1"])
     assert spec_to_dict(replay.to_spec()) == spec_to_dict(replace(typed, actor=job_s))
-    by_machine = [replace(choice, by=By.MACHINE) for choice in replay.choices if choice.setting == ATTENTION]
+    by_machine = [replace(choice, by=ChosenBy.MACHINE) for choice in replay.choices if choice.setting == ATTENTION]
     elsewhere = replace(replay, choices=tuple(by_machine))
     assert elsewhere.actor.attention is Attention.SDPA
     assert elsewhere.to_spec().actor.attention is Attention.AUTO
@@ -107,49 +107,53 @@ def half(**environment: str) -> Call:
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
     on_cpu, on_cuda = (choose_from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
-    assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, By.MACHINE)
-    assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, By.JOB)
-    assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is By.DEFAULT
+    assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, ChosenBy.MACHINE)
+    assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, ChosenBy.JOB)
+    assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is ChosenBy.DEFAULT
 
 
 def test_a_window_of_the_job_is_told_from_a_default() -> None:
     of_job = replace(SELECTION, grad_accumulation=3, has_job_windows=True)
     for spec, selection, by in (
-        (ReplaySpec(), of_job, By.JOB),
-        (ReplaySpec(), SELECTION, By.DEFAULT),
-        (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), By.TYPED),
+        (ReplaySpec(), of_job, ChosenBy.JOB),
+        (ReplaySpec(), SELECTION, ChosenBy.DEFAULT),
+        (ReplaySpec(actor=ActorSpec(grad_accumulation=3)), replace(of_job, has_job_windows=False), ChosenBy.TYPED),
     ):
         choice = choose_from_job(spec, None, selection, "cpu")[3]
         assert (choice.value, choice.by) == (selection.grad_accumulation, by)
 
 
 def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
-    choices = [Choice(setting=setting, value=ONCE_OPEN, by=By.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
-    done = MadeReplay.of(ReplaySpec(), *choices).completed({"tp_plan": "builtin"}, 1024.0)
+    choices = [ResolvedChoice(setting=setting, value=ONCE_OPEN, by=ChosenBy.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
+    done = MadeReplay.of(ReplaySpec(), *choices).complete({"tp_plan": "builtin"}, 1024.0)
     assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
 
 
 def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
     replay = resolved(world)
-    eager = replay.variant(why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
+    eager = replay.derive_variant(why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
     assert (eager.kernel, eager.source) == ("eager", replay.source)
     assert [(choice.setting, choice.why) for choice in eager.choices if choice not in replay.choices] == [
         (ATTENTION, "to know")
     ]
-    auto = eager.variant(why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16))
-    assert (auto.kernel, auto.actor.attention, auto.chosen_by(ATTENTION)) == ("sdpa", Attention.SDPA, By.MACHINE)
-    mixed = Choice(setting=ATTENTION, value="packed_fa2_or_cudnn", by=By.MACHINE)
+    auto = eager.derive_variant(why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16))
+    assert (auto.kernel, auto.actor.attention, auto.find_chooser(ATTENTION)) == (
+        "sdpa",
+        Attention.SDPA,
+        ChosenBy.MACHINE,
+    )
+    mixed = ResolvedChoice(setting=ATTENTION, value="packed_fa2_or_cudnn", by=ChosenBy.MACHINE)
     actor = replace(replay.actor, attention=Attention.AUTO)
     elsewhere = replace(replay, actor=actor, kernel=mixed.value, choices=(mixed,))
-    in_fp32 = elsewhere.variant(why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
+    in_fp32 = elsewhere.derive_variant(why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
     assert [choice.value for choice in in_fp32.choices if choice.setting == ATTENTION] == ["sdpa"]
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
-        replay.variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
+        replay.derive_variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
     without = replace(replay.actor, optimizer=OptimizerName.NONE, weight_decay=None, beta1=None, beta2=None, eps=None)
     with pytest.raises(UsageError, match="step=True needs an optimizer"):
-        replay.variant(why="no step", actor=without, measure=replace(replay.measure, step=True))
+        replay.derive_variant(why="no step", actor=without, measure=replace(replay.measure, step=True))
     with pytest.raises(AssertionError, match=r"actor\.dtype: not resolved"):
-        replay.variant(why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
+        replay.derive_variant(why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
 
 
 class FirstOfTwo:

@@ -16,7 +16,7 @@ from capture.folder_tools.convert import FolderWriter, make_empty_folder
 from replay.command_line.cli import main as replay_main
 from replay.commands.inspect.inspection import MOST_ODD, Inspection, inspect_folder
 from replay.commands.inspect.text import print_inspection
-from replay.options.spec import InputsSpec, Passes, ReplaySpec, default_folder
+from replay.options.spec import InputsSpec, Passes, ReplaySpec, find_sample_folder
 from replay.processes.child_job import ChildJob
 from replay.resolution import selection
 from replay.resolution.selection import select
@@ -29,7 +29,7 @@ from tests.replay.verdict.test_judge import FP32, replayed, train
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample inputs in segments."""
     folder = tmp_path_factory.mktemp("sample") / "segments"
-    assert main(["convert", str(default_folder()), str(folder), "--segment", "60kB"]) == 0
+    assert main(["convert", str(find_sample_folder()), str(folder), "--segment", "60kB"]) == 0
     return folder
 
 
@@ -52,7 +52,7 @@ def test_a_selection_is_the_same(
             select(
                 InputsSpec(inputs=folder, **settings), data_rank, num_data_ranks, grad_accumulation=grad_accumulation
             )
-            for folder in (sample, default_folder())
+            for folder in (sample, find_sample_folder())
         )
         assert [path.name for path in chosen.inputs] == [path.name for path in expected.inputs]
         assert chosen.inputs
@@ -98,7 +98,7 @@ def facts_and_text(folder: Path) -> tuple[Inspection, list[str]]:
 
 def test_an_inspection_is_the_same(sample: Path) -> None:
     found, text = facts_and_text(sample)
-    expected, expected_text = facts_and_text(default_folder())
+    expected, expected_text = facts_and_text(find_sample_folder())
     assert text == expected_text
     assert (found.num_by_format, expected.num_by_format) == ({"of format 1 in segments": 40}, {"of format 1": 40})
     assert found == replace(expected, folder=found.folder, num_by_format=found.num_by_format)

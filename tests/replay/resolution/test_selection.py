@@ -7,8 +7,8 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
-from replay.options.option_parsing import in_flags
-from replay.options.spec import InputsSpec, Order, Passes
+from replay.options.option_parsing import spell_flags
+from replay.options.spec import InputOrder, InputsSpec, Passes
 from replay.resolution import selection
 from replay.resolution.selection import Selection, select
 from tests.helpers.made_captures import damage, write_pass, write_passes
@@ -201,7 +201,7 @@ def test_where_there_is_nothing_to_replay_one_line_says_what_to_type(
     make_a_folder_of_rollouts(Path("above/below"))
     with pytest.raises(UsageError) as refusal:
         select(spec, 0, 1)
-    assert says in in_flags(refusal.value)
+    assert says in spell_flags(refusal.value)
 
 
 def test_fewer_inputs_than_data_ranks_are_refused(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_worst_first_is_by_the_tokens_that_are_fed(
 ) -> None:
     sizes = [(50, 20), (30, 30), (40, 10)]  # row length, real tokens of a row
     paths = [write_pass(tmp_path, step=step, length=size, num_real=real) for step, (size, real) in enumerate(sizes)]
-    chosen = select(InputsSpec(inputs=tmp_path, order=Order.WORST, max_inputs=most), 0, 1, packs=packs)
+    chosen = select(InputsSpec(inputs=tmp_path, order=InputOrder.WORST, max_inputs=most), 0, 1, packs=packs)
     assert chosen.inputs == [paths[number] for number in order][:most]
     assert chosen.dealing == f"most {'real' if packs else 'padded'} tokens first"
 
@@ -229,7 +229,7 @@ def test_worst_first_gives_data_ranks_inputs_of_like_size(captured_by: tuple[int
         write_pass(tmp_path, rank=rank, step=step, length=50, num_real=real)
         for step, (rank, real) in enumerate(zip(captured_by, sizes, strict=True))
     ]
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=Order.WORST))
+    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=InputOrder.WORST))
     assert [chosen.inputs for chosen in ranks] == [[paths[1], paths[2]], [paths[3], paths[0]]]
     assert {chosen.dealing for chosen in ranks} == {"most real tokens first, dealt in turn to 2 data ranks"}
 

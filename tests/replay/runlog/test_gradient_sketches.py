@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actor_init.spec import UsageError
 from replay.agreement.noise_floor import CellResult, MatrixJudge
-from replay.options.option_parsing import replay_spec
+from replay.options.option_parsing import build_replay_spec
 from replay.options.spec import MeasureSpec
 from replay.runlog.gradient_sketches import LEAST_SHARE, ParameterDistance, compare, make_row, read, write
 from replay.runlog.token_log_probs import write as keep_log_probs
@@ -97,7 +97,7 @@ def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
 def test_parity_names_the_parameter_whose_gradient_differs_where_nothing_else_does(tmp_path: Path) -> None:
     made = Made(tmp_path, [])
     alone: Any = World([])
-    spec = replace(replay_spec({"dtype": "fp32"}), measure=MeasureSpec(details=True))
+    spec = replace(build_replay_spec({"dtype": "fp32"}), measure=MeasureSpec(details=True))
     for name, varies in (("ref", ""), ("eager", "kernel"), ("cell", ""), ("clean", "")):
         made.add(name, varies=varies, spec=spec, records=[passed(index, letter) for index, letter in enumerate("wx")])
         folder = made.rows[-1].log
@@ -119,7 +119,7 @@ def test_parity_finds_a_token_that_is_off_by_five_times_the_noise_floor(
 ) -> None:
     made = Made(tmp_path, [])
     alone: Any = World([])
-    spec = replace(replay_spec({"dtype": dtype}), measure=MeasureSpec(details=True))
+    spec = replace(build_replay_spec({"dtype": dtype}), measure=MeasureSpec(details=True))
     right = -10 * torch.rand(2, 200, generator=torch.Generator().manual_seed(0))
     noise = [10 * rounding * random(2, 200, seed=seed).clamp(-2, 2) for seed in range(3)]
     floor = float(noise[0].abs().max())

@@ -17,7 +17,7 @@ from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 from replay.watch.progress import Phase
@@ -132,7 +132,7 @@ def events() -> list[str]:
 
 @pytest.fixture
 def inputs() -> PassInputs:
-    laid_out = prepare_inputs(read_micro_batch(capture_files(default_folder())[0]), packing=False)
+    laid_out = prepare_inputs(read_micro_batch(capture_files(find_sample_folder())[0]), packing=False)
     return PassInputs(
         actor_inputs=laid_out,
         compute_loss=torch.sum,

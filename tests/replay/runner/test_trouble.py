@@ -13,7 +13,7 @@ from capture.file_format.actor_config import write_actor_config
 from capture.file_format.listing import capture_files
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
-from replay.options.spec import default_folder
+from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.commands import run
 from tests.helpers.failing_inputs import CONFIG, TOO_LONG, folder_of
@@ -129,8 +129,8 @@ def damaged_copy(home: Path) -> Path:
     """The sample's first files of rank 0, and one of each kind of damage among them."""
     folder = home / "damaged"
     folder.mkdir()
-    shutil.copy(default_folder() / "actor.json", folder)
-    whole = capture_files(default_folder())[4:7]
+    shutil.copy(find_sample_folder() / "actor.json", folder)
+    whole = capture_files(find_sample_folder())[4:7]
     for path in whole:
         shutil.copy(path, folder)
     data = whole[0].read_bytes()
