@@ -1,4 +1,7 @@
-"""Summarise a folder of captures: files of one pass are read, of segments their indexes; damage is listed by name."""
+"""Summarise a folder of captures; damage is listed by name.
+
+Files of one pass are read one by one. Of segments the indexes are read, and their passes are added by the column.
+"""
 
 from bisect import bisect_right
 from collections import Counter
@@ -38,14 +41,15 @@ from replay.output.text import Pairs
 from replay.post_mortem.blocking_ranks import read_last_sightings
 from replay.post_mortem.text import describe_hang
 
-# Add up the passes of a folder, one by one from files, and by the column from the indexes of segments.
-
-MOST_ODD = 100  # that are listed; the others are counted
+# Of more odd passes only the number is told.
+MAX_LISTED_ODD = 100
 _ROWS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class ValueSpread:
+    """The least, the median and the most of a number of the passes."""
+
     least: int
     median: float
     most: int
@@ -58,15 +62,16 @@ class KindFacts:
     name: str
     num_passes: int
     ranks: list[int | None]
-    rows: Spread
-    row_length: Spread  # S, padding included
+    rows: ValueSpread
+    # Padding included.
+    row_length: ValueSpread
     padded_tokens: int
     real_tokens: int
     action_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Odd:
+class OddPass:
     """A pass that stands out, and the reason."""
 
     source: str
@@ -74,7 +79,7 @@ class Odd:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """Have torch compute in one thread: on a busy machine, several wait for each other longer than these sums take."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -110,27 +115,27 @@ class KindTotals:
         self.num_passes += len(table)
         rows, lengths = table[:, COLUMN["rows"]], table[:, COLUMN["row_length"]]
         for counter, values in ((self._rows, rows), (self._lengths, lengths)):
-            found, times = values.unique(return_counts=True)
-            counter.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
+            distinct, counts = values.unique(return_counts=True)
+            counter.update(dict(zip(distinct.tolist(), counts.tolist(), strict=True)))
         actions = table[:, COLUMN["action_tokens"]].clamp(min=0)
         new = (rows * lengths, table[:, COLUMN["real_tokens"]], actions)
         self._tokens = [total + int(more.sum()) for total, more in zip(self._tokens, new, strict=True)]
 
-    def facts(self, name: str) -> KindFacts:
+    def summarize(self, name: str) -> KindFacts:
         padded, real, action = self._tokens
         return KindFacts(
             name=name,
             num_passes=self.num_passes,
             ranks=sorted(self.ranks, key=lambda rank: -1 if rank is None else rank),
-            rows=spread(self._rows),
-            row_length=spread(self._lengths),
+            rows=compute_spread(self._rows),
+            row_length=compute_spread(self._lengths),
             padded_tokens=padded,
             real_tokens=real,
             action_tokens=action,
         )
 
 
-class Totals:
+class FolderTotals:
     """Sums over a folder. What cannot be read goes into `damaged`."""
 
     def __init__(self, damaged: list[tuple[Path, str]]) -> None:
@@ -139,13 +144,16 @@ class Totals:
         self.versions: set[str] = set()
         self.first_time: str | None = None
         self.last_time: str | None = None
-        self.odd: list[Odd] = []
+        self.odd: list[OddPass] = []
         self.num_odd = 0
         self.unreplayable: list[tuple[Path, str]] = []
-        self.world_size = 0  # the largest that a capture names
+        # The largest world size that a capture names.
+        self.world_size = 0
         self._damaged = damaged
-        self._most: tuple[int, str, Counts] | None = None  # padded tokens, name, counts
-        self._sizes: set[int] = set()  # of padded tokens, two at most
+        # The padded tokens, the name and the counts of the longest pass.
+        self._longest: tuple[int, str, Counts] | None = None
+        # Two numbers of padded tokens at most: whether there are several is all that is needed.
+        self._sizes: set[int] = set()
 
     def add_file(self, path: Path) -> None:
         """Read a file of one pass."""
@@ -186,7 +194,8 @@ class Totals:
         """Add the passes from number `begin` on, which have these records."""
         flags = table[:, COLUMN["flags"]]
         has_tokens = flags & HAS_TOKENS != 0
-        for place in (~has_tokens).nonzero().flatten().tolist():  # calls with embeddings, which say so when read
+        # Calls with embeddings have no tokens. Reading them gives the reason why they cannot be replayed.
+        for place in (~has_tokens).nonzero().flatten().tolist():
             self.add_file(segment.path_at(begin + place))
         if not bool(has_tokens.any()):
             return
@@ -196,7 +205,7 @@ class Totals:
         self.num_by_format["of format 1 in segments"] += int(has_tokens.sum())
         times = table[has_tokens, COLUMN["time"]]
         first, last = (
-            from_microseconds(int(one)).isoformat(timespec="microseconds") for one in (times.min(), times.max())
+            from_microseconds(int(time)).isoformat(timespec="microseconds") for time in (times.min(), times.max())
         )
         self._see_times(first, last)
         sizes = table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]]
@@ -211,7 +220,7 @@ class Totals:
             self._see_odd_in(segment, begin + place)
 
     def _see_odd_in(self, segment: Segment, place: int) -> None:
-        if len(self.odd) >= MOST_ODD:
+        if len(self.odd) >= MAX_LISTED_ODD:
             self.num_odd += 1
             return
         record, path = segment.record_at(place), segment.path_at(place)
@@ -221,18 +230,18 @@ class Totals:
         except CaptureError as error:
             self._damaged.append((path, spell_flags(error)))
 
-    def missing_ranks(self) -> list[int]:
+    def list_missing_ranks(self) -> list[int]:
         """List the ranks of the job's world of which there is no pass; none where captures do not name their rank."""
         ranks = {rank for kind in self.kinds.values() for rank in kind.ranks}
         return [] if None in ranks or not ranks else [rank for rank in range(self.world_size) if rank not in ranks]
 
-    def longest(self) -> list[Odd]:
+    def find_longest(self) -> list[OddPass]:
         """Return the pass with the most tokens, if there are several kinds or ranks."""
-        if self._most is None or len(self._sizes) < 2:
+        if self._longest is None or len(self._sizes) < 2:
             return []
-        _, name, counts = self._most
+        _, name, counts = self._longest
         reason = f"{counts.rows} rows of {counts.row_length}, {counts.real_tokens:,} tokens real"
-        return [Odd(source=name, reason=reason)]
+        return [OddPass(source=name, reason=reason)]
 
     def _kind(self, trains: bool) -> KindTotals:
         return self.kinds["train" if trains else "rollout"]
@@ -244,18 +253,18 @@ class Totals:
     def _see_size(self, size: int, name: str, counts: Counts) -> None:
         if len(self._sizes) < 2:
             self._sizes.add(size)
-        if self._most is None or size > self._most[0]:
-            self._most = size, name, counts
+        if self._longest is None or size > self._longest[0]:
+            self._longest = size, name, counts
 
     def _see_odd(self, name: str, counts: Counts, call: Call | None) -> None:
-        reasons = _oddities(counts, call)
+        reasons = _find_oddities(counts, call)
         self.num_odd += len(reasons)
-        self.odd += [Odd(source=name, reason=reason) for reason in reasons[: MOST_ODD - len(self.odd)]]
+        self.odd += [OddPass(source=name, reason=reason) for reason in reasons[: MAX_LISTED_ODD - len(self.odd)]]
 
 
-def _oddities(counts: Counts, call: Call | None) -> list[str]:
-    odd = {} if call is None else find_non_finite(call.outputs)
-    reasons = [f"{name} was {value}" for name, value in odd.items()]
+def _find_oddities(counts: Counts, call: Call | None) -> list[str]:
+    non_finite = {} if call is None else find_non_finite(call.outputs)
+    reasons = [f"{name} was {value}" for name, value in non_finite.items()]
     if counts.empty_rows:
         reasons.append(f"{counts.empty_rows} of {counts.rows} rows have no real token")
     if counts.action_tokens == 0:
@@ -265,12 +274,12 @@ def _oddities(counts: Counts, call: Call | None) -> list[str]:
     return reasons
 
 
-def spread(counter: Counter[int]) -> Spread:
+def compute_spread(counter: Counter[int]) -> ValueSpread:
     """Return the least, median and most of values that are counted."""
     values, total = sorted(counter), counter.total()
-    up_to = list(accumulate(counter[value] for value in values))
-    middle = [values[bisect_right(up_to, place)] for place in ((total - 1) // 2, total // 2)]
-    return Spread(least=values[0], median=sum(middle) / 2, most=values[-1])
+    cumulated = list(accumulate(counter[value] for value in values))
+    middle = [values[bisect_right(cumulated, place)] for place in ((total - 1) // 2, total // 2)]
+    return ValueSpread(least=values[0], median=sum(middle) / 2, most=values[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,21 +304,26 @@ class Inspection:
     kinds: list[KindFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
-    missing_ranks: list[int] = field(default_factory=list)  # of the job's world, of which there is no pass
+    # The ranks of the job's world of which there is no pass.
+    missing_ranks: list[int] = field(default_factory=list)
     world_size: int = 0
-    not_recorded: Mapping[str, int] = field(default_factory=dict)  # training passes, by the reason
+    # How many training passes were not recorded, by the reason.
+    not_recorded: Mapping[str, int] = field(default_factory=dict)
     incidents: list[RankIncident] = field(default_factory=list)
-    hang: Pairs = field(default_factory=list)  # which rank was behind, and a line for each rank
-    in_memory: str | None = None  # passes of dead processes that could not be written from memory to the folder
-    longest: list[Odd] = field(default_factory=list)
-    odd: list[Odd] = field(default_factory=list)  # the first ones
+    # Which rank was behind, and a line for each rank.
+    hang: Pairs = field(default_factory=list)
+    # The passes of dead processes that could not be written from memory to the folder.
+    in_memory: str | None = None
+    longest: list[OddPass] = field(default_factory=list)
+    # The first MAX_LISTED_ODD of them.
+    odd: list[OddPass] = field(default_factory=list)
     num_odd: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as JSON has it."""
         files = {"damaged": self.damaged, "unreplayable": self.unreplayable}
-        named = {name: [{"path": str(path), "error": error} for path, error in pairs] for name, pairs in files.items()}
-        return {**to_json(self), **named, "hang": dict(self.hang)}
+        errors = {name: [{"path": str(path), "error": error} for path, error in pairs] for name, pairs in files.items()}
+        return {**to_json(self), **errors, "hang": dict(self.hang)}
 
 
 def inspect_folder(folder: Path) -> Inspection:
@@ -321,17 +335,17 @@ def inspect_folder(folder: Path) -> Inspection:
     check_folder(folder, "Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
-    incidents, hang, not_recorded = _records_of(folder, damaged)
+    incidents, hang, not_recorded = _read_recorder_files(folder, damaged)
     files, segments = list_single_pass_files(folder), list_segment_files(folder)
     if not (files or segments or incidents or not_recorded) and in_memory is None:
         raise UsageError(f"{folder} holds no captures (*.pkl, or segments, *.seg). Try: replay inspect inputs/sample")
-    totals = Totals(damaged)
+    totals = FolderTotals(damaged)
     for path in files:
         totals.add_file(path)
-    with one_thread():
+    with use_one_thread():
         for path in segments:
             totals.add_segment(path)
-    model = _model_of(folder, damaged)
+    model = _read_model(folder, damaged)
     return Inspection(
         folder=folder,
         model=model,
@@ -339,22 +353,24 @@ def inspect_folder(folder: Path) -> Inspection:
         first_time=totals.first_time,
         last_time=totals.last_time,
         versions=sorted(totals.versions),
-        kinds=[kind.facts(name) for name, kind in totals.kinds.items() if kind.num_passes],
+        kinds=[kind.summarize(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,
         unreplayable=totals.unreplayable,
-        missing_ranks=totals.missing_ranks(),
+        missing_ranks=totals.list_missing_ranks(),
         world_size=totals.world_size,
         not_recorded=not_recorded,
         incidents=incidents,
         hang=hang,
         in_memory=in_memory,
-        longest=totals.longest(),
+        longest=totals.find_longest(),
         odd=totals.odd,
         num_odd=totals.num_odd,
     )
 
 
-def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[RankIncident], Pairs, Mapping[str, int]]:
+def _read_recorder_files(
+    folder: Path, damaged: list[tuple[Path, str]]
+) -> tuple[list[RankIncident], Pairs, Mapping[str, int]]:
     """Return the incidents, which rank was behind, and the training passes that are missing, by the reason.
 
     Where these cannot be read, return none, and say so in `damaged`.
@@ -367,14 +383,14 @@ def _records_of(folder: Path, damaged: list[tuple[Path, str]]) -> tuple[list[Ran
         damaged.append((folder, spell_flags(error)))
         return [], [], {}
     incidents = [
-        RankIncident(rank=record.rank, incident=one, num_others=record.num_others)
+        RankIncident(rank=record.rank, incident=incident, num_others=record.num_others)
         for record in records
-        for one in record.incidents
+        for incident in record.incidents
     ]
     return incidents, hang, not_recorded
 
 
-def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
+def _read_model(folder: Path, damaged: list[tuple[Path, str]]) -> str:
     """Describe the model of actor.json; where that cannot be read, say so in `damaged`."""
     try:
         config = read_actor_config(folder)
@@ -387,5 +403,5 @@ def _model_of(folder: Path, damaged: list[tuple[Path, str]]) -> str:
 def describe_model(config: Mapping[str, object]) -> str:
     """Describe a model's config in one line; missing fields are left out."""
     sizes = {"num_hidden_layers": "layers", "hidden_size": "hidden", "vocab_size": "vocabulary"}
-    said = [f"{word} {config[key]}" for key, word in sizes.items() if key in config]
-    return ", ".join([str(config.get("model_type", "unnamed")), *said])
+    words = [f"{word} {config[key]}" for key, word in sizes.items() if key in config]
+    return ", ".join([str(config.get("model_type", "unnamed")), *words])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from capture.file_format.listing import format_ranges
-from replay.commands.inspect.inspection import Inspection, Spread
+from replay.commands.inspect.inspection import Inspection, ValueSpread
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import (
     Columns,
@@ -16,13 +16,13 @@ from replay.output.text import (
 )
 
 
-def folder_facts(inspection: Inspection) -> Pairs:
+def list_folder_facts(inspection: Inspection) -> Pairs:
     pairs = [("folder", str(inspection.folder)), ("model", inspection.model)]
     pairs.append(("files", ", ".join(f"{number} {what}" for what, number in inspection.num_by_format.items())))
     if inspection.unreplayable:
         pairs.append(("no replay", describe_unreplayable(inspection.unreplayable)))
     if inspection.missing_ranks:
-        pairs.append(("no pass", f"of {rank_names(inspection.missing_ranks)} of the job's {inspection.world_size}"))
+        pairs.append(("no pass", f"of {name_ranks(inspection.missing_ranks)} of the job's {inspection.world_size}"))
     pairs += describe_unrecorded(inspection.not_recorded)
     if inspection.first_time is not None and inspection.last_time is not None:
         pairs.append(("time", f"{inspection.first_time} to {inspection.last_time}"))
@@ -31,32 +31,30 @@ def folder_facts(inspection: Inspection) -> Pairs:
     return pairs
 
 
-def incidents(inspection: Inspection) -> Pairs:
+def list_incidents(inspection: Inspection) -> Pairs:
     """List ranks that were killed, then the first failures; last what follows from another rank's end.
 
     A killed rank has the time at which its passes were salvaged, so it is not sorted by that time.
     """
     pairs: Pairs = [] if inspection.in_memory is None else [("incident", inspection.in_memory)]
     order = {"died": 0}
-    for one in sorted(
-        inspection.incidents,
-        key=lambda one: (order.get(one.incident.what, 1 + one.incident.follows_another), one.incident.time),
-    ):
-        incident = one.incident
+    ranked = [(record.rank, record.incident) for record in inspection.incidents]
+    ranked.sort(key=lambda pair: (order.get(pair[1].what, 1 + pair[1].follows_another), pair[1].time))
+    for rank, incident in ranked:
         forward = "before any forward" if incident.forward is None else f"forward {incident.forward}"
-        text = f"rank {one.rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
+        text = f"rank {rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
         if incident.message:
             text += f": {incident.message}"
         saved = f"; {pluralise(len(incident.files), 'file')} for it"
         if incident.num_not_copied:
             saved += f", {pluralise(incident.num_not_copied, 'pass')} not on the host in time"
         pairs.append(("incident", text + saved))
-    if number := sum({one.rank: one.num_others for one in inspection.incidents}.values()):
+    if number := sum({record.rank: record.num_others for record in inspection.incidents}.values()):
         pairs.append(("incident", f"{number} more like these, for which nothing was written"))
     return pairs
 
 
-def stand_outs(inspection: Inspection, most: int = 10) -> Pairs:
+def list_exceptional_passes(inspection: Inspection, most: int = 10) -> Pairs:
     pairs = [("longest", f"{odd.source}: {odd.reason}") for odd in inspection.longest]
     pairs += [("odd", f"{odd.source}: {odd.reason}") for odd in inspection.odd[:most]]
     if (num_more := inspection.num_odd - min(len(inspection.odd), most)) > 0:
@@ -64,15 +62,15 @@ def stand_outs(inspection: Inspection, most: int = 10) -> Pairs:
     return pairs
 
 
-def kind_table(inspection: Inspection) -> Columns:
+def build_kind_table(inspection: Inspection) -> Columns:
     """Return a row for the training passes and one for the rollout passes; a spread is least / median / most."""
     kinds = inspection.kinds
     return {
         "passes": [kind.name for kind in kinds],
         "number": [str(kind.num_passes) for kind in kinds],
-        "ranks": [_ranks(kind.ranks) for kind in kinds],
-        "rows": [_spread(kind.rows) for kind in kinds],
-        "row length": [_spread(kind.row_length) for kind in kinds],
+        "ranks": [_format_ranks(kind.ranks) for kind in kinds],
+        "rows": [_format_spread(kind.rows) for kind in kinds],
+        "row length": [_format_spread(kind.row_length) for kind in kinds],
         "padded": [f"{kind.padded_tokens:,}" for kind in kinds],
         "real": [f"{kind.real_tokens:,}" for kind in kinds],
         "share": [f"{kind.real_tokens / kind.padded_tokens:.1%}" for kind in kinds],
@@ -80,20 +78,17 @@ def kind_table(inspection: Inspection) -> Columns:
     }
 
 
-def rank_names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}"
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_format_ranks(ranks)}"
 
 
-def _ranks(ranks: Sequence[int | None]) -> str:
-    named = format_ranges(rank for rank in ranks if rank is not None)
-    return ", ".join([*([named] if named else []), *(["unknown"] if None in ranks else [])])
+def _format_ranks(ranks: Sequence[int | None]) -> str:
+    ranges = format_ranges(rank for rank in ranks if rank is not None)
+    return ", ".join([*([ranges] if ranges else []), *(["unknown"] if None in ranks else [])])
 
 
-def _spread(spread: Spread) -> str:
+def _format_spread(spread: ValueSpread) -> str:
     return str(spread.least) if spread.least == spread.most else f"{spread.least} / {spread.median:g} / {spread.most}"
-
-
-# Print the answer of `replay inspect`.
 
 
 def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> None:
@@ -119,13 +114,13 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     """
     out = open_console(file)
     if inspection.incidents or inspection.in_memory is not None:
-        print_pairs(out, incidents(inspection) + inspection.hang)
+        print_pairs(out, list_incidents(inspection) + inspection.hang)
         print_line(out)
-    print_pairs(out, folder_facts(inspection))
+    print_pairs(out, list_folder_facts(inspection))
     if inspection.kinds:
         print_line(out)
-        print_table(out, kind_table(inspection))
-    if exceptional := stand_outs(inspection):
+        print_table(out, build_kind_table(inspection))
+    if exceptional := list_exceptional_passes(inspection):
         print_line(out)
         print_pairs(out, exceptional)
     if inspection.damaged:

@@ -17,7 +17,7 @@ Word = TypeVar("Word", bound=str)
 
 
 def _serves_mismatch(toggle: Toggle) -> bool:
-    """Does the option apply to mismatch? It runs forwards alone, in dtypes and kernels of its own lists."""
+    """Tell whether the option applies to mismatch: it runs forwards alone, in dtypes and kernels of its own lists."""
     if toggle.part == "measure":
         return toggle.field in ("timeout", "log_folder")
     return toggle.part in ("inputs", "actor", "actor.parallel") and toggle.field not in (
@@ -48,8 +48,8 @@ def mismatch(
     listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
     """
     run = build_replay_spec(given)
-    dtypes: list[Dtype] = _words("--dtype", dtype, [one for one in Dtype if one is not Dtype.AUTO])
-    kernels = _words("--attention", attention, WORDS)
+    dtypes: list[Dtype] = _parse_words("--dtype", dtype, [member for member in Dtype if member is not Dtype.AUTO])
+    kernels = _parse_words("--attention", attention, WORDS)
 
     def measure() -> int:
         check_inputs(run.inputs)
@@ -62,8 +62,12 @@ def mismatch(
     return measure
 
 
-def _words(flag: str, typed: str, allowed: Collection[Word]) -> list[Word]:
+def _parse_words(flag: str, typed: str, allowed: Collection[Word]) -> list[Word]:
     words = typed.split(",")
-    if wrong := [word for word in words if word not in allowed]:
-        raise UsageError(f"{flag} {wrong[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between")
-    return [next(one for one in allowed if one == word) for word in dict.fromkeys(words)]
+    if unknown := [word for word in words if word not in allowed]:
+        raise UsageError(
+            f"{flag} {unknown[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between"
+        )
+    # The allowed words may be members of an enum, equal to what was typed.
+    members: dict[str, Word] = {word: word for word in allowed}
+    return [members[word] for word in dict.fromkeys(words)]

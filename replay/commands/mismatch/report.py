@@ -1,4 +1,6 @@
-"""Run `replay mismatch`: how far are a rollout engine's log-probs from the replay's, under each dtype and kernel?
+"""Run `replay mismatch`, which measures how far a rollout engine's log-probs are from the replay's.
+
+The inputs are replayed under each dtype and kernel:
 
     replay       mean |d|  p99 |d|  max |d|      shift     KL k1     KL k3  ESS tokens  ESS sequences
     bf16, eager    0.0081    0.031    0.044   -0.00021   0.00021  6.05e-05       0.999          0.998
@@ -10,6 +12,7 @@ d is the replay's log-prob minus the rollout's, in nats, of each action token. m
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +27,14 @@ from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.commands.mismatch.statistics import Mismatch, Tokens, WorstToken, mismatch_of, tokens_of, worst_tokens
+from replay.commands.mismatch.statistics import (
+    ActionTokens,
+    Mismatch,
+    WorstToken,
+    collect_action_tokens,
+    find_worst_tokens,
+    measure_mismatch,
+)
 from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
 from replay.objective.objective import compute_negated_mean
 from replay.options.option_parsing import spec_to_dict
@@ -44,7 +54,7 @@ FILE = "mismatch.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class MismatchCell:
     """One replay: its name, and its distance from the rollout."""
 
     name: str
@@ -54,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distance:
+class ReplayDistance:
     """How far two replays are apart: the mean and the largest absolute difference of a token's log-prob."""
 
     one: str
@@ -68,19 +78,19 @@ class MismatchReport:
     """How far replays are from a rollout, and from each other; `worst` holds the tokens that are farthest apart."""
 
     spec: ReplaySpec
-    list_versions: Mapping[str, str | None]
-    replays: Sequence[Cell]
-    distances: Sequence[Distance]
+    versions: Mapping[str, str | None]
+    replays: Sequence[MismatchCell]
+    distances: Sequence[ReplayDistance]
     worst: Sequence[WorstToken]
 
     @classmethod
-    def of(cls, run: ReplaySpec, cells: Sequence[tuple[Cell, list[Tokens]]], num_worst: int) -> Self:
+    def build(cls, run: ReplaySpec, cells: Sequence[tuple[MismatchCell, list[ActionTokens]]], num_worst: int) -> Self:
         return cls(
             spec=run,
-            list_versions=list_versions(),
+            versions=list_versions(),
             replays=[cell for cell, _ in cells],
-            distances=[_distance(cell, other) for number, cell in enumerate(cells) for other in cells[number + 1 :]],
-            worst=worst_tokens([tokens for _, tokens in cells], num_worst),
+            distances=[_measure_distance(cell, other) for cell, other in combinations(cells, 2)],
+            worst=find_worst_tokens([tokens for _, tokens in cells], num_worst),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,25 +122,25 @@ def mismatch_in(
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
     source = find_source(run)
-    batches = [_read(path, source) for path in selection.inputs]
+    batches = [_read_input(path, source) for path in selection.inputs]
     folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
-    cells: list[tuple[Cell, list[Tokens]]] = []
+    cells: list[tuple[MismatchCell, list[ActionTokens]]] = []
     with watch_run(world, folder, run.measure.timeout) as watch:
         extend_collective_timeouts(run.measure.timeout)
         for dtype in dtypes:
             for kernel in kernels:
                 spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
-                cells.append(_replayed(spec, source, world, watch.tracker, batches))
+                cells.append(_replay_forwards(spec, source, world, watch.tracker, batches))
         if world.rank == 0:
-            report = MismatchReport.of(run, cells, num_worst)
-            print_report(report, _header(run, source, world, selection), folder)
+            report = MismatchReport.build(run, cells, num_worst)
+            print_report(report, _list_header(run, source, world, selection), folder)
             for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
                 write_atomically(path, json_bytes(report.to_dict()))
         world.gather(None)
     return 0
 
 
-def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveRecord]:
+def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveRecord]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
@@ -149,39 +159,41 @@ def _read(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveRecord]
 
 
 @torch.no_grad()
-def _replayed(
+def _replay_forwards(
     spec: ReplaySpec,
     source: ModelSource,
     world: World,
     tracker: Tracker,
     batches: Sequence[tuple[MicroBatch, ObjectiveRecord]],
-) -> tuple[Cell, list[Tokens]]:
+) -> tuple[MismatchCell, list[ActionTokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
     backend = open_backend(spec.actor, source, world, lambda _: tracker.report_progress())
     try:
-        own = [_forward(backend, spec, source, world, tracker, *one) for one in batches]
+        rank_tokens = [
+            _run_forward(backend, spec, source, world, tracker, batch, recorded) for batch, recorded in batches
+        ]
         attention = str(backend.facts()["attention_kernel"])
     finally:
         backend.close()
         del backend
         free_closed_backends()
-    everything = _of_all_data_ranks(own, world)
-    if not sum(len(one.id_N) for one in everything):
+    all_tokens = _gather_data_ranks(rank_tokens, world)
+    if not any(len(tokens.id_N) for tokens in all_tokens):
         raise UsageError("no row of these inputs has an action token. Try: other inputs")
-    cell = Cell(
+    cell = MismatchCell(
         name=f"{spec.actor.dtype}, {attention}",
         dtype=spec.actor.dtype.value,
         attention=attention,
-        mismatch=mismatch_of(
-            torch.cat([one.rollout_N for one in everything]),
-            torch.cat([one.replay_N for one in everything]),
-            _numbered(everything),
+        mismatch=measure_mismatch(
+            torch.cat([tokens.rollout_N for tokens in all_tokens]),
+            torch.cat([tokens.replay_N for tokens in all_tokens]),
+            _number_sequences(all_tokens),
         ),
     )
-    return cell, everything
+    return cell, all_tokens
 
 
-def _forward(
+def _run_forward(
     backend: Backend,
     spec: ReplaySpec,
     source: ModelSource,
@@ -189,7 +201,7 @@ def _forward(
     tracker: Tracker,
     batch: MicroBatch,
     recorded: ObjectiveRecord,
-) -> Tokens:
+) -> ActionTokens:
     """Run one forward, and put its log-probs beside the rollout's."""
     tracker.begin_pass(tracker.position.index + 1, batch.origin.source)
     tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
@@ -203,7 +215,7 @@ def _forward(
         captured_row_length=batch.sequences_BS.shape[1],
     )
     outcome = run_pass(backend, forward, observers=[PositionMarker(tracker)])
-    given = ObjectiveInputs(
+    objective_inputs = ObjectiveInputs(
         log_probs_BA=outcome.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,
         recorded=recorded.to(world.device),
@@ -211,32 +223,39 @@ def _forward(
         num_window_passes=1,
     )
     try:
-        return tokens_of(given, batch.sequences_BS)
+        return collect_action_tokens(objective_inputs, batch.sequences_BS)
     except ObjectiveError as error:
         raise UsageError(str(error)) from error
 
 
-def _of_all_data_ranks(own: list[Tokens], world: World) -> list[Tokens]:
+def _gather_data_ranks(rank_tokens: list[ActionTokens], world: World) -> list[ActionTokens]:
     """Return the micro-batches of each data rank, in their order; ranks that share one have the same."""
-    by_data_rank: dict[int, list[Tokens]] = {}
-    for data_rank, tokens in world.gather((world.data_rank, own)):
+    by_data_rank: dict[int, list[ActionTokens]] = {}
+    for data_rank, tokens in world.gather((world.data_rank, rank_tokens)):
         by_data_rank.setdefault(data_rank, tokens)
-    return [one for data_rank in sorted(by_data_rank) for one in by_data_rank[data_rank]]
+    return [tokens for data_rank in sorted(by_data_rank) for tokens in by_data_rank[data_rank]]
 
 
-def _numbered(batches: Sequence[Tokens]) -> torch.Tensor:
+def _number_sequences(batches: Sequence[ActionTokens]) -> torch.Tensor:
     """Number the sequences of all micro-batches together."""
     numbers, first = [], 0
-    for one in batches:
-        numbers.append(one.sequence_N + first)
-        first += int(one.sequence_N.max()) + 1 if len(one.sequence_N) else 0
+    for tokens in batches:
+        numbers.append(tokens.sequence_N + first)
+        first += int(tokens.sequence_N.max()) + 1 if len(tokens.sequence_N) else 0
     return torch.cat(numbers)
 
 
-def _distance(one: tuple[Cell, list[Tokens]], other: tuple[Cell, list[Tokens]]) -> Distance:
-    apart_N = torch.cat([(a.replay_N - b.replay_N).abs() for a, b in zip(one[1], other[1], strict=True)])
-    return Distance(
-        one=one[0].name, other=other[0].name, mean=float(apart_N.double().mean()), largest=float(apart_N.max())
+def _measure_distance(
+    first: tuple[MismatchCell, list[ActionTokens]], second: tuple[MismatchCell, list[ActionTokens]]
+) -> ReplayDistance:
+    (first_cell, first_tokens), (second_cell, second_tokens) = first, second
+    pairs = zip(first_tokens, second_tokens, strict=True)
+    difference_N = torch.cat([(tokens.replay_N - others.replay_N).abs() for tokens, others in pairs])
+    return ReplayDistance(
+        one=first_cell.name,
+        other=second_cell.name,
+        mean=float(difference_N.double().mean()),
+        largest=float(difference_N.max()),
     )
 
 
@@ -244,31 +263,31 @@ def print_report(report: MismatchReport, header: Pairs, folder: Path) -> None:
     out = open_console()
     print_pairs(out, header)
     print_line(out)
-    print_table(out, replays_table([(cell.name, cell.mismatch) for cell in report.replays]))
+    print_table(out, build_replay_table([(cell.name, cell.mismatch) for cell in report.replays]))
     if report.distances:
         print_line(out)
-        print_table(out, distances_table([(f"{d.one} and {d.other}", d.mean, d.largest) for d in report.distances]))
+        print_table(out, build_distance_table(report.distances))
     print_line(out)
-    print_table(out, worst_table(report.worst, [cell.name for cell in report.replays]))
+    print_table(out, build_worst_token_table(report.worst, [cell.name for cell in report.replays]))
     print_line(out)
-    print_pairs(out, [("nearest", _nearest(report)), ("log", str(folder))])
+    print_pairs(out, [("nearest", _describe_nearest(report)), ("log", str(folder))])
 
 
-def _nearest(report: MismatchReport) -> str:
+def _describe_nearest(report: MismatchReport) -> str:
     """Name the replay that is nearest to the rollout, and what dtypes and kernels alone are apart."""
     nearest = min(report.replays, key=lambda cell: cell.mismatch.mean)
-    said = f"{nearest.name}: {nearest.mismatch.mean:.3g} a token"
+    text = f"{nearest.name}: {nearest.mismatch.mean:.3g} a token"
     if report.distances:
         widest = max(report.distances, key=lambda distance: distance.mean)
-        said += f"; replays are up to {widest.mean:.3g} from each other ({widest.one} and {widest.other})"
+        text += f"; replays are up to {widest.mean:.3g} from each other ({widest.one} and {widest.other})"
         if widest.mean < nearest.mismatch.mean / 2:
-            said += ": dtype and kernel do not explain it. Other weights, temperature, or another engine's kernels"
-    return said
+            text += ": dtype and kernel do not explain it. Other weights, temperature, or another engine's kernels"
+    return text
 
 
-def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
+def _list_header(run: ReplaySpec, source: ModelSource, world: World, selection: Selection) -> Pairs:
     layers = source.config.get_text_config().num_hidden_layers
-    settled = run.actor.with_defaults()
+    actor = run.actor.with_defaults()
     return [
         ("model", f"{source.name}, {pluralise(layers, 'layer')}; weights {source.weights.describe()}"),
         (
@@ -278,53 +297,53 @@ def _header(run: ReplaySpec, source: ModelSource, world: World, selection: Selec
         ),
         (
             "actor",
-            f"{describe_engine(settled.backend, settled.resolved_zero_stage)}, "
-            f"{'packed' if settled.packs else 'padded'}, {pluralise(world.world_size, 'process')}",
+            f"{describe_engine(actor.backend, actor.resolved_zero_stage)}, "
+            f"{'packed' if actor.packs else 'padded'}, {pluralise(world.world_size, 'process')}",
         ),
     ]
 
 
-def replays_table(replays: Sequence[tuple[str, Mismatch]]) -> Columns:
+def build_replay_table(replays: Sequence[tuple[str, Mismatch]]) -> Columns:
     """Return a row for each replay: how far its log-probs are from the rollout's."""
     return {
         "configuration": [name for name, _ in replays],
-        "tokens": [f"{one.num_tokens:,}" for _, one in replays],
-        "mean |d|": [f"{one.mean:.3g}" for _, one in replays],
-        "p99 |d|": [f"{one.p99:.3g}" for _, one in replays],
-        "max |d|": [f"{one.largest:.3g}" for _, one in replays],
-        "KL k1": [f"{one.kl_k1:.3g}" for _, one in replays],
-        "KL k3": [f"{one.kl_k3:.3g}" for _, one in replays],
-        "ESS tokens": [f"{one.ess_tokens:.4f}" for _, one in replays],
-        "ESS sequences": [f"{one.ess_sequences:.4f}" for _, one in replays],
+        "tokens": [f"{mismatch.num_tokens:,}" for _, mismatch in replays],
+        "mean |d|": [f"{mismatch.mean:.3g}" for _, mismatch in replays],
+        "p99 |d|": [f"{mismatch.p99:.3g}" for _, mismatch in replays],
+        "max |d|": [f"{mismatch.largest:.3g}" for _, mismatch in replays],
+        "KL k1": [f"{mismatch.kl_k1:.3g}" for _, mismatch in replays],
+        "KL k3": [f"{mismatch.kl_k3:.3g}" for _, mismatch in replays],
+        "ESS tokens": [f"{mismatch.ess_tokens:.4f}" for _, mismatch in replays],
+        "ESS sequences": [f"{mismatch.ess_sequences:.4f}" for _, mismatch in replays],
     }
 
 
-def distances_table(pairs: Sequence[tuple[str, float, float]]) -> Columns:
+def build_distance_table(distances: Sequence[ReplayDistance]) -> Columns:
     """Return a row for each two replays: how far they are from each other."""
     return {
-        "configuration": [name for name, _, _ in pairs],
-        "mean |d|": [f"{mean:.3g}" for _, mean, _ in pairs],
-        "max |d|": [f"{largest:.3g}" for _, _, largest in pairs],
+        "configuration": [f"{distance.one} and {distance.other}" for distance in distances],
+        "mean |d|": [f"{distance.mean:.3g}" for distance in distances],
+        "max |d|": [f"{distance.largest:.3g}" for distance in distances],
     }
 
 
-def worst_table(worst: Sequence[WorstToken], names: Sequence[str]) -> Columns:
+def build_worst_token_table(worst: Sequence[WorstToken], names: Sequence[str]) -> Columns:
     """Return a row for each of the worst tokens, with its neighbours' ids and differences."""
     columns: Columns = {
-        "input": [shorten_names(one.source) for one in worst],
-        "row": [str(one.row) for one in worst],
-        "token": [str(one.column) for one in worst],
-        "id": [str(one.token) for one in worst],
-        "rollout": [f"{one.rollout:.4f}" for one in worst],
+        "input": [shorten_names(token.source) for token in worst],
+        "row": [str(token.row) for token in worst],
+        "token": [str(token.column) for token in worst],
+        "id": [str(token.token) for token in worst],
+        "rollout": [f"{token.rollout:.4f}" for token in worst],
     }
     for number, name in enumerate(names):
-        columns[name] = [f"{one.replays[number]:.4f}" for one in worst]
-    columns["before"] = [_neighbour(*one.before) for one in worst]
-    columns["after"] = [_neighbour(*one.after) for one in worst]
+        columns[name] = [f"{token.replays[number]:.4f}" for token in worst]
+    columns["before"] = [_format_neighbour(*token.before) for token in worst]
+    columns["after"] = [_format_neighbour(*token.after) for token in worst]
     return columns
 
 
-def _neighbour(token: int, apart: float | None) -> str:
+def _format_neighbour(token: int, difference: float | None) -> str:
     if token < 0:
         return "-"
-    return str(token) if apart is None else f"{token} ({apart:+.3g})"
+    return str(token) if difference is None else f"{token} ({difference:+.3g})"

@@ -1,6 +1,8 @@
 """Measure how far two lists of log-probs of the same tokens are apart: a rollout engine's, and a replay's.
 
-Shape letters: N action tokens.
+The tokens are the action tokens of micro-batches.
+
+Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers, N action tokens.
 """
 
 from collections.abc import Sequence
@@ -12,13 +14,9 @@ from torch import Tensor
 from actor_init.as_json import AnyFloat
 from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveInputs
 
-# Collect the action tokens of micro-batches: where each is, and the log-probs that rollout and replays gave it.
-#
-# Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers, N action tokens.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class ActionTokens:
     """The action tokens of one micro-batch, [N] each, on the CPU.
 
     sequence_N  number of the token's sequence in the micro-batch
@@ -37,14 +35,14 @@ class Tokens:
     replay_N: Tensor
 
 
-def tokens_of(inputs: ObjectiveInputs, sequences_BS: Tensor) -> Tokens:
+def collect_action_tokens(inputs: ObjectiveInputs, sequences_BS: Tensor) -> ActionTokens:
     """Collect what one pass computed. Raises ObjectiveError without the rollout's log-probs."""
     rollout_BA = inputs.of_tokens(*ROLLOUT_LOG_PROBS).cpu()
     row_N, action_N = inputs.action_mask_BA.cpu().nonzero(as_tuple=True)
     num_tokens, num_actions = sequences_BS.shape[1], rollout_BA.shape[1]
     column_N = action_N + num_tokens - num_actions
     with_edges = torch.nn.functional.pad(sequences_BS, (1, 1), value=-1)
-    return Tokens(
+    return ActionTokens(
         source=inputs.recorded.source,
         row_N=row_N,
         column_N=column_N,
@@ -75,37 +73,41 @@ class WorstToken:
     after: tuple[int, float | None]
 
 
-def worst_tokens(cells: Sequence[Sequence[Tokens]], number: int) -> list[WorstToken]:
+def find_worst_tokens(cells: Sequence[Sequence[ActionTokens]], number: int) -> list[WorstToken]:
     """Return the tokens on which the first cell is farthest from the rollout, farthest first.
 
     cells  the same micro-batches, in the same order, in each
     """
-    apart = [(one.replay_N - one.rollout_N).double() for one in cells[0]]
+    differences = [(tokens.replay_N - tokens.rollout_N).double() for tokens in cells[0]]
     places = [
-        (float(size), batch, place) for batch, sizes in enumerate(apart) for place, size in enumerate(sizes.abs())
+        (float(size), batch, index)
+        for batch, difference_N in enumerate(differences)
+        for index, size in enumerate(difference_N.abs())
     ]
-    places.sort(key=lambda one: (-one[0], one[1], one[2]))
+    places.sort(key=lambda place: (-place[0], place[1], place[2]))
     worst: list[WorstToken] = []
-    for _, batch, place in places[:number]:
-        one = cells[0][batch]
-        row, column = int(one.row_N[place]), int(one.column_N[place])
-        beside = {(int(r), int(c)): float(d) for r, c, d in zip(one.row_N, one.column_N, apart[batch], strict=True)}
+    for _, batch, index in places[:number]:
+        tokens = cells[0][batch]
+        row, column = int(tokens.row_N[index]), int(tokens.column_N[index])
+        positions = zip(tokens.row_N.tolist(), tokens.column_N.tolist(), strict=True)
+        by_position = dict(zip(positions, differences[batch].tolist(), strict=True))
         worst.append(
             WorstToken(
-                source=one.source,
+                source=tokens.source,
                 row=row,
                 column=column,
-                token=int(one.id_N[place]),
-                rollout=float(one.rollout_N[place]),
-                replays=[float(cell[batch].replay_N[place]) for cell in cells],
-                before=(int(one.before_N[place]), beside.get((row, column - 1))),
-                after=(int(one.after_N[place]), beside.get((row, column + 1))),
+                token=int(tokens.id_N[index]),
+                rollout=float(tokens.rollout_N[index]),
+                replays=[float(cell[batch].replay_N[index]) for cell in cells],
+                before=(int(tokens.before_N[index]), by_position.get((row, column - 1))),
+                after=(int(tokens.after_N[index]), by_position.get((row, column + 1))),
             )
         )
     return worst
 
 
-MAX_LOG_WEIGHT = 80.0  # exp of more would overflow a sum of squares in float64
+# The exponential of more would overflow a sum of squares in float64.
+MAX_LOG_WEIGHT = 80.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,27 +133,27 @@ class Mismatch:
     ess_sequences: AnyFloat
 
 
-def mismatch_of(rollout_N: Tensor, replay_N: Tensor, sequence_N: Tensor) -> Mismatch:
+def measure_mismatch(rollout_N: Tensor, replay_N: Tensor, sequence_N: Tensor) -> Mismatch:
     """Compare log-probs in float64; `sequence_N` numbers the sequence of each token from 0. There must be a token."""
-    apart_N = replay_N.double() - rollout_N.double()
-    sizes_N = apart_N.abs()
+    difference_N = replay_N.double() - rollout_N.double()
+    sizes_N = difference_N.abs()
     numbers, index_N = sequence_N.unique(return_inverse=True)
-    by_sequence = torch.zeros(len(numbers), dtype=torch.float64).index_add(0, index_N, apart_N)
+    by_sequence = torch.zeros(len(numbers), dtype=torch.float64).index_add(0, index_N, difference_N)
     return Mismatch(
-        num_tokens=len(apart_N),
+        num_tokens=len(difference_N),
         num_sequences=len(numbers),
         mean=sizes_N.mean().item(),
         p99=sizes_N.sort().values[min(len(sizes_N) - 1, int(0.99 * len(sizes_N)))].item(),
         largest=sizes_N.max().item(),
-        shift=apart_N.mean().item(),
-        kl_k1=-apart_N.mean().item(),
-        kl_k3=(torch.expm1(apart_N) - apart_N).mean().item(),
-        ess_tokens=effective_share(apart_N),
-        ess_sequences=effective_share(by_sequence),
+        shift=difference_N.mean().item(),
+        kl_k1=-difference_N.mean().item(),
+        kl_k3=(torch.expm1(difference_N) - difference_N).mean().item(),
+        ess_tokens=compute_effective_share(difference_N),
+        ess_sequences=compute_effective_share(by_sequence),
     )
 
 
-def effective_share(log_weights: Tensor) -> float:
+def compute_effective_share(log_weights: Tensor) -> float:
     """Return (sum of weights)^2 / (number x sum of squared weights): 1 where all are equal, 1 / number where one rules.
 
     A common factor changes nothing, so the largest weight is taken for 1.

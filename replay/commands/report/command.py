@@ -31,7 +31,7 @@ def report(
 def _report(logs: Sequence[Path], to: Path | None) -> int:
     for log in logs:
         check_log(log)
-    from replay.commands.report.page import changes, page
+    from replay.commands.report.page import describe_changes, render_page
     from replay.output.printing import open_console, print_pairs
     from replay.output.text import MAX_RUNS
     from replay.runner.result import Run
@@ -41,7 +41,7 @@ def _report(logs: Sequence[Path], to: Path | None) -> int:
     runs = [Run.read(log) for log in logs]
     path = to or runs[0].folder / FILE_NAME
     try:
-        path.write_text(page(runs, changes(runs), path.parent), encoding="utf-8")
+        path.write_text(render_page(runs, describe_changes(runs), path.parent), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}. Give a file that can be written, as --to report.html") from error
     problems = [("problem", f"{run.folder.name}: {text}") for run in runs for text in run.problems]

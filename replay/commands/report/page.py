@@ -1,4 +1,8 @@
-"""Write one HTML page of a run, or of several beside each other, that needs no network."""
+"""Write one HTML page of a run, or of several beside each other, that needs no network.
+
+Of several runs it tells what changed from the first to each other: settings, statistics, and each pass on the same
+input.
+"""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +12,7 @@ from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
-from replay.commands.report.pictures import Bar, Figure, Point, Unit, bars, points
+from replay.commands.report.pictures import AxisUnit, Bar, Figure, ScatterPoint, draw_bars, draw_points
 from replay.comparison.comparison import Comparison
 from replay.comparison.text import difference_table, other_work, partings, remarks, setting_table
 from replay.options.option_parsing import spec_from_dict, spell_flags
@@ -24,99 +28,101 @@ from replay.runner import text as run_text
 from replay.runner.result import Run
 from replay.verdict.text import format_verdict
 
-# Say what changed from one run to another: settings, statistics, and each pass on the same input.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class RunChange:
     """What is different in one run, held against the first."""
 
     heading: str
-    said: Pairs
+    remarks: Pairs
     tables: dict[str, Columns]
 
 
-def changes(runs: Sequence[Run]) -> list[Change]:
+def describe_changes(runs: Sequence[Run]) -> list[RunChange]:
     """Hold each run against the first. Numbers of runs that did other work are not compared; the reason is said."""
     return [
-        _change(runs[0], other, name) for other, name in zip(runs[1:], list_run_letters(len(runs))[1:], strict=True)
+        _describe_change(runs[0], other, name)
+        for other, name in zip(runs[1:], list_run_letters(len(runs))[1:], strict=True)
     ]
 
 
-def _change(first: Run, other: Run, name: str) -> Change:
-    tables: dict[str, Columns] = {"Statistics": _statistics(first, other, name)}
+def _describe_change(first: Run, other: Run, name: str) -> RunChange:
+    tables: dict[str, Columns] = {"Statistics": _compare_statistics(first, other, name)}
     try:
         comparison = Comparison.read([first.folder, other.folder], threshold=0.0, names=["A", name])
-        said = other_work(comparison) + remarks(comparison) + partings(comparison)
+        pairs = other_work(comparison) + remarks(comparison) + partings(comparison)
         tables = {"Settings": setting_table(comparison), **tables, "Numbers": difference_table(comparison)}
     except UsageError as error:
-        said = [("not compared", spell_flags(error))]
-    return Change(heading=f"{name} beside A", said=said, tables={**tables, "Passes": _passes(first, other, name)})
+        pairs = [("not compared", spell_flags(error))]
+    return RunChange(
+        heading=f"{name} beside A", remarks=pairs, tables={**tables, "Passes": _compare_passes(first, other, name)}
+    )
 
 
-def _statistics(first: Run, other: Run, name: str) -> Columns:
+def _compare_statistics(first: Run, other: Run, name: str) -> Columns:
     rows = []
     both = first.statistics, other.statistics
-    for what, said, values in (
+    for quantity, format_value, values in (
         ("median ms", format_milliseconds, [statistics.median_seconds for statistics in both]),
         ("p95 ms", format_milliseconds, [statistics.p95_seconds for statistics in both]),
-        ("real tokens/s", _number, [statistics.real_tokens_per_second for statistics in both]),
+        ("real tokens/s", _format_number, [statistics.real_tokens_per_second for statistics in both]),
         (
             "peak GiB",
             format_gibibytes,
             [None if (peak := statistics.highest_peak) is None else peak.value for statistics in both],
         ),
     ):
-        rows.append((what, *(said(value) for value in values), _ratio(*values)))
-    return _columns(("quantity", "A", name, f"{name} / A"), rows)
+        rows.append((quantity, *(format_value(value) for value in values), _format_ratio(*values)))
+    return _build_columns(("quantity", "A", name, f"{name} / A"), rows)
 
 
-def _passes(first: Run, other: Run, name: str) -> Columns:
+def _compare_passes(first: Run, other: Run, name: str) -> Columns:
     """Make a row for each input and rank that both have, left-out passes too."""
     pairs = match_by_key(first.records, other.records, key=lambda record: (record.source, record.rank))
     rows = []
-    for a, b in pairs:
-        if a.cost.phases and b.cost.phases:
-            seconds = sum_phase_seconds(a), sum_phase_seconds(b)
-            peaks = find_peak_bytes(a), find_peak_bytes(b)
-            losses = tuple("-" if one.result.loss is None else f"{one.result.loss:.6g}" for one in (a, b))
+    for pair in pairs:
+        if all(record.cost.phases for record in pair):
+            seconds = [sum_phase_seconds(record) for record in pair]
+            peaks = [find_peak_bytes(record) for record in pair]
+            losses = ["-" if record.result.loss is None else f"{record.result.loss:.6g}" for record in pair]
             rows.append(
                 (
-                    shorten_names(a.source),
-                    str(a.rank),
+                    shorten_names(pair[0].source),
+                    str(pair[0].rank),
                     *(format_milliseconds(value) for value in seconds),
-                    _ratio(*seconds),
+                    _format_ratio(*seconds),
                     *(format_gibibytes(value) for value in peaks),
-                    _ratio(*peaks),
+                    _format_ratio(*peaks),
                     *losses,
                 )
             )
     titles = ("input", "rank", "A ms", f"{name} ms", "time ratio", "A GiB", f"{name} GiB", "peak ratio", "A loss")
-    return _columns((*titles, f"{name} loss"), rows)
+    return _build_columns((*titles, f"{name} loss"), rows)
 
 
-def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Columns:
+def _build_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Columns:
     return {title: [row[number] for row in rows] for number, title in enumerate(titles)}
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _ratio(first: float | None, other: float | None) -> str:
+def _format_ratio(first: float | None, other: float | None) -> str:
     return f"{other / first:.3f}" if first and other is not None else "-"
 
 
-MOST_RANKS = 8  # that get bars of their own; of more, those that waited least and most
-MILLISECONDS, GIBIBYTES = Unit("ms", 1e-3, format_milliseconds), Unit("GiB", 2**30, format_gibibytes)
-TOKENS = Unit("tokens", 1, "{:,.0f}".format)
-LINKED = {
+# Of more ranks, those that waited least and most get bars of their own.
+MAX_DRAWN_RANKS = 8
+MILLISECONDS, GIBIBYTES = AxisUnit("ms", 1e-3, format_milliseconds), AxisUnit("GiB", 2**30, format_gibibytes)
+TOKENS = AxisUnit("tokens", 1, "{:,.0f}".format)
+LINKED_FILES = {
     "trace": "sketches of every traced tensor",
     "gradients": "sketches of gradients",
     "log_probs": "log-probs of action tokens",
     "failure.txt": "what was printed when the run broke off",
 }
-LINKED_OF_RANKS = {
+LINKED_FILES_OF_RANKS = {
     "rank*.profile.json.gz": "a timeline, for ui.perfetto.dev",
     "rank*.memory.pickle": "for pytorch.org/memory_viz",
     "rank*.memory.json.gz": "allocations, for ui.perfetto.dev",
@@ -137,12 +143,13 @@ class Findings:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkedFile:
     name: str
-    link: str  # relative to the page
+    # Relative to the page.
+    link: str
     what: str
 
 
-def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
-    """Return the page. `beside` is the folder that it is written into: links are relative to it."""
+def render_page(runs: Sequence[Run], changes: Sequence[RunChange], page_folder: Path) -> str:
+    """Return the page. `page_folder` is the folder that it is written into: links are relative to it."""
     names = list_run_letters(len(runs))
     headings = [run.folder.name for run in runs]
     if len(runs) > 1:
@@ -150,43 +157,43 @@ def page(runs: Sequence[Run], changes: Sequence[Change], beside: Path) -> str:
     return render(
         "commands/report/run.html",
         title=" and ".join(run.folder.name for run in runs),
-        changes=[replace(change, said=_shortened(change.said)) for change in changes],
-        together=_scatters(list(zip(names, runs, strict=True))),
-        runs=[_values(heading, run, beside) for heading, run in zip(headings, runs, strict=True)],
+        changes=[replace(change, remarks=_shorten_pairs(change.remarks)) for change in changes],
+        together=_draw_scatters(list(zip(names, runs, strict=True))),
+        runs=[_collect_run_values(heading, run, page_folder) for heading, run in zip(headings, runs, strict=True)],
     )
 
 
-def _values(heading: str, run: Run, beside: Path) -> dict[str, Any]:
+def _collect_run_values(heading: str, run: Run, page_folder: Path) -> dict[str, Any]:
     """Return what the template shows of one run."""
     records, statistics, start = run.records, run.statistics, run.start
-    answer = [("problem", text) for text in run.problems] + _verdict(run)
+    answer = [("problem", text) for text in run.problems] + _list_verdict(run)
     if run.file.end is not None and (first := run.file.end.first_non_finite) is not None:
         answer.append(("not finite", str(to_json(first))))
     answer += run_text.list_counts(statistics) + run_text.name_slowest(statistics)
     answer += run_text.list_totals(statistics, start.memory_kind)
     facts = {**start.facts, "devices": ", ".join(start.devices), "started": start.started}
     job = ChildJob(spec=spec_from_dict(start.spec))
-    profiles, problems = _profiles(run)
+    profiles, problems = _collect_findings(run)
     return {
         "heading": heading,
-        "answer": _shortened(answer),
+        "answer": _shorten_pairs(answer),
         "command": job.repeat_line(num_processes=len(start.devices)),
         "phases": run_text.build_phase_table(statistics) if statistics.num_counted else None,
-        "figures": _figures(run) if records else [],
-        "passes": _pass_table(run) if records else None,
-        "facts": _shortened([(name.replace("_", " "), str(value)) for name, value in facts.items()]),
+        "figures": _draw_run(run) if records else [],
+        "passes": _build_pass_table(run) if records else None,
+        "facts": _shorten_pairs([(name.replace("_", " "), str(value)) for name, value in facts.items()]),
         "versions": [(name, number or "-") for name, number in start.versions.items()],
         "profiles": profiles,
         "problems": problems,
-        "files": _files(run, beside),
+        "files": _list_files(run, page_folder),
     }
 
 
-def _shortened(pairs: Pairs) -> Pairs:
+def _shorten_pairs(pairs: Pairs) -> Pairs:
     return [(name, shorten_names(text)) for name, text in pairs]
 
 
-def _verdict(run: Run) -> Pairs:
+def _list_verdict(run: Run) -> Pairs:
     try:
         verdict = run.verdict
     except UsageError as error:
@@ -199,60 +206,64 @@ def _verdict(run: Run) -> Pairs:
     return [*format_verdict(verdict), *place]
 
 
-def _figures(run: Run) -> list[Figure]:
+def _draw_run(run: Run) -> list[Figure]:
     marks = run.marks()
-    drawn = []
-    for rank in _shown_ranks(run):
-        own = [record for record in run.records if record.rank == rank]
-        who = f", rank {rank}" if len(run.ranks) > 1 else ""
-        seconds = [Bar(name=_name(r), values=_seconds_by_phase(r), mark=marks.get(r.index, "")) for r in own]
-        drawn.append(bars(f"Time by pass{who}", seconds, MILLISECONDS))
-        peaks = [Bar(name=_name(r), values=_rising_peaks(r), mark=marks.get(r.index, "")) for r in own]
-        drawn.append(bars(f"Peak memory by pass{who}", peaks, GIBIBYTES))
+    figures = []
+    for rank in _choose_drawn_ranks(run):
+        records = [record for record in run.records if record.rank == rank]
+        suffix = f", rank {rank}" if len(run.ranks) > 1 else ""
+        seconds = [Bar(name=_name_pass(r), values=_list_phase_seconds(r), mark=marks.get(r.index, "")) for r in records]
+        figures.append(draw_bars(f"Time by pass{suffix}", seconds, MILLISECONDS))
+        peaks = [Bar(name=_name_pass(r), values=_stack_peaks(r), mark=marks.get(r.index, "")) for r in records]
+        figures.append(draw_bars(f"Peak memory by pass{suffix}", peaks, GIBIBYTES))
     tokens = [
         Bar(
-            name=_name(r),
+            name=_name_pass(r),
             values={"real tokens": r.input.real_tokens, "padding": r.input.padded_tokens - r.input.real_tokens},
         )
         for r in {(r.index, r.data_rank): r for r in run.records}.values()
     ]
-    drawn.append(bars("Tokens of the inputs by pass", tokens, TOKENS))
-    return [*drawn, *_scatters([("", run)])]
+    figures.append(draw_bars("Tokens of the inputs by pass", tokens, TOKENS))
+    return [*figures, *_draw_scatters([("", run)])]
 
 
-def _scatters(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
+def _draw_scatters(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
     seconds, peaks = [], []
     for name, run in runs:
         marks = run.marks()
         for r in run.records:
             if r.cost.phases:
-                who = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
-                place = Point(
-                    name=_name(r), series=who, x=r.input.fed_tokens, y=sum_phase_seconds(r), mark=marks.get(r.index, "")
+                series = f"{name}, rank {r.rank}" if name and len(run.ranks) > 1 else name or f"rank {r.rank}"
+                point = ScatterPoint(
+                    name=_name_pass(r),
+                    series=series,
+                    x=r.input.fed_tokens,
+                    y=sum_phase_seconds(r),
+                    mark=marks.get(r.index, ""),
                 )
-                seconds.append(place)
-                peaks.append(replace(place, y=find_peak_bytes(r)))
+                seconds.append(point)
+                peaks.append(replace(point, y=find_peak_bytes(r)))
     return [
-        points("Seconds against tokens", seconds, MILLISECONDS),
-        points("Peak memory against tokens", peaks, GIBIBYTES),
+        draw_points("Seconds against tokens", seconds, MILLISECONDS),
+        draw_points("Peak memory against tokens", peaks, GIBIBYTES),
     ]
 
 
-def _shown_ranks(run: Run) -> list[int]:
-    """All ranks; of many, those that waited least and most: the slow and the fast ones."""
-    if len(run.ranks) <= MOST_RANKS:
+def _choose_drawn_ranks(run: Run) -> list[int]:
+    """Choose all ranks; of many, those that waited least and most: the slow and the fast ones."""
+    if len(run.ranks) <= MAX_DRAWN_RANKS:
         return run.ranks
-    waited = {rank: sum(r.cost.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
-    order = sorted(run.ranks, key=lambda rank: waited[rank])
-    return sorted([*order[: MOST_RANKS // 2], *order[-MOST_RANKS // 2 :]])
+    wait_seconds = {rank: sum(r.cost.wait_seconds or 0.0 for r in run.records if r.rank == rank) for rank in run.ranks}
+    order = sorted(run.ranks, key=lambda rank: wait_seconds[rank])
+    return sorted([*order[: MAX_DRAWN_RANKS // 2], *order[-MAX_DRAWN_RANKS // 2 :]])
 
 
-def _seconds_by_phase(record: PassRecord) -> dict[str, float]:
+def _list_phase_seconds(record: PassRecord) -> dict[str, float]:
     seconds = {name: cost.seconds for name, cost in record.cost.phases.items()}
     return seconds if record.cost.wait_seconds is None else seconds | {"waiting": record.cost.wait_seconds}
 
 
-def _rising_peaks(record: PassRecord) -> dict[str, float]:
+def _stack_peaks(record: PassRecord) -> dict[str, float]:
     """Return by how much each phase's peak is above that of the phases before it: the bar ends at the pass's peak."""
     rising, highest = {}, 0.0
     for name, cost in record.cost.phases.items():
@@ -261,7 +272,7 @@ def _rising_peaks(record: PassRecord) -> dict[str, float]:
     return rising
 
 
-def _pass_table(run: Run) -> Columns:
+def _build_pass_table(run: Run) -> Columns:
     columns = run_text.build_pass_table(run.records, full_names=True)
     columns["input"] = [shorten_names(name) for name in columns["input"]]
     marks = run.marks()
@@ -270,35 +281,38 @@ def _pass_table(run: Run) -> Columns:
     return columns
 
 
-def _profiles(run: Run) -> tuple[list[Findings], Pairs]:
+def _collect_findings(run: Run) -> tuple[list[Findings], Pairs]:
     """Return what --profile and --memory-snapshot found, if the run had them, and why the rest cannot be read."""
     profiles: list[Findings] = []
     try:
         if profile := run.profile:
             tables = [share_table(profile), kernel_table(profile)]
-            remarks = _shortened(profile_remarks(profile))
+            remarks = _shorten_pairs(profile_remarks(profile))
             profiles.append(Findings(heading="One pass, profiled", tables=tables, remarks=remarks))
         if ran_out := run.out_of_memory:
-            remarks = _shortened(ran_out.lines(has_snapshot=run.memory is not None))
+            remarks = _shorten_pairs(ran_out.lines(has_snapshot=run.memory is not None))
             profiles.append(Findings(heading="Out of memory", remarks=remarks))
         if memory := run.memory:
-            remarks = _shortened(memory_remarks(memory))
+            remarks = _shorten_pairs(memory_remarks(memory))
             profiles.append(Findings(heading="What held the peak", tables=[holder_table(memory)], remarks=remarks))
     except UsageError as error:
         return profiles, [("problem", spell_flags(error))]
     return profiles, []
 
 
-def _files(run: Run, beside: Path) -> list[LinkedFile]:
-    names = {name: what for name, what in LINKED.items() if (run.folder / name).exists()}
-    for pattern, what in LINKED_OF_RANKS.items():
+def _list_files(run: Run, page_folder: Path) -> list[LinkedFile]:
+    names = {name: what for name, what in LINKED_FILES.items() if (run.folder / name).exists()}
+    for pattern, what in LINKED_FILES_OF_RANKS.items():
         names |= {path.name: what for path in sorted(run.folder.glob(pattern))}
-    return [LinkedFile(name=name, link=_relative(run.folder / name, beside), what=what) for name, what in names.items()]
+    return [
+        LinkedFile(name=name, link=_make_relative(run.folder / name, page_folder), what=what)
+        for name, what in names.items()
+    ]
 
 
-def _relative(path: Path, beside: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), beside.resolve())).as_posix()
+def _make_relative(path: Path, page_folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), page_folder.resolve())).as_posix()
 
 
-def _name(record: PassRecord) -> str:
+def _name_pass(record: PassRecord) -> str:
     return f"pass {record.index + 1}"

@@ -21,7 +21,7 @@ from capture.cli import main
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.record.retention import RetentionSettings
 from replay.commands.inspect import text as wording
-from replay.commands.inspect.inspection import Spread, inspect_folder
+from replay.commands.inspect.inspection import ValueSpread, inspect_folder
 from replay.commands.inspect.text import print_inspection
 from tests.helpers.doomed_jobs import TinyModel
 from tests.helpers.made_captures import damage, write_config, write_pass
@@ -36,8 +36,8 @@ def test_passes_are_told_apart_and_counted(tmp_path: Path) -> None:
     facts = inspect_folder(tmp_path)
     train, rollout = facts.kinds
     assert (train.name, train.num_passes, train.ranks) == ("train", 3, [0, 1])
-    assert train.rows == Spread(least=2, median=2, most=2)
-    assert train.row_length == Spread(least=10, median=20, most=30)
+    assert train.rows == ValueSpread(least=2, median=2, most=2)
+    assert train.row_length == ValueSpread(least=10, median=20, most=30)
     assert (train.padded_tokens, train.real_tokens, train.action_tokens) == (2 * 60, 2 * 48, 2 * 12)
     assert (rollout.name, rollout.num_passes, rollout.ranks) == ("rollout", 1, [0])
     assert (rollout.padded_tokens, rollout.real_tokens, rollout.action_tokens) == (20, 4, 8)
@@ -169,7 +169,7 @@ def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path:
     facts = inspect_folder(folder)
     assert not spool.exists()
     assert facts.num_by_format == {"of format 1": 2}
-    lines = [text for _, text in wording.incidents(facts)]
+    lines = [text for _, text in wording.list_incidents(facts)]
     assert lines[0].startswith("rank 1, forward 1, ")
     assert lines[0].endswith(": died, without a word; 2 files for it")
     assert "the optimizer broke" in lines[1]

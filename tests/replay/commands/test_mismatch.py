@@ -11,7 +11,7 @@ import torch
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
-from replay.commands.mismatch.statistics import effective_share, mismatch_of
+from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
 from tests.helpers.policy_job import make_rollouts, train
 
 
@@ -24,7 +24,7 @@ def test_the_statistics_are_those_of_the_definitions() -> None:
     pairs = list(zip(rollout_N.tolist(), replay_N.tolist(), strict=True))
     apart = [here - there for there, here in pairs]
     ratios = [math.exp(here - there) for there, here in pairs]  # pi_replay / pi_rollout, of samples of the rollout
-    found = mismatch_of(rollout_N, replay_N, sequence_N)
+    found = measure_mismatch(rollout_N, replay_N, sequence_N)
     assert found.mean == pytest.approx(sum(map(abs, apart)) / 200)
     assert found.largest == pytest.approx(max(map(abs, apart)))
     assert sum(abs(one) > found.p99 for one in apart) == 1  # of 200 tokens, 1 % are two
@@ -41,7 +41,7 @@ def test_k3_is_the_divergence_of_known_distributions() -> None:
     """The mean over the rollout's own samples, in their shares, is KL(rollout || replay) itself."""
     rollout, replay = (0.5, 0.3, 0.2), (0.4, 0.4, 0.2)
     samples = [0] * 5 + [1] * 3 + [2] * 2
-    found = mismatch_of(
+    found = measure_mismatch(
         torch.tensor([math.log(rollout[one]) for one in samples], dtype=torch.float64),
         torch.tensor([math.log(replay[one]) for one in samples], dtype=torch.float64),
         torch.zeros(10, dtype=torch.long),
@@ -52,8 +52,8 @@ def test_k3_is_the_divergence_of_known_distributions() -> None:
 
 
 def test_weights_that_are_equal_are_all_effective_and_one_that_rules_is_alone() -> None:
-    assert effective_share(torch.full((8,), 700.0, dtype=torch.float64)) == pytest.approx(1)
-    assert effective_share(torch.tensor([900.0] + [0.0] * 7, dtype=torch.float64)) == pytest.approx(1 / 8)
+    assert compute_effective_share(torch.full((8,), 700.0, dtype=torch.float64)) == pytest.approx(1)
+    assert compute_effective_share(torch.tensor([900.0] + [0.0] * 7, dtype=torch.float64)) == pytest.approx(1 / 8)
 
 
 @pytest.fixture(scope="module")

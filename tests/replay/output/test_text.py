@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from actor_init.declarations.backends import BACKENDS
-from replay.commands.inspect.inspection import Inspection, KindFacts, Spread
+from replay.commands.inspect.inspection import Inspection, KindFacts, ValueSpread
 from replay.commands.inspect.text import print_inspection
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import (
@@ -277,8 +277,8 @@ def test_the_facts_of_a_folder_are_a_table() -> None:
         name="train",
         num_passes=32,
         ranks=[0, None],
-        rows=Spread(least=2, median=2, most=2),
-        row_length=Spread(least=61, median=140.5, most=311),
+        rows=ValueSpread(least=2, median=2, most=2),
+        row_length=ValueSpread(least=61, median=140.5, most=311),
         padded_tokens=9344,
         real_tokens=7008,
         action_tokens=4211,

@@ -14,7 +14,7 @@ from capture.cli import main
 from capture.file_format.capture_file import Call, read_call
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
 from replay.command_line.cli import main as replay_main
-from replay.commands.inspect.inspection import MOST_ODD, Inspection, inspect_folder
+from replay.commands.inspect.inspection import MAX_LISTED_ODD, Inspection, inspect_folder
 from replay.commands.inspect.text import print_inspection
 from replay.options.spec import InputsSpec, Passes, ReplaySpec, find_sample_folder
 from replay.processes.child_job import ChildJob
@@ -146,12 +146,12 @@ def test_passes_that_stand_out_are_counted_and_not_all_kept(tmp_path: Path) -> N
     make_empty_folder(tmp_path / "segments")
     with FolderWriter(tmp_path / "segments", segment=10**6) as writer:
         writer.write(call)
-        for step in range(1, MOST_ODD + 31):
+        for step in range(1, MAX_LISTED_ODD + 31):
             origin = replace(call.origin, step=step)
             writer.write(replace(call, tensors={**call.tensors, "attention_mask": mask_BS}, origin=origin))
     facts, text = facts_and_text(tmp_path / "segments")
-    assert (len(facts.odd), facts.num_odd) == (MOST_ODD, MOST_ODD + 30)
-    assert text[-1] == f"odd        {MOST_ODD + 20} more"
+    assert (len(facts.odd), facts.num_odd) == (MAX_LISTED_ODD, MAX_LISTED_ODD + 30)
+    assert text[-1] == f"odd        {MAX_LISTED_ODD + 20} more"
 
 
 def test_damage_in_a_segment_is_named(sample: Path, tmp_path: Path) -> None:
