@@ -118,7 +118,7 @@ def mask_between_documents(document_1T: Tensor) -> Iterator[None]:
 
 
 def _register_mask_functions() -> None:
-    """Wrap transformers' makers of masks, which do as before outside of `documents_masked`."""
+    """Wrap transformers' makers of masks, once; outside of `mask_between_documents` they do as before."""
     makers = AttentionMaskInterface()
     for form in list_forms():
         if form.reads_mask and not getattr(makers[form.name], "_masks_documents", False):

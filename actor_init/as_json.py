@@ -6,8 +6,8 @@
     UsageError: logs/night/rank0.jsonl, line 3: phases.forward.seconds is '5'; allowed is a valid number
 
 Reading is strict: text is not accepted as a number, nor an unknown field. A dataclass needs only its annotations.
-A non-finite float is stored as the string "nan", "inf" or "-inf"; a field that may hold
-one is annotated as `AnyFloat`.
+A non-finite float is stored as the string "nan", "inf" or "-inf"; a field that may hold such a float is annotated as
+`AnyFloat`.
 """
 
 import json

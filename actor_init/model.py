@@ -240,7 +240,7 @@ def find_parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = No
     """Return the shapes of the model's parameters by qualified name; a tied one is listed under each of its names."""
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def make_trainable(model: nn.Module, source: ModelSource) -> None:
@@ -257,7 +257,7 @@ def make_trainable(model: nn.Module, source: ModelSource) -> None:
 
 def count_parameters(config: PretrainedConfig) -> int:
     """Count the elements of the model's parameters; a tied one counts once."""
-    return sum(p.numel() for p in build_on_meta(config, attention="eager", dtype=torch.float32).parameters())
+    return count_elements(build_on_meta(config, attention="eager", dtype=torch.float32))
 
 
 def find_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:

@@ -83,8 +83,8 @@ class Borders(StrEnum):
     """What tells a model where packed documents begin, beside position ids that start again.
 
     OWN      `cu_seq_lens_q` and its kin, which each kernel and layer may read
-    MASK     besides, a mask that is put on every mask that the model asks transformers for
-    NUMBERS  besides, document numbers, which kernels of state-space layers read
+    MASK     those, and a mask that is put on every mask that the model requests from transformers
+    NUMBERS  all these, and document numbers, which kernels of state-space layers read
     """
 
     OWN = "transformers' own"

@@ -1,10 +1,10 @@
 """Hash element numbers into random values: the same on every device, for any part of a parameter.
 
-    values(0, 4, (1, 2), 0.02)  # elements 0 to 3, with the keys of a name
+    compute_values(torch.arange(4), (1, 2), 0.02)  # elements 0 to 3, with the keys of a name
 
-`values` is the definition, in int64, and is used for a few elements. `fill` computes the same in 32 bits, which wrap
-around, in place, on pieces that fit a cache: on a CPU in numpy, whose loops free the interpreter's lock, in as many
-threads as torch may use; elsewhere in torch.
+`compute_values` is the definition, in int64, and is used for a few elements. `fill` computes the same in 32 bits, which
+wrap around, in place, on pieces that fit a cache: on a CPU in numpy, whose loops free the interpreter's lock, in as
+many threads as torch may use; elsewhere in torch.
 """
 
 import math
@@ -46,7 +46,7 @@ def mix(bits: Tensor) -> Tensor:
 
 
 def fill(flat: Tensor, keys: Keys, std: float, on_progress: Callable[[int], None]) -> None:
-    """Write the `values` of 0, 1, ..., rounded to bf16, into the one-dimensional `flat`.
+    """Write the values (see `compute_values`) of 0, 1, ..., rounded to bf16, into the one-dimensional `flat`.
 
     Calls `on_progress` with the number of elements filled since the last call.
     """
@@ -102,7 +102,7 @@ def _fill_on_cpu(span: Tensor, begin: int, keys: Keys, std: float) -> None:
 
 
 def _compute_on_device(first: int, count: int, device: torch.device, keys: Keys, std: float) -> Tensor:
-    """Return `values` in torch's int32, whose right shift copies the sign, which is masked away."""
+    """Return what `compute_values` does, in torch's int32, whose right shift copies the sign, which is masked away."""
     scale, bound = _compute_scale_and_bound(std)
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(_to_signed(first & _MASK_32))
     shifted = torch.empty_like(bits)
@@ -117,7 +117,7 @@ def _compute_on_device(first: int, count: int, device: torch.device, keys: Keys,
 
 
 def _compute_scale_and_bound(std: float) -> tuple[np.float32, np.float32]:
-    """Return the two numbers of `values` as torch rounds them."""
+    """Return the two numbers of `compute_values` as torch rounds them."""
     bound = std * math.sqrt(3)
     return np.float32(2 * bound / 2**32), np.float32(bound)
 

@@ -66,7 +66,8 @@ def update_scale_and_rate(scaler: torch.amp.GradScaler, schedule: LambdaLR | Non
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
     """Load `schedule.state_dict()`. All parameter groups have the same rate, but under tp there are more groups."""
     num_groups = len(schedule.base_lrs)
-    schedule.load_state_dict({k: v[:1] * num_groups if isinstance(v, list) else v for k, v in saved.items()})
+    state = {key: value[:1] * num_groups if isinstance(value, list) else value for key, value in saved.items()}
+    schedule.load_state_dict(state)
 
 
 def compute_total_norm(gradients: Sequence[Tensor]) -> Tensor:

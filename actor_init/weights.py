@@ -22,7 +22,7 @@ from actor_init import name_hash
 from actor_init.checkpoint_names import Recipe, find_recipes
 from actor_init.spec import RANDOM_WEIGHTS, UsageError
 
-# How much of a file the system reads behind the tensor that is requested. Files are sorted by name, so that this is
+# How much of a file the system reads after the tensor that is requested. Files are sorted by name, so that this is
 # mostly the rest of the same block.
 AHEAD_BYTES = 512 * 2**20
 # A safetensors file begins with the length of its header.
@@ -50,7 +50,7 @@ class ReadAhead:
     _requested: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     def request(self, path: Path, name: str) -> None:
-        """Have the tensor `name` read, and what is behind it in the file. Returns at once."""
+        """Tell the system to read the tensor `name`, and what follows it in the file. Returns at once."""
         if sys.platform != "linux":
             return
         if path not in self._offsets:
@@ -315,7 +315,7 @@ class TiedParameters:
         return parameter in self._by_meta_parameter
 
     def get(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter on the device; it is made when it is first asked for."""
+        """Return the parameter on the device; it is made at the first call."""
         if parameter not in self._by_meta_parameter:
             empty = torch.empty_like(parameter, device=self._device)
             self._by_meta_parameter[parameter] = nn.Parameter(empty, parameter.requires_grad)

@@ -45,7 +45,7 @@ class NotInChunksError(Exception):
 
 
 def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_logits: str = "") -> HeadForm:
-    """Return how log-probs are computed: in chunks, unless that was not asked for, or is not right for the model.
+    """Return how log-probs are computed: in chunks, unless the spec wants whole logits or chunks are wrong here.
 
     wants_logits  what needs whole logits: a trace, or the user's loss
 

@@ -1,4 +1,4 @@
-"""Choose how rows are fed to a model: as asked, or, where that is not given, as the probe shows to be right."""
+"""Choose how rows are fed to a model: as typed, or, where nothing was typed, as the probe shows to be right."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ def explain_not_packed(config: PretrainedConfig) -> str:
     if key not in _why_not_packed:
         search, kernel = _LayoutSearch(config=config, device=torch.device("cpu")), choose_plain_kernel(config)
         is_right = any(search.is_right(kernel, layout) for layout in _list_packed_layouts())
-        _why_not_packed[key] = "" if is_right else search.why(kernel)
+        _why_not_packed[key] = "" if is_right else search.find_packed_complaint(kernel)
     return _why_not_packed[key]
 
 
@@ -90,7 +90,7 @@ class _LayoutSearch:
             self.complaints[kernel, layout] = self._find_complaint(kernel, layout)
         return not self.complaints[kernel, layout]
 
-    def why(self, kernel: str) -> str:
+    def find_packed_complaint(self, kernel: str) -> str:
         """Return the complaint about packed rows as they usually are."""
         return self.complaints[kernel, Layout(packs=True)]
 
@@ -134,7 +134,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
         for layout in _list_packed_layouts():
             if search.is_right(name, layout):
                 return LayoutChoice(attention=attention, layout=layout)
-    why = search.why(kernel)
+    why = search.find_packed_complaint(kernel)
     why_padded = why
     if not search.is_right(_choose_padded_kernel(kernel, config), ONE_DOCUMENT_PER_ROW):
         why_padded += ", and padded rows are not right either"
@@ -156,7 +156,7 @@ def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
 def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
     """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
 
-    trains  dropout of the attention is asked for, which most ring kernels have not
+    trains  there may be passes with dropout in the attention, which most ring kernels do not have
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """

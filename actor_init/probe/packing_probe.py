@@ -65,7 +65,7 @@ class Probe:
     def build(cls, config: PretrainedConfig, device: torch.device, seed: int, *, ring: bool = False) -> "Probe":
         """Build the copy and feed it each document alone. Raises NotProvedError.
 
-        Under a ring a document that has a row for itself is sliced in another way, so it is asked for too.
+        Under a ring a document that has a row for itself is sliced in another way, so its answer is computed too.
         """
         reasons = []
         for small in make_small_configs(config):

@@ -32,7 +32,7 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 
 
-def complaint(spec: ActorSettings, device_type: str) -> str | None:
+def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     return None if spec.dtype is Dtype.FP32 else f"toy computes in fp32, not in {spec.dtype}. Try: --dtype fp32"
 
 
@@ -40,7 +40,7 @@ DECLARATION = BackendDeclaration(
     name="toy",
     engine="tests.helpers.toy_backend:ToyBackend",
     help="a plain model, for tests",
-    find_obstacle=complaint,
+    find_obstacle=find_obstacle,
     suite_trainings=(SuiteTraining(is_standard=False),),
 )
 
