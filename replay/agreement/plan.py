@@ -125,10 +125,16 @@ def plan_matrix(
     context: MatrixContext,
     arrange: Callable[[Sequence[Setting]], Sequence[Setting]] = lambda settings: settings,
 ) -> ParityPlan:
-    """Plan the runs. `common` holds the typed options by parameter name: for an axis the value wanted, else for every
-    cell.
+    """Plan the runs of a matrix.
 
-    `arrange` orders or selects among the settings that can run. Raises UsageError if none can.
+    Each setting that agrees with the typed options becomes a cell, or is refused with the reason. The cells are then
+    arranged. Each dtype among them gets a reference, equivalents, and a reference for each number of accumulated
+    inputs. References come first, since the other runs are compared with them.
+
+    common   typed options by parameter name; of an axis of the matrix they select cells, others hold for every cell
+    arrange  orders the settings that can run, or selects among them
+
+    Raises UsageError if no setting can run.
     """
     typed_spec = build_replay_spec(common)
     typed_values = {

@@ -115,7 +115,7 @@ class _CampaignFile:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign(Generic[Plan]):
-    """The jobs of one command, their results, and where and under which limits they run.
+    """The jobs of one command: which of them are over, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
     name        of the command, such as `scan`
@@ -123,6 +123,7 @@ class Campaign(Generic[Plan]):
     machine     on which the campaign was begun
     plan        from which the command makes its jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
+    result      what the command knows of its answer so far; written as JSON
     has_failed  judges a job that is over; one that failed while others ran beside it is run again
     """
 
@@ -138,12 +139,15 @@ class Campaign(Generic[Plan]):
     _run_tasks: RunTasks | None = None
     _jobs_run_alone: bool = True
     _seconds_per_job: float = 0.0
-    # By `time.monotonic`: no job is started after it.
+    # No job is started after this time of `time.monotonic`.
     _last_start: float = 0.0
 
     @classmethod
     def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
-        """Make the folder of a new campaign below `logs`. `words` are the options of the command line that began it."""
+        """Begin a campaign in a new folder below `logs`.
+
+        words  options of the command line that repeats it
+        """
         return cls.begin_in(create_folder(logs, name), name, plan, words=words, machine=machine)
 
     @classmethod
@@ -202,7 +206,7 @@ class Campaign(Generic[Plan]):
 
     @property
     def continue_command(self) -> str:
-        """Return what a user types to run what this campaign lacks."""
+        """Return the command that a user types to run the jobs that are not over."""
         return f"replay {self.name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
@@ -237,19 +241,20 @@ class Campaign(Generic[Plan]):
         refuse_other_versions(self.versions, self.folder)
 
     def find_settled(self, job: Job, position: int = 0) -> SettledJob | None:
-        """Return a job that is over; None if it has to run, also because it failed while others ran beside it."""
+        """Return the job with its result if it is over; None if it has to run."""
         line = self._lines_by_digest.get(job.digest_in(self.folder))
         if line is None:
             return None
         home = self.folder / line.home
         child = Child(exit_code=line.exit_code, seconds=line.seconds, output=home / OUTPUT, logs=home)
-        # Others may have taken the memory or the time that the job lacked. Alone it might succeed.
+        # The job has to run again if it failed while others ran beside it. They may have taken the memory or the time
+        # that it lacked: alone it might succeed.
         if not line.ran_alone and self.has_failed(child):
             return None
         return SettledJob(position, child, line.ran_alone, is_new=False)
 
     def forget(self, job: Job) -> None:
-        """Have a job run again, although it is over."""
+        """Take a job out of those that are over, so that it runs again."""
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
     def settle(self, jobs: Iterable[Job], *, last_start: float | None = None) -> Generator[SettledJob]:
@@ -257,7 +262,7 @@ class Campaign(Generic[Plan]):
 
         last_start  no job is started after this time of `time.monotonic`; None: as the limits say
         """
-        assert self._run_tasks is not None, "open() says where jobs run"
+        assert self._run_tasks is not None, "call open() first"
         pending = {}
         for position, job in enumerate(jobs):
             if (settled := self.find_settled(job, position)) is not None:
@@ -313,14 +318,17 @@ def _read_journal(path: Path) -> list[_JournalLine]:
 
 
 class Interruption:
-    """Whether a campaign was ended by Ctrl-C or SIGTERM."""
+    """Tells whether Ctrl-C or SIGTERM ended a block of `catch_interruption`."""
 
     happened = False
 
 
 @contextmanager
 def catch_interruption() -> Iterator[Interruption]:
-    """Leave the block on Ctrl-C or SIGTERM, after running jobs were ended, so that the results so far are reported."""
+    """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
+
+    Jobs that run are ended first, by `Campaign.settle`.
+    """
     interruption = Interruption()
     try:
         with sigterm_interrupts():

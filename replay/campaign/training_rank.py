@@ -77,25 +77,25 @@ def train(job: Mapping[str, Any]) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     # Ray Train logs two lines for each state.
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    broke_off: list[Exception] = []
+    errors: list[Exception] = []
     with ExitStack() as stack:
         checkpoint = get_checkpoint()
-        begun = Path(stack.enter_context(checkpoint.as_directory())) if checkpoint else None
-        states = RayStates(start=begun, parts=NodeAgent.folder_of_states(home))
+        start = Path(stack.enter_context(checkpoint.as_directory())) if checkpoint else None
+        states = RayStates(start=start, parts=NodeAgent.folder_of_states(home))
         stack.enter_context(redirect_output(output, output))
         exit_code = run_to_exit_code(
-            partial(_keep_error, broke_off, lambda: run(spec, show_traceback=False, states=states).exit_code)
+            partial(_keep_error, errors, lambda: run(spec, show_traceback=False, states=states).exit_code)
         )
-    if broke_off:
-        raise broke_off[0]
+    if errors:
+        raise errors[0]
     return exit_code
 
 
-def _keep_error(broke_off: list[Exception], action: Callable[[], int]) -> int:
+def _keep_error(errors: list[Exception], action: Callable[[], int]) -> int:
     try:
         return action()
     except UsageError:
         raise
     except Exception as error:
-        broke_off.append(error)
+        errors.append(error)
         raise

@@ -112,6 +112,9 @@ def write_standalone(
 ) -> Standalone:
     """Write the script into `home`, beside `inputs`, and run it for at most `seconds`; remove it if it shows nothing.
 
+    The script is first tried with random weights, which need no file. If it shows nothing, it is tried with the
+    replay's weights, unless they are too large.
+
     spec  of the replay that failed, with the dtype and the attention kernel that it had
     """
     if reason := _find_obstacle(spec, failure, num_processes):

@@ -77,7 +77,10 @@ class WorstConsole:
         measured: Sequence[MeasuredPass],
         num_shown: int,
     ) -> None:
-        """Print the error, what takes the time and the memory, the largest and the slowest input, and a table."""
+        """Print what takes the time and the memory, the error, the largest and the slowest input, and a table.
+
+        The error is that on inputs held out of the fit. That on all measured inputs is added where it is larger.
+        """
         for trains, predictor in model.predictors.items():
             kind = "" if len(model.predictors) == 1 else (" of training passes" if trains else " of rollout passes")
             for phase, fit in predictor.seconds.items():

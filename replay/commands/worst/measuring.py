@@ -42,13 +42,14 @@ class MeasuringRun:
 def measure(
     campaign: Campaign[Any], spec: ReplaySpec, numbers: Sequence[int], *, num_data_ranks: int = 1, window: int = 1
 ) -> MeasuringRun:
-    """Replay the inputs with these numbers in this order, each a few times in a row, unless `campaign` knows it.
+    """Replay the inputs with these numbers in this order, each a few times in a row, unless `campaign` knows the run.
 
-    window   passes in one gradient
+    window  passes in one gradient
 
-    Of the repetitions those count that end an accumulation window and bring nothing new, such as a kernel that is
-    loaded; if none does, the last. Seconds are the least of them, which others on the machine disturb least; a peak is
-    the most. Of ranks the most counts.
+    A repetition counts if it ends an accumulation window and does nothing for the first time, such as loading a
+    kernel. If no repetition is so, the last one counts. The seconds of an input are the least of its repetitions,
+    since other processes can only add to them. Its peak is the highest of them. Of several ranks the slowest and the
+    largest count.
     """
     window = min(window, MOST_IN_A_WINDOW)
     num_repeats = NUM_COUNTING * window if window > 1 else 1 + NUM_COUNTING

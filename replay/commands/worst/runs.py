@@ -99,7 +99,12 @@ class _RankingRun:
         return self.campaign.plan
 
     def run(self) -> bool:
-        """Do all that was asked for, and tell whether nothing failed and all fits."""
+        """Rank the inputs, and tell whether nothing failed and all fits.
+
+        A few inputs are measured in one run. A model of the cost is fitted to them and predicts all inputs. The
+        largest prediction is held against the memory. Then the worst inputs are checked, and other configurations are
+        predicted, as far as the options ask for it. Each result is printed and written as soon as it is known.
+        """
         chosen = self._choose_inputs()
         measuring = self._measure(self.plan.spec.actor, chosen)
         measured = _pair_costs(chosen, measuring)
@@ -190,7 +195,7 @@ class _RankingRun:
         error = PredictionErrors.compare([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(checks[place].shape, message) for place, message in sorted(measuring.failed.items())]
         self._add_result(
-            show_check={
+            checked={
                 "run": measuring.log,
                 "inputs": [
                     {**_describe_input(ranking.shape, cost), "predicted": ranking.cost} for ranking, cost in pairs
@@ -206,7 +211,11 @@ class _RankingRun:
     def _predict_other(
         self, other: OtherConfiguration, base: Sequence[MeasuredPass], chosen: Sequence[InputShape], room: MemoryRoom
     ) -> bool:
-        """Predict another configuration, and measure it if --check asks for it and the machine can."""
+        """Predict another configuration, and tell whether it fits and, with --check, whether predictions were near.
+
+        What one rank can run of the configuration is measured again. From it each pass of the data ranks gets a lower
+        and an upper bound. The slowest and the largest pass are printed, and all are written.
+        """
         measured_with: list[dict[str, Any]] = []
 
         def measure_again(actor: ActorSpec) -> list[MeasuredPass]:
@@ -220,13 +229,15 @@ class _RankingRun:
 
         window = self.selection.grad_accumulation
         try:
-            predicts = predict_configuration(other, self.plan.spec, base, measure_again, accumulates=window > 1)
+            predictor = predict_configuration(other, self.plan.spec, base, measure_again, accumulates=window > 1)
         except UsageError as error:
             self.console.line("predicted", spell_flags(error))
             return False
         rounds = self._deal_rounds(other.ranks)
         bounds = {
-            number: found for number, shapes in rounds.items() if (found := predicts.predict_bounds(shapes)) is not None
+            number: pass_bounds
+            for number, shapes in rounds.items()
+            if (pass_bounds := predictor.predict_bounds(shapes)) is not None
         }
         if not bounds:
             self.console.line("predicted", f"{other.text}: nothing, there are fewer inputs than data ranks")
@@ -234,11 +245,11 @@ class _RankingRun:
         worst = max(bounds.values(), key=lambda pass_bounds: pass_bounds.most.total_seconds)
         highest = max(bounds.values(), key=lambda pass_bounds: pass_bounds.most.peak_bytes)
         fits = room.fits(highest.most.peak_bytes, other.num_processes, least=highest.least.peak_bytes)
-        self.console.show_prediction(other, predicts.num_layers, worst, highest, room, fits)
+        self.console.show_prediction(other, predictor.num_layers, worst, highest, room, fits)
         prediction = {
             "text": other.text,
-            "num_layers": predicts.num_layers,
-            "num_parameters": predicts.num_parameters,
+            "num_layers": predictor.num_layers,
+            "num_parameters": predictor.num_parameters,
             "measured_with": measured_with,
             "fits_here": fits.value,
             "passes": [
