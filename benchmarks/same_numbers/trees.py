@@ -35,7 +35,8 @@ class Tree:
     def opened(cls, code: Path, home: Path) -> Self:
         """Start the tree's own warm processes (tests/warm), which import it once and fork for each replay."""
         home.mkdir()
-        shutil.copy(Path(__file__).with_name("first_import.py"), home)
+        # The tree's own: it takes hold of private names, which may be called otherwise in the other tree.
+        shutil.copy(code / "benchmarks" / "same_numbers" / "first_import.py", home)
         # nothing of the user's but where to find programs; as for inductor, what tests/conftest.py says
         environment = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
