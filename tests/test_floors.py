@@ -25,7 +25,7 @@ ROOMS = {
         ("file_format", "progress_bar"),
         ("record", "importers"),
         ("black_box",),  # beside recording, which it observes: recording works without it
-        ("folder_tools", "search", "child_processes", "on_ray", "recordings"),
+        ("folder_tools", "module_search", "child_processes", "on_ray", "recordings"),
         ("run", "integrations"),
         ("cli",),
         ("", "__main__"),
