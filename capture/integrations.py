@@ -18,7 +18,8 @@ from capture.record.retention import check_retention
 from capture.recordings import recording
 
 
-class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+# transformers has no types.
+class CaptureCallback(TrainerCallback):  # type: ignore[misc]
     """Records the model of transformers' Trainer, or of one made from it, in whatever wrapper it calls.
 
     It records from the first training forward to the end of training; each `train()` is a recording of its own.
@@ -41,22 +42,23 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.recorder = None
         self._logged_step = state.global_step
 
-        def is_wanted(module: nn.Module, *_: Any) -> bool:
+        def trains_model(module: nn.Module, *_: Any) -> bool:
             return torch.is_grad_enabled() and any(inner is model for inner in module.modules())
 
-        self._search = ModuleSearch(is_wanted, self._record)
+        self._search = ModuleSearch(trains_model, self._record)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Note the logged loss and norm for the latest pass.
 
-        A logged loss is the mean of all ranks since the last log: it is the pass's own only if that is one pass.
+        A logged loss is the mean over all ranks and passes since the last log. It is the pass's own loss only if that
+        was a single pass.
         """
         num_steps, self._logged_step = state.global_step - self._logged_step, state.global_step
         if self.recorder is None or not logs or "loss" not in logs:
             return
         loss, grad_norm = logs["loss"], logs.get("grad_norm")
-        is_of_one_pass = num_steps * args.gradient_accumulation_steps * args.world_size == 1
-        if is_of_one_pass or not math.isfinite(loss):
+        is_single_pass = num_steps * args.gradient_accumulation_steps * args.world_size == 1
+        if is_single_pass or not math.isfinite(loss):
             self.recorder.note(loss=loss, grad_norm=grad_norm)
         elif grad_norm is not None:
             self.recorder.note(grad_norm=grad_norm)

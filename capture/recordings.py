@@ -66,13 +66,13 @@ def recording(
                 shifts them itself; targets that are the next tokens already are `shift_labels`
 
     Raises TypeError or ValueError for arguments of the wrong kind. A failure with the folder, then or later, is one
-    warning, and the recorder's `failure` says what it was.
+    warning, and the recorder's `failure` is the exception.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recording needs a torch.nn.Module, not {type(model).__name__}")
     if max_queued < 1:
         raise ValueError(f"max_queued must be 1 or more, not {max_queued}")
-    kept = check_retention(
+    retention = check_retention(
         every=every,
         forwards=forwards,
         ranks=ranks,
@@ -87,5 +87,6 @@ def recording(
         **unknown,
     )
     names = check_argument_names(arguments)
-    place = Path(folder).absolute()
-    return Recorder(model, place, keep=kept, max_queued=max_queued, names=names, observer=BlackBox(place, kept))
+    path = Path(folder).absolute()
+    black_box = BlackBox(path, retention)
+    return Recorder(model, path, retention=retention, max_queued=max_queued, names=names, observer=black_box)

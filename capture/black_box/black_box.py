@@ -118,17 +118,17 @@ class BlackBox(RecordingObserver):
     handles_signals  False where the recording was opened outside the main thread: Python handles signals only there
     """
 
-    def __init__(self, folder: Path, keep: RetentionSettings) -> None:
+    def __init__(self, folder: Path, retention: RetentionSettings) -> None:
         self.handles_signals = False
         self._folder = folder
-        self._keep = keep
-        self._step_watch = SlowStepWatch(keep.slow_step, max_seconds=keep.slow_seconds)
+        self._retention = retention
+        self._step_watch = SlowStepWatch(retention.slow_step, max_seconds=retention.slow_seconds)
         self._position_page = PositionPage()
         self._shared: SharedFolder | None = None
         self._spool: Spool | None = None
         # Passes that are not in the spool yet, or not as they are now, by number of the forward.
         self._unspooled: dict[int, EncodedCall] = {}
-        self._uses_spool = keep.flight_recorder is not None and flight_recorder.SHARED_MEMORY.is_dir()
+        self._uses_spool = retention.flight_recorder is not None and flight_recorder.SHARED_MEMORY.is_dir()
         self._incidents: list[Incident] = []
         self._num_by_kind: Counter[tuple[str, str]] = Counter()
         self._num_other_incidents = 0
@@ -202,7 +202,7 @@ class BlackBox(RecordingObserver):
             self._report(make_incident("slow step", "step", forward, message))
 
     def on_new_rank_folder(self) -> None:
-        salvage(self._folder, self._keep)
+        salvage(self._folder, self._retention)
 
     def on_hold(self, encoded: EncodedCall) -> None:
         if self._uses_spool:

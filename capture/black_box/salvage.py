@@ -21,7 +21,7 @@ from capture.record.retention import RetentionSettings
 STACKS_ELSEWHERE = "its stacks, if it left some, are where the job's own faulthandler writes"
 
 
-def salvage(folder: Path, keep: RetentionSettings) -> int:
+def salvage(folder: Path, retention: RetentionSettings) -> int:
     """Write the passes that killed processes had in their flight recorders, and return how many.
 
     Those of every rank: a launcher that starts ranks again may give another rank to this host. Raises OSError.
@@ -32,7 +32,7 @@ def salvage(folder: Path, keep: RetentionSettings) -> int:
         rank = spool.rank if position is None else position.rank
         stamp = utc_now()
         world_size = max((encoded.world_size or 1 for encoded in spool.calls), default=None)
-        writer = open_rank_writer(folder, keep, rank=rank, world_size=world_size, stamp=stamp)
+        writer = open_rank_writer(folder, retention, rank=rank, world_size=world_size, stamp=stamp)
         try:
             num_saved += _write_spool(spool, position, writer, rank=rank, stamp=stamp)
         finally:

@@ -188,8 +188,8 @@ class BackgroundWriter(Generic[TaskT]):
             self.stop(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
 
     def _run(self) -> None:
-        while (taken := self._wait_for_task()) is not None:
-            self._handle_task(*taken)
+        while (next_task := self._wait_for_task()) is not None:
+            self._handle_task(*next_task)
         # The thread ends in any case: an exception of its last act becomes a warning, as every other one.
         try:
             self._on_end(self.failure is not None)

@@ -73,7 +73,7 @@ class PassStore:
     def __init__(
         self,
         folder: Path,
-        keep: RetentionSettings,
+        retention: RetentionSettings,
         *,
         opened: str,
         must_hurry: threading.Event,
@@ -82,10 +82,10 @@ class PassStore:
         self.num_lost = 0
         self.is_full = False
         self._folder = folder
-        self._keep = keep
+        self._retention = retention
         self._opened = opened
         self._must_hurry = must_hurry
-        self._held: deque[EncodedCall] = deque()
+        self._held_passes: deque[EncodedCall] = deque()
         self._observer = observer
         self.rank_and_folder = 0, folder
         self._writers: dict[tuple[int, Path], RankWriter] = {}
@@ -94,7 +94,7 @@ class PassStore:
         # The latest optimizer step, with those of its parts that have arrived.
         self._step: OptimizerStep | None = None
         # Whether the latest pass is held in memory until the next one comes: its outputs and notes come later than it.
-        self._holds_latest = keep.reproduce
+        self._holds_latest = retention.reproduce
         self._has_warned_of_notes = False
 
     @property
@@ -133,14 +133,14 @@ class PassStore:
         """End the recording. The flight recorder's passes are dropped: no incident asked for them."""
         try:
             if not failed:
-                if self._keep.flight_recorder is None:
+                if self._retention.flight_recorder is None:
                     self.write_held()
-                self._num_passes_dropped += len(self._held)
-                self._held.clear()
+                self._num_passes_dropped += len(self._held_passes)
+                self._held_passes.clear()
                 self.commit()
         finally:
-            self.num_lost += len(self._held)
-            self._held.clear()
+            self.num_lost += len(self._held_passes)
+            self._held_passes.clear()
             for writer in self._writers.values():
                 writer.close()
 
@@ -148,7 +148,7 @@ class PassStore:
         """Encode a pass, and hold it in memory or write it."""
         origin, notes = snapshot.make_origin(), snapshot.notes
         self._prepare_rank_folder(origin.rank or 0, origin.world_size)
-        if self._keep.flight_recorder is None:
+        if self._retention.flight_recorder is None:
             self.write_held()
         self._wait_for_copies(snapshot.copy_events if notes is None else [*snapshot.copy_events, *notes.copy_events])
         encoded = encode_call(
@@ -158,17 +158,17 @@ class PassStore:
             origin=origin,
             left_out=snapshot.left_out,
             random=None if snapshot.random is None else snapshot.random.to_plain(),
-            environment={**read_environment(), **snapshot.settings} if self._keep.reproduce else None,
+            environment={**read_environment(), **snapshot.settings} if self._retention.reproduce else None,
             weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
             optimizer_step=snapshot.optimizer_step,
             recording=self._opened,
         )
         if notes is not None:
             self._write_notes(encoded, notes)
-        self._held.append(encoded)
-        if self._keep.flight_recorder is not None:
-            while len(self._held) > self._keep.flight_recorder:
-                self._observer.on_release(self._held.popleft())
+        self._held_passes.append(encoded)
+        if self._retention.flight_recorder is not None:
+            while len(self._held_passes) > self._retention.flight_recorder:
+                self._observer.on_release(self._held_passes.popleft())
                 self._num_passes_dropped += 1
             self._observer.on_hold(encoded)
         elif not self._holds_latest:
@@ -176,7 +176,7 @@ class PassStore:
                 self.write_held()
             except BaseException:
                 # The background writer counts the pass as lost: it is the one that `handle` was called with.
-                self._held.clear()
+                self._held_passes.clear()
                 raise
 
     def _add_outputs(self, pass_outputs: PassOutputs) -> None:
@@ -187,8 +187,8 @@ class PassStore:
         except CaptureError:
             return
         outputs = {**pass_outputs.plain, **summarise_outputs(pass_outputs.tensors)}
-        if self._keep.reproduce and self._held and self._held[-1].step == pass_outputs.forward:
-            encoded = self._held[-1]
+        if self._retention.reproduce and self._held_passes and self._held_passes[-1].step == pass_outputs.forward:
+            encoded = self._held_passes[-1]
             encoded.body.setdefault("outputs", {}).update(outputs)
             if pass_outputs.weights is not None:
                 encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().to_json()
@@ -202,7 +202,7 @@ class PassStore:
 
     def _add_notes(self, notes: PassNotes) -> None:
         """Put what was noted after a pass into it, unless the pass is written or was dropped."""
-        encoded = next((encoded for encoded in reversed(self._held) if encoded.step == notes.forward), None)
+        encoded = next((encoded for encoded in reversed(self._held_passes) if encoded.step == notes.forward), None)
         if encoded is None:
             if not self._holds_latest:
                 self._warn_of_notes(
@@ -241,7 +241,7 @@ class PassStore:
         if self._step is not None and self._step.number == step.number:
             step = merge_steps(self._step, step)
         self._step = step
-        window = [encoded for encoded in self._held if encoded.body.get("optimizer_step") == step.number]
+        window = [encoded for encoded in self._held_passes if encoded.body.get("optimizer_step") == step.number]
         candidates = [encoded for encoded in window if encoded.body["trains"]] or window
         if candidates:
             last = candidates[-1]
@@ -266,13 +266,13 @@ class PassStore:
     def write_held(self) -> list[Path]:
         """Write the passes that are held, as far as there is room. Raises OSError."""
         written = []
-        while self._held:
-            first = self._held[0]
+        while self._held_passes:
+            first = self._held_passes[0]
             path = self._writers[first.rank, self._choose_rank_folder(first.rank, first.world_size)].write(first)
-            self._observer.on_release(self._held.popleft())
+            self._observer.on_release(self._held_passes.popleft())
             if path is None:
                 self._num_passes_dropped += 1
-                self.is_full = self._keep.keep == "first" and self._keep.flight_recorder is None
+                self.is_full = self._retention.keep == "first" and self._retention.flight_recorder is None
             else:
                 self._num_passes_written += 1
                 written.append(path)
@@ -284,10 +284,10 @@ class PassStore:
         if self.rank_and_folder in self._writers:
             return
         self._observer.on_new_rank_folder()
-        writer = open_rank_writer(self._folder, self._keep, rank=rank, world_size=world_size, stamp=self._opened)
+        writer = open_rank_writer(self._folder, self._retention, rank=rank, world_size=world_size, stamp=self._opened)
         self._writers[self.rank_and_folder] = writer
         # All ranks see the same folder, so only one of them warns.
-        warns_for_all_ranks = rank == min(self._keep.ranks or {0})
+        warns_for_all_ranks = rank == min(self._retention.ranks or {0})
         if writer.had_passes and warns_for_all_ranks:
             warn(
                 f"capture: {self._folder} has passes of another recording, and a replay judges no two together. "
@@ -295,7 +295,7 @@ class PassStore:
             )
 
     def _choose_rank_folder(self, rank: int, world_size: int | None) -> Path:
-        in_segments = self._keep.segment is not None
+        in_segments = self._retention.segment is not None
         return choose_rank_folder(self._folder, rank=rank, world_size=world_size, in_segments=in_segments)
 
     def commit(self) -> None:

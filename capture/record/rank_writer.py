@@ -54,28 +54,30 @@ class RankWriter(Protocol):
 
 
 def open_rank_writer(
-    folder: Path, keep: RetentionSettings, *, rank: int, world_size: int | None, stamp: str
+    folder: Path, retention: RetentionSettings, *, rank: int, world_size: int | None, stamp: str
 ) -> RankWriter:
     """Prepare the folder for a rank's passes. `stamp`, a time, tells recordings apart. Raises OSError."""
-    rank_folder = choose_rank_folder(folder, rank=rank, world_size=world_size, in_segments=keep.segment is not None)
+    rank_folder = choose_rank_folder(
+        folder, rank=rank, world_size=world_size, in_segments=retention.segment is not None
+    )
     for existing in {folder, rank_folder}:
         if existing.is_dir():
             remove_stale_temporaries(existing, rank)
     repair_segments(rank_folder, rank)
-    if keep.segment is None:
-        return RankFiles(folder, rank_folder, keep, rank=rank, stamp=stamp)
-    return RankSegments(folder, rank_folder, keep, segment=keep.segment, rank=rank, stamp=stamp)
+    if retention.segment is None:
+        return RankFiles(folder, rank_folder, retention, rank=rank, stamp=stamp)
+    return RankSegments(folder, rank_folder, retention, segment=retention.segment, rank=rank, stamp=stamp)
 
 
 class RankFiles:
     """Writes a file for each pass. It remembers a number of files that has a limit, however many passes there are."""
 
-    def __init__(self, folder: Path, rank_folder: Path, keep: RetentionSettings, *, rank: int, stamp: str) -> None:
+    def __init__(self, folder: Path, rank_folder: Path, retention: RetentionSettings, *, rank: int, stamp: str) -> None:
         self.rank_folder = rank_folder
         self.num_deleted = 0
         self._folder = folder
         self._rank = rank
-        self._keep = keep
+        self._retention = retention
         self._stamp = stamp
         # What the manifest says of each file, by its name. It is kept as text: a manifest is written many times.
         self._entries: dict[str, str] = {}
@@ -89,7 +91,7 @@ class RankFiles:
         self._oldest_first: deque[tuple[Path, int]] = deque()
         # Names that are in a manifest on the disk.
         self._listed_names: set[str] = set()
-        if keep.keep == "last":
+        if retention.keep == "last":
             self._oldest_first.extend((Path(file.path), size) for file, size in zip(files, sizes, strict=True))
             self._listed_names = self._read_listed_names()
 
@@ -97,7 +99,7 @@ class RankFiles:
         return num_bytes + MANIFEST_BYTES_PER_FILE
 
     def _has_room(self, num_bytes: int) -> bool:
-        max_files, max_bytes = self._keep.max_files, self._keep.max_bytes
+        max_files, max_bytes = self._retention.max_files, self._retention.max_bytes
         return (max_files is None or self._num_files < max_files) and (
             max_bytes is None or self._num_bytes + self._count_with_entry(num_bytes) <= max_bytes
         )
@@ -105,7 +107,7 @@ class RankFiles:
     def write(self, encoded: EncodedCall) -> Path | None:
         parts = encoded.pickle_parts()
         num_bytes = sum(len(part) for part in parts)
-        max_bytes = self._keep.max_bytes
+        max_bytes = self._retention.max_bytes
         if max_bytes is not None and self._count_with_entry(num_bytes) > max_bytes:
             return None
         while not self._has_room(num_bytes):
@@ -127,7 +129,7 @@ class RankFiles:
             trains=encoded.body["trains"],
             shapes={name: list(record["shape"]) for name, record in encoded.body["tensors"].items()},
         ).to_json()
-        if self._keep.keep == "last":
+        if self._retention.keep == "last":
             self._oldest_first.append((path, self._count_with_entry(num_bytes)))
             return path
         num_new = len(self._entries) - self._num_listed
@@ -146,7 +148,7 @@ class RankFiles:
             number = self._num_manifests + begin // MAX_ENTRIES
             write_manifest(self.rank_folder, entries, rank=self._rank, time=self._stamp, number=number)
         self._num_listed = len(self._entries)
-        self._listed_names.update(self._entries if self._keep.keep == "last" else ())
+        self._listed_names.update(self._entries if self._retention.keep == "last" else ())
 
     def _begin_manifest(self) -> None:
         self.commit()
@@ -207,18 +209,18 @@ class RankSegments:
     """
 
     def __init__(
-        self, folder: Path, rank_folder: Path, keep: RetentionSettings, *, segment: int, rank: int, stamp: str
+        self, folder: Path, rank_folder: Path, retention: RetentionSettings, *, segment: int, rank: int, stamp: str
     ) -> None:
         self.rank_folder = rank_folder
         self.num_deleted = 0
-        self._keep = keep
+        self._retention = retention
         self._writer = SegmentWriter(rank_folder, rank=rank, stamp=format_stamp(stamp), max_bytes=segment)
         files = _list_pass_files(rank, {folder, rank_folder})
         segments = sorted(_list_segments(rank, {folder, rank_folder}))
         self._num_bytes = sum(file.stat().st_size for file in files) + sum(size for _, size in segments)
         self.had_passes = self._num_bytes > 0
         self._oldest_first: deque[_SegmentUsage] = deque()
-        if keep.keep == "last":
+        if retention.keep == "last":
             self._oldest_first.extend(_SegmentUsage(path=path, num_bytes=size) for path, size in segments)
 
     def write(self, encoded: EncodedCall) -> Path | None:
@@ -227,14 +229,14 @@ class RankSegments:
         begins_segment = self._writer.will_begin(head, num_pass_bytes, record.number)
         # The segment and its index each hold a record of every pass, and the head once.
         num_bytes = num_pass_bytes + 2 * RECORD_BYTES + 2 * len(head.pack()) * begins_segment
-        while self._keep.max_bytes is not None and self._num_bytes + num_bytes > self._keep.max_bytes:
+        while self._retention.max_bytes is not None and self._num_bytes + num_bytes > self._retention.max_bytes:
             only_open_segment_is_left = len(self._oldest_first) == 1 and not begins_segment
             if not self._oldest_first or only_open_segment_is_left:
                 return None
             self._delete_oldest()
         path = self._writer.append(parts, record, head)
         self._num_bytes += num_bytes
-        if self._keep.keep == "last":
+        if self._retention.keep == "last":
             if begins_segment:
                 self._oldest_first.append(_SegmentUsage(path=path.parent))
             self._oldest_first[-1].num_bytes += num_bytes

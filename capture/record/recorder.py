@@ -108,13 +108,13 @@ class Recorder:
         model: nn.Module,
         folder: Path,
         *,
-        keep: RetentionSettings,
+        retention: RetentionSettings,
         max_queued: int,
         names: Mapping[str, str],
         observer: RecordingObserver | None = None,
     ) -> None:
         self.folder = folder
-        self.keep = keep
+        self.retention = retention
         self.num_seen = 0
         self.num_skipped = 0
         self.not_recorded: Counter[str] = Counter()
@@ -127,13 +127,13 @@ class Recorder:
         self._process_id = os.getpid()
         self._last_queued_forward: int | None = None
         self._next_notes: PassNotes | None = None
-        self._selector = PassSelector(keep)
+        self._selector = PassSelector(retention)
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
         must_hurry, clock = threading.Event(), RecordingClock()
         self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = PassStore(folder, keep, opened=self.opened, must_hurry=must_hurry, observer=self._observer)
+        self._store = PassStore(folder, retention, opened=self.opened, must_hurry=must_hurry, observer=self._observer)
         self._writer: BackgroundWriter[WriterTask] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
@@ -147,7 +147,7 @@ class Recorder:
         call_at_child_exit(self.close, priority=1)
         try:
             model_name = prepare_folder(folder, model)
-            self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=keep.reproduce, names=names)
+            self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=retention.reproduce, names=names)
             if self._maker.window is not None:
                 self._maker.window.on_backward = self._begin_backward
             self._writer.queue_small_task(RecordingOpened(rank=self.rank, world_size=self.world_size))
@@ -157,7 +157,7 @@ class Recorder:
         _open_recorders.append(self)
         self._observer.on_attach()
         self._forward_hooks.attach(model)
-        if keep.reproduce:
+        if retention.reproduce:
             self._optimizer_hooks.attach()
 
     def _finish_writing(self, failed: bool) -> None:
@@ -285,7 +285,7 @@ class Recorder:
         """List, on rank 0, the ranks that should have recorded and have left nothing in the folder."""
         if self.rank != 0 or self.world_size == 1 or not self.num_written:
             return []
-        expected = set(range(self.world_size)) & (self.keep.ranks or set(range(self.world_size)))
+        expected = set(range(self.world_size)) & (self.retention.ranks or set(range(self.world_size)))
         deadline = time.monotonic() + MAX_SECONDS_FOR_OTHER_RANKS
         try:
             while (missing := expected - find_ranks(self.folder)) and time.monotonic() < deadline:
@@ -410,9 +410,9 @@ class Recorder:
 
     def _copy_outputs(self, output: Any, settings: Mapping[str, str], weights: RawSamples | None) -> PassOutputs | None:
         """Begin to copy what is kept of a pass that ends; None if that is nothing."""
-        forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.keep.reproduce)
+        forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.retention.reproduce)
         dtypes: dict[str, str] = {}
-        if self.keep.reproduce:
+        if self.retention.reproduce:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._update_window(lambda window: window.watch_loss(forward, loss))

@@ -62,15 +62,15 @@ class RetentionSettings:
 class PassSelector:
     """Selects the passes to keep, for one recorder, which asks about each pass in turn."""
 
-    def __init__(self, keep: RetentionSettings) -> None:
-        self.keep = keep
+    def __init__(self, retention: RetentionSettings) -> None:
+        self.retention = retention
         self._num_allowed = 0
 
     def select(self, *, forward: int, rank: int, trains: bool) -> bool:
-        if not self.keep.is_allowed(forward=forward, rank=rank, trains=trains):
+        if not self.retention.is_allowed(forward=forward, rank=rank, trains=trains):
             return False
         self._num_allowed += 1
-        return (self._num_allowed - 1) % self.keep.every == 0
+        return (self._num_allowed - 1) % self.retention.every == 0
 
 
 def check_retention(

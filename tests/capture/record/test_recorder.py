@@ -435,7 +435,7 @@ def test_recording_works_without_the_black_box(tmp_path: Path) -> None:
         from tests.helpers.small_jobs import TinyModel
 
         model, folder = TinyModel(), Path({str(tmp_path)!r})
-        with Recorder(model, folder, keep=check_retention(reproduce=True), max_queued=9, names={{}}):
+        with Recorder(model, folder, retention=check_retention(reproduce=True), max_queued=9, names={{}}):
             for _ in range(3):
                 model(torch.ones(2, 4, dtype=torch.long)).backward()
     """
