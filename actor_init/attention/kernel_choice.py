@@ -54,7 +54,7 @@ def is_right(attention: str, where: device) -> bool:
 def measure_error(attention: str, where: device) -> float:
     """Measure the largest relative error of the output and the gradients of query, key and value; correct up to BOUND.
 
-    Computed in bf16, on the packed PACKED_ROWS, with grouped queries, and on padded rows where the form for them is not
+    Computed in bf16, on PACKED_ROWS, with grouped queries, and on padded rows where the form for them is not
     transformers' own. Raises what the kernel raises.
     """
     register()

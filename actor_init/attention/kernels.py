@@ -107,7 +107,7 @@ def _import_function(path: str) -> AttentionFunction:
 # The cache is there because dynamo guards on the function's identity: a new object would compile every block again.
 @cache
 def _wrap_with_cudnn(kernel: AttentionFunction) -> AttentionFunction:
-    """Make a kernel for one packed row: cuDNN's where it is one document of LONG tokens or options, else `kernel`."""
+    """Make a kernel for one packed row: cuDNN's where it is one document of LONG tokens or more, else `kernel`."""
 
     def dispatch(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any

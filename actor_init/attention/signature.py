@@ -49,9 +49,9 @@ def compute_window_size(settings: AttentionSettings) -> tuple[int, int]:
 
 
 def make_refusal(limits: KernelLimits) -> Callable[[AttentionSettings, int, int], None]:
-    """Make a function of the settings, of the tokens of the longest row of `longest` tokens and of the heads' size.
+    """Make a check of the settings, of rows of `longest` tokens and of the heads' size.
 
-    It raises UsageError where that is options than `limits` allow. A compiled block's graph holds no options of it than
+    It raises UsageError where that is more than `limits` allow. A compiled block's graph holds no more of it than
     guards: what it reads is text and numbers.
     """
     lacks, max_head_dim, refusal = tuple(limits.missing_features.items()), limits.max_head_dim, limits.refusal
@@ -59,7 +59,7 @@ def make_refusal(limits: KernelLimits) -> Callable[[AttentionSettings, int, int]
     def refuse(settings: AttentionSettings, longest: int, head_dim: int) -> None:
         lacking = [words for name, words in lacks if _is_requested(name, getattr(settings, name), longest)]
         if max_head_dim is not None and head_dim > max_head_dim:
-            lacking.append(f"heads of options than {max_head_dim} (here {head_dim})")
+            lacking.append(f"heads of more than {max_head_dim} (here {head_dim})")
         if lacking:
             words = " and no ".join(lacking).format(window=settings.sliding_window, longest=longest)
             raise UsageError(refusal.format(lacking=words))

@@ -24,7 +24,8 @@ class RayOptions:
     num_processes: int | None = None
 
 
-OPTIONS: dict[str, Any] = {  # by parameter name
+# By parameter name.
+OPTIONS: dict[str, Any] = {
     "launcher": Annotated[
         Launcher | None,
         typer.Option(

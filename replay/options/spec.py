@@ -330,7 +330,7 @@ class ReplayParts:
                 advice = f"Try: {model} and {Setting('model')} for weights alone"
                 raise UsageError(state, no_optimizer, advice)
             if find_declaration(self.actor.backend).state_format is None:
-                other = Setting("backend", find_backends(lambda one: one.state_format is not None)[0])
+                other = Setting("backend", find_backends(lambda declaration: declaration.state_format is not None)[0])
                 advice = f"Try: {other}, or {model} for weights alone"
                 raise UsageError(state, f"is not there for {self.actor.backend}", advice)
         if self.state.load_state and self.actor.random_weights:
