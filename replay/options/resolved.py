@@ -140,7 +140,7 @@ class ResolvedReplay(ReplayParts):
         measure: MeasureSpec | None = None,
         source: "ModelSource | None" = None,
     ) -> Self:
-        """Derive a run with other parts from this one, checked again. An attention kernel that is `auto` there is chosen anew.
+        """Derive a run with other parts, checked again. An attention kernel that is `auto` there is chosen anew.
 
         Raises UsageError if that is not possible here.
         """
