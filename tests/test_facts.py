@@ -11,7 +11,7 @@ from actor_init.spec import ActorSpec, Compile, UsageError
 from capture import CaptureError
 from capture.cli import _list_flags, _parser, spell_in_flags
 from capture.facts import FactError, Setting
-from replay.command_line.cli import _commands
+from replay.command_line.cli import _build_commands
 from replay.options.option_parsing import list_toggles, spell_flags
 
 ROOT = Path(__file__).parents[1]
@@ -135,7 +135,7 @@ def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
     of_capture = {name for name, _ in _list_flags(_parser())}
     of_commands = {
         flag.removeprefix("--").replace("-", "_")
-        for command in _commands().commands.values()
+        for command in _build_commands().commands.values()
         for option in command.params
         for flag in option.opts
     }

@@ -30,7 +30,7 @@ from replay.campaign.executor import Executor
 from replay.options.option_parsing import spell_flags
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, sigterm_interrupts
+from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, interrupt_on_sigterm
 from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, list_versions, refuse_other_versions
@@ -214,7 +214,7 @@ class Campaign(Generic[Plan]):
 
         storage  folder or URI where jobs keep the states from which they resume; None: they keep none
         """
-        self._seconds_per_job, self._last_start = limits.each, limits.compute_deadline()
+        self._seconds_per_job, self._last_start = limits.run_seconds, limits.compute_deadline()
         if storage is None:
             self._run_tasks = executor.make_runner(self.folder, self.machine, limits.at_once)
         else:
@@ -331,7 +331,7 @@ def catch_interruption() -> Iterator[Interruption]:
     """
     interruption = Interruption()
     try:
-        with sigterm_interrupts():
+        with interrupt_on_sigterm():
             yield interruption
     except KeyboardInterrupt:
         interruption.happened = True

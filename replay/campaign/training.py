@@ -136,7 +136,7 @@ class RayTrainings:
         copies = self._cluster.ship(task.job.inputs)
         return {
             "job": task.job.text,
-            "homes": str(self._cluster.home_on("")),
+            "homes": str(self._cluster.locate_home("")),
             "logs": str(task.logs.relative_to(self._root)),
             "output": str(task.output.relative_to(self._root)),
             "folder": str(Path.cwd()),

@@ -121,7 +121,7 @@ for command in COMMANDS:
 
 
 @cache
-def _commands() -> Any:
+def _build_commands() -> Any:
     return typer.main.get_command(app)
 
 
@@ -130,7 +130,7 @@ def parse_command_line(typed: Sequence[str]) -> Any:
 
     Raises UsageError, or the error of typer, where it is wrong.
     """
-    return _commands()(list(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
+    return _build_commands()(list(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

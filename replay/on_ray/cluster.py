@@ -71,7 +71,7 @@ class Cluster:
             "they talk across nodes"
         )
 
-    def home_on(self, node_id: str) -> Path:
+    def locate_home(self, node_id: str) -> Path:
         return self._home / node_id
 
     @cached_property
@@ -101,7 +101,7 @@ class Cluster:
         agents = {}
         for node in nodes:
             on_this_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            agent = agent_class.options(scheduling_strategy=on_this_node).remote(str(self.home_on(node.id)))
+            agent = agent_class.options(scheduling_strategy=on_this_node).remote(str(self.locate_home(node.id)))
             agents[node.id] = agent
         driver_versions, answers = list_versions(), [agents[node.id].versions.remote() for node in nodes]
         for node, answer in zip(nodes, answers, strict=True):
@@ -146,13 +146,13 @@ class Cluster:
             data = self.ray.put(path.read_bytes())
             relative = path.relative_to(folder).as_posix()
             self.ray.get([self.agents[node].receive.remote(name, relative, data) for node in nodes_without_files])
-        copies = {node: NodeAgent.folder_of_inputs(self.home_on(node), name) for node in nodes_without_files}
+        copies = {node: NodeAgent.folder_of_inputs(self.locate_home(node), name) for node in nodes_without_files}
         self._originals |= {str(copy): folder for copy in copies.values()}
         return copies
 
     def translate_paths(self, written: bytes, root: Path) -> bytes:
         """Return what was written on a node with the driver's paths: below `root`, or of the inputs."""
-        homes = {str(self.home_on(node)): root for node in self.agents}
+        homes = {str(self.locate_home(node)): root for node in self.agents}
         for node_path, driver_path in (self._originals | homes).items():
             written = written.replace(node_path.encode(), str(driver_path).encode())
         return written

@@ -61,12 +61,12 @@ class _RayRun:
         work = {
             "command": command,
             "job": job.text,
-            "homes": str(self._cluster.home_on("")),
+            "homes": str(self._cluster.locate_home("")),
             "folder": str(Path.cwd()),
             "inputs": {node: str(folder) for node, folder in copies.items()},
             "show_traceback": show_traceback,
         }
-        storage = str(self._cluster.home_on("ray"))
+        storage = str(self._cluster.locate_home("ray"))
         train_job = RayTrainJob(rank=run_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
         try:
             with start_ray_train(train_job, self._cluster) as trainer:

@@ -91,7 +91,7 @@ class RankProcess:
         # The store is open as long as this object refers to it.
         self._store: object = None
 
-    def place(self) -> RankPlace:
+    def find_place(self) -> RankPlace:
         import ray
 
         context = ray.get_runtime_context()

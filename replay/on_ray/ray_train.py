@@ -106,7 +106,7 @@ def start_ray_train(train_job: RayTrainJob, cluster: "Cluster") -> Iterator[RayT
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         ) as process:
             try:
-                yield RayTrainProcess(process, _answer_file(file))
+                yield RayTrainProcess(process, _name_answer_file(file))
             finally:
                 if process.poll() is None:
                     # On SIGINT Ray Train ends its workers.
@@ -116,7 +116,7 @@ def start_ray_train(train_job: RayTrainJob, cluster: "Cluster") -> Iterator[RayT
                 process.kill()
 
 
-def _answer_file(file: Path) -> Path:
+def _name_answer_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.json")
 
 
@@ -125,4 +125,4 @@ if __name__ == "__main__":
 
     path = Path(sys.argv[1])
     train_job, address, resource = cloudpickle.loads(path.read_bytes())
-    _answer_file(path).write_text(json.dumps(train_job.run(address, resource)))
+    _name_answer_file(path).write_text(json.dumps(train_job.run(address, resource)))

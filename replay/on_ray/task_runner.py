@@ -133,7 +133,7 @@ class RayTaskRunner:
         strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(task.num_processes)]
         actors = [actor_class.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         self._actors[group] = actors
-        places: list[RankPlace] = ray.get([actor.place.remote() for actor in actors])
+        places: list[RankPlace] = ray.get([actor.find_place.remote() for actor in actors])
         # Neighbouring ranks share a node, as under torchrun: tp and ring groups are neighbours.
         order = sorted(range(len(actors)), key=lambda index: places[index].node_id)
         actors, places = [actors[index] for index in order], [places[index] for index in order]
@@ -141,7 +141,7 @@ class RayTaskRunner:
         nodes = list(dict.fromkeys(place.node_id for place in places))
         running = []
         for rank, (actor, place) in enumerate(zip(actors, places, strict=True)):
-            home = self._cluster.home_on(place.node_id)
+            home = self._cluster.locate_home(place.node_id)
             job = task.job.on_node(home / task.logs.relative_to(self._root), copies.get(place.node_id))
             output = choose_output_file(nodes.index(place.node_id), home / task.output.relative_to(self._root))
             variables = build_rank_variables(rank, places, port)

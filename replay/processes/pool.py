@@ -29,18 +29,18 @@ PROCESSES_ON_A_CPU = 2
 class RunLimits:
     """Limits of the runs that one command starts.
 
-    each     seconds for one run
-    total    seconds for the command: no run is started after them; None: no limit
-    at_once  processes on each GPU at the same time, or runs on a CPU; None: one run at a time
+    run_seconds    for one run
+    total_seconds  for the command: no run is started after them; None: no limit
+    at_once        processes on each GPU at the same time, or runs on a CPU; None: one run at a time
     """
 
-    each: float
-    total: float | None
+    run_seconds: float
+    total_seconds: float | None
     at_once: int | None
 
     def compute_deadline(self) -> float:
         """Return the time, by `time.monotonic`, after which a command that begins now starts no run."""
-        return math.inf if self.total is None else time.monotonic() + self.total
+        return math.inf if self.total_seconds is None else time.monotonic() + self.total_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ REFUSED_EXIT_CODE = 2
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM, such as that of a time limit, so that running tasks are ended too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -190,12 +190,12 @@ def run_children(
                 following = next(waiting, None)
             if not running:
                 return
-            over = [pair for pair in running if pair[1].ranks.is_over]
-            for pair in over:
+            ended_pairs = [pair for pair in running if pair[1].ranks.is_over]
+            for pair in ended_pairs:
                 child = pair[1].finish()
                 running.remove(pair)
                 yield pair[0], child
-            if not over:
+            if not ended_pairs:
                 wait_for_any([task.ranks for _, task in running])
     finally:
         end_processes([rank for _, task in running for rank in task.ranks.processes], grace=GRACE_SECONDS)

@@ -112,7 +112,7 @@ def find_peak_holders(
     history = AllocationHistory(device=device, gradients_before=_map_gradients(model))
     weights = sorted(_map_storages([*model.parameters(), *model.buffers()]))
     if device.type == "cuda":
-        with _allocator_history(history):
+        with _record_allocator_history(history):
             with _note_modules(model, spec, history):
                 error = run(history)
             ran_out = error is not None and (history.snapshot_out_of_memory is not None or is_out_of_memory(error))
@@ -157,7 +157,7 @@ def find_peak_holders(
 
 
 @contextmanager
-def _allocator_history(history: AllocationHistory) -> Iterator[None]:
+def _record_allocator_history(history: AllocationHistory) -> Iterator[None]:
     """Record the allocator's history while the block runs; note its snapshot when memory runs out."""
     torch.cuda.synchronize(history.device)
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)

@@ -17,7 +17,7 @@ NEAR = 0.02
 NAME_WIDTH = 44
 
 
-def share_table(profile: Profile) -> Columns:
+def build_share_table(profile: Profile) -> Columns:
     """Return a row for each kind of work, the longest first, with milliseconds and shares by rank."""
     ranks = profile.ranks
     works = sorted(
@@ -37,7 +37,7 @@ def _label_work(work: str) -> str:
     return "communication, exposed" if work == Work.COMMUNICATION else work
 
 
-def kernel_table(profile: Profile) -> Columns:
+def build_kernel_table(profile: Profile) -> Columns:
     """Return a row for each of the longest kernels of rank 0."""
     rows = profile.ranks[0].longest
     return {
@@ -48,7 +48,7 @@ def kernel_table(profile: Profile) -> Columns:
     }
 
 
-def remarks(profile: Profile) -> Pairs:
+def list_profile_remarks(profile: Profile) -> Pairs:
     """Name the profiled pass, hidden communication, the rank that waits and for whom, and the trace files."""
     pairs: Pairs = [("profiled", f"pass {profile.index + 1} once more, {profile.source}: {_describe_clock(profile)}")]
     hidden = [rank.hidden_communication_seconds for rank in profile.ranks]
@@ -80,7 +80,7 @@ def _describe_clock(profile: Profile) -> str:
     return "time of the CPU; gaps: no operator of torch ran, but Python or compiled code"
 
 
-def holder_table(memory: MemoryPeak) -> Columns:
+def build_holder_table(memory: MemoryPeak) -> Columns:
     """Return a row for each part that held the peak of the rank with the highest one, the largest first."""
     rank = _find_highest_rank(memory)
     shown, smaller = rank.holders[:NUM_HOLDERS], rank.holders[NUM_HOLDERS:]
@@ -97,7 +97,7 @@ def holder_table(memory: MemoryPeak) -> Columns:
     }
 
 
-def memory_remarks(memory: MemoryPeak) -> Pairs:
+def list_memory_remarks(memory: MemoryPeak) -> Pairs:
     """Name the pass and rank, hold the sum against the measured peak, say what options would need, name the files."""
     rank = _find_highest_rank(memory)
     number = memory.ranks.index(rank) if rank.rank is None else rank.rank

@@ -22,7 +22,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, join_lines
 from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile
-from replay.profiling.text import holder_table, memory_remarks
+from replay.profiling.text import build_holder_table, list_memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
 from replay.runlog.summary import find_peak_bytes, summarize
 from replay.runner.meter import Meter
@@ -248,8 +248,8 @@ class Reruns:
         with (self.folder / f"rank{self.world.rank}.memory.txt").open("w", encoding="utf-8") as file:
             for out in (open_console(file), open_console(sys.stderr)):
                 print_line(out, f"rank {self.world.rank} ran out of memory in pass {memory.index + 1}")
-                print_table(out, holder_table(memory))
-                print_pairs(out, memory_remarks(memory))
+                print_table(out, build_holder_table(memory))
+                print_pairs(out, list_memory_remarks(memory))
 
     def _restore_window(self, records: Sequence[PassRecord], index: int) -> None:
         """Bring the accumulation window, with its gradient, to where it was before pass `index` ran first."""

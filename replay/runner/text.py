@@ -19,7 +19,13 @@ from replay.output.text import (
     pluralise,
     shorten_names,
 )
-from replay.profiling.text import holder_table, kernel_table, memory_remarks, remarks, share_table
+from replay.profiling.text import (
+    build_holder_table,
+    build_kernel_table,
+    build_share_table,
+    list_memory_remarks,
+    list_profile_remarks,
+)
 from replay.resolution.selection import Selection
 from replay.runlog.records import FirstUse, PassRecord
 from replay.runlog.summary import FAILED, FIRST_USES, TRACED, Extreme, Statistics
@@ -302,14 +308,14 @@ class Console:
         print_pairs(out, [(name, self._shorten_names(text)) for name, text in totals])
         if profile is not None:
             print_line(out)
-            print_table(out, share_table(profile))
+            print_table(out, build_share_table(profile))
             print_line(out)
-            print_table(out, kernel_table(profile))
-            print_pairs(out, [(name, self._shorten_names(text)) for name, text in remarks(profile)])
+            print_table(out, build_kernel_table(profile))
+            print_pairs(out, [(name, self._shorten_names(text)) for name, text in list_profile_remarks(profile)])
         if memory is not None:
             print_line(out)
-            print_table(out, holder_table(memory))
-            print_pairs(out, [(name, self._shorten_names(text)) for name, text in memory_remarks(memory)])
+            print_table(out, build_holder_table(memory))
+            print_pairs(out, [(name, self._shorten_names(text)) for name, text in list_memory_remarks(memory)])
         print_pairs(out, [*missing_lines, *saved_lines, ("log", str(run.folder))])
 
     def _shorten_names(self, text: str) -> str:

@@ -46,7 +46,7 @@ class GradientDifference:
     parameter: str
 
     @classmethod
-    def worst(cls, relative: Mapping[str, float]) -> "GradientDifference":
+    def find_worst(cls, relative: Mapping[str, float]) -> "GradientDifference":
         numbers = {name: torch.inf if math.isnan(error) else error for name, error in relative.items()}
         parameter = max(numbers, key=numbers.__getitem__)
         return cls(relative=numbers[parameter], parameter=parameter)
@@ -67,7 +67,7 @@ def compare_gradients(gradients: Iterable[tuple[str, Tensor]], expected: Gradien
             differences[name] = float((gradient.cpu() - expected[name]).norm()) / max(norms[name], least, LEAST_DIVISOR)
         else:
             differences[name] = torch.inf
-    return GradientDifference.worst(differences)
+    return GradientDifference.find_worst(differences)
 
 
 def gather_gradients(
@@ -82,7 +82,7 @@ def gather_gradients(
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
             differences[name] = float((highest - lowest).norm() / gradient.norm().clamp(min=LEAST_DIVISOR))
-    return on_host, GradientDifference.worst(differences)
+    return on_host, GradientDifference.find_worst(differences)
 
 
 def compute_relative_difference(value: float, expected: float) -> float:
@@ -151,9 +151,9 @@ class LearningCurve:
         )
         if self.is_reached:
             return CheckResult(name=name, status=CheckStatus.OK, found=text)
-        return CheckResult(name=name, status=CheckStatus.FAILED, found=text, advice=self._advice(), needed=True)
+        return CheckResult(name=name, status=CheckStatus.FAILED, found=text, advice=self._choose_advice(), needed=True)
 
-    def _advice(self) -> str:
+    def _choose_advice(self) -> str:
         """Return what the shape of the curve suggests."""
         first, lowest, last = self.losses[0], min(self.losses), self.losses[-1]
         lower = f"Try: --learning-rate {self.learning_rate / 10:.1g}"

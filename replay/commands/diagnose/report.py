@@ -58,7 +58,7 @@ def diagnose(
     Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(run.actor.parallel) as world:
-        return diagnose_in(
+        return diagnose_in_world(
             world,
             run,
             num_steps=num_steps,
@@ -68,7 +68,7 @@ def diagnose(
         )
 
 
-def diagnose_in(
+def diagnose_in_world(
     world: World,
     run: ReplaySpec,
     *,

@@ -34,7 +34,7 @@ def import_module(name: str) -> Facts:
     return {}
 
 
-def devices() -> Facts:
+def list_devices() -> Facts:
     """Report what torch sees, and the attention kernel that the defaults choose."""
     import torch
 
@@ -61,7 +61,7 @@ def _describe_gpu(properties: Any) -> Facts:
     }
 
 
-def kernel(name: str) -> Facts:
+def measure_kernel_error(name: str) -> Facts:
     from actor_init.attention.kernel_choice import BOUND, measure_error
 
     return {"error": measure_error(name, _choose_device()), "bound": BOUND}
@@ -73,7 +73,7 @@ def _choose_device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compile() -> Facts:
+def compile_function() -> Facts:
     import torch
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def all_reduce_rank(backend: str) -> Facts:
     return {}
 
 
-def one_pass(folder: str) -> Facts:
+def run_one_pass(folder: str) -> Facts:
     """Run `replay --max-inputs 1` in place of the probe, with its log in `folder`; the log is the answer."""
     sys.argv = ["replay", "--max-inputs", "1", "--warmup", "0", "--quiet", "--log-folder", folder]
     runpy.run_module("replay", run_name="__main__", alter_sys=True)
@@ -124,7 +124,16 @@ def one_pass(folder: str) -> Facts:
 
 
 PROBES: dict[str, Callable[..., Facts]] = {
-    probe.__name__: probe for probe in (import_module, devices, kernel, compile, all_reduce, all_reduce_rank, one_pass)
+    probe.__name__: probe
+    for probe in (
+        import_module,
+        list_devices,
+        measure_kernel_error,
+        compile_function,
+        all_reduce,
+        all_reduce_rank,
+        run_one_pass,
+    )
 }
 
 

@@ -83,16 +83,16 @@ class RunningProbes:
 
     def __init__(self, pool: ThreadPoolExecutor, prober: Prober, scratch: str) -> None:
         self._pool, self._prober = pool, prober
-        self.devices = self.ask("devices")
+        self.devices = self.ask("list_devices")
         logs = f"{scratch}/logs"
-        self.one_pass = pool.submit(prober.ask, "one_pass", logs, share=1.0, read=make_replay_reader(Path(logs)))
+        self.one_pass = pool.submit(prober.ask, "run_one_pass", logs, share=1.0, read=make_replay_reader(Path(logs)))
         # With an empty cache, so that compilation is tested and not the cache.
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
         compile_settings = caches | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        self.compile = pool.submit(prober.ask, "compile", share=1.0, environment=compile_settings)
+        self.compile = pool.submit(prober.ask, "compile_function", share=1.0, environment=compile_settings)
         installed = [package for package in PACKAGES if is_installed(package)]
         self.imports = {package: self.ask("import_module", package.module) for package in installed}
-        self.sdpa = self.ask("kernel", "sdpa")
+        self.sdpa = self.ask("measure_kernel_error", "sdpa")
         self.gloo = self.ask("all_reduce", "gloo")
 
     def ask(self, probe: str, *arguments: str) -> Future[ProbeAnswer]:
@@ -110,7 +110,7 @@ def _check_groups(probes: RunningProbes, folder: Path) -> Iterator[CheckGroup]:
     devices = probes.devices.result()
     num_gpus = len(devices.facts.get("gpus", []))
     default_kernel = devices.facts.get("default_kernel", "sdpa")
-    kernels = {name: probes.ask("kernel", name) for name in _choose_cuda_kernels(num_gpus)}
+    kernels = {name: probes.ask("measure_kernel_error", name) for name in _choose_cuda_kernels(num_gpus)}
     nccl = probes.ask("all_reduce", "nccl") if num_gpus > 1 else None
 
     def check(package: PythonPackage) -> CheckResult:

@@ -168,13 +168,13 @@ class FolderTotals:
             self._damaged.append((path, spell_flags(error)))
             return
         self.num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
-        self._kind(call.trains).add(call.origin.rank, counts)
+        self._choose_totals(call.trains).add(call.origin.rank, counts)
         self.world_size = max(self.world_size, call.origin.world_size or 0)
         if call.origin.time is not None:
-            self._see_times(call.origin.time, call.origin.time)
+            self._note_times(call.origin.time, call.origin.time)
         self.versions.update(f"{name} {number}" for name, number in call.origin.versions.items())
-        self._see_size(counts.rows * counts.row_length, path.name, counts)
-        self._see_odd(path.name, counts, call)
+        self._note_size(counts.rows * counts.row_length, path.name, counts)
+        self._note_odd(path.name, counts, call)
 
     def add_segment(self, path: Path) -> None:
         """Add the passes of a segment by its index; what stands out is read."""
@@ -201,32 +201,32 @@ class FolderTotals:
             return
         is_training = flags & TRAINS != 0
         for trains in (True, False):
-            self._kind(trains).add_columns(segment.head.rank, table[has_tokens & (is_training == trains)])
+            self._choose_totals(trains).add_columns(segment.head.rank, table[has_tokens & (is_training == trains)])
         self.num_by_format["of format 1 in segments"] += int(has_tokens.sum())
         times = table[has_tokens, COLUMN["time"]]
         first, last = (
             from_microseconds(int(time)).isoformat(timespec="microseconds") for time in (times.min(), times.max())
         )
-        self._see_times(first, last)
+        self._note_times(first, last)
         sizes = table[:, COLUMN["rows"]] * table[:, COLUMN["row_length"]]
         largest, least = sizes.where(has_tokens, -1).argmax(), sizes.where(has_tokens, 2**62).argmin()
         for place in (int(largest), int(least)):
             record = segment.record_at(begin + place)
             assert record.counts is not None
-            self._see_size(int(sizes[place]), segment.name_at(begin + place), record.counts)
+            self._note_size(int(sizes[place]), segment.name_at(begin + place), record.counts)
         real, actions = table[:, COLUMN["real_tokens"]], table[:, COLUMN["action_tokens"]]
         is_odd = (flags & NON_FINITE != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
         for place in (is_odd & has_tokens).nonzero().flatten().tolist():
-            self._see_odd_in(segment, begin + place)
+            self._note_odd_in_segment(segment, begin + place)
 
-    def _see_odd_in(self, segment: Segment, place: int) -> None:
+    def _note_odd_in_segment(self, segment: Segment, place: int) -> None:
         if len(self.odd) >= MAX_LISTED_ODD:
             self.num_odd += 1
             return
         record, path = segment.record_at(place), segment.path_at(place)
         assert record.counts is not None
         try:
-            self._see_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
+            self._note_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
         except CaptureError as error:
             self._damaged.append((path, spell_flags(error)))
 
@@ -243,20 +243,20 @@ class FolderTotals:
         reason = f"{counts.rows} rows of {counts.row_length}, {counts.real_tokens:,} tokens real"
         return [OddPass(source=name, reason=reason)]
 
-    def _kind(self, trains: bool) -> KindTotals:
+    def _choose_totals(self, trains: bool) -> KindTotals:
         return self.kinds["train" if trains else "rollout"]
 
-    def _see_times(self, first: str, last: str) -> None:
+    def _note_times(self, first: str, last: str) -> None:
         self.first_time = min(first, self.first_time or first)
         self.last_time = max(last, self.last_time or last)
 
-    def _see_size(self, size: int, name: str, counts: Counts) -> None:
+    def _note_size(self, size: int, name: str, counts: Counts) -> None:
         if len(self._sizes) < 2:
             self._sizes.add(size)
         if self._longest is None or size > self._longest[0]:
             self._longest = size, name, counts
 
-    def _see_odd(self, name: str, counts: Counts, call: Call | None) -> None:
+    def _note_odd(self, name: str, counts: Counts, call: Call | None) -> None:
         reasons = _find_oddities(counts, call)
         self.num_odd += len(reasons)
         self.odd += [OddPass(source=name, reason=reason) for reason in reasons[: MAX_LISTED_ODD - len(self.odd)]]

@@ -141,7 +141,7 @@ def _find_sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
 
 
 def _run(campaign: Campaign[MinimisePlan]) -> int:
-    campaign.open(ThisMachine(), RunLimits(each=campaign.plan.limits.run, total=None, at_once=None))
+    campaign.open(ThisMachine(), RunLimits(run_seconds=campaign.plan.limits.run, total_seconds=None, at_once=None))
     log = MinimiseLog(campaign=campaign)
     console = MinimiseConsole(log)
     exit_code = INTERRUPTED

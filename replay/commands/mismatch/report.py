@@ -106,10 +106,10 @@ def mismatch(
     Raises UsageError for options that cannot be satisfied here, and inputs without the rollout's log-probs.
     """
     with World.from_env(run.actor.parallel) as world:
-        return mismatch_in(world, run, dtypes, kernels, num_worst, json_file)
+        return mismatch_in_world(world, run, dtypes, kernels, num_worst, json_file)
 
 
-def mismatch_in(
+def mismatch_in_world(
     world: World,
     run: ReplaySpec,
     dtypes: Sequence[Dtype],

@@ -55,7 +55,7 @@ def parity(
     A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
     value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
     """
-    limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
+    limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
         return action_to_continue("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)

@@ -60,7 +60,7 @@ def recompiles(
     Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
     """
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
-    limits = RunLimits(each=run_limit, total=None, at_once=None)
+    limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
     if continued_folder is not None:
         return action_to_continue("recompiles", continued_folder, {**own_options, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]

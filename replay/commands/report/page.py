@@ -19,8 +19,13 @@ from replay.options.option_parsing import spec_from_dict, spell_flags
 from replay.output.html import render
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, list_run_letters, shorten_names
 from replay.processes.child_job import ChildJob
-from replay.profiling.text import holder_table, kernel_table, memory_remarks, share_table
-from replay.profiling.text import remarks as profile_remarks
+from replay.profiling.text import (
+    build_holder_table,
+    build_kernel_table,
+    build_share_table,
+    list_memory_remarks,
+    list_profile_remarks,
+)
 from replay.runlog.reader import match_by_key
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import find_peak_bytes, sum_phase_seconds
@@ -286,15 +291,17 @@ def _collect_findings(run: Run) -> tuple[list[Findings], Pairs]:
     profiles: list[Findings] = []
     try:
         if profile := run.profile:
-            tables = [share_table(profile), kernel_table(profile)]
-            remarks = _shorten_pairs(profile_remarks(profile))
+            tables = [build_share_table(profile), build_kernel_table(profile)]
+            remarks = _shorten_pairs(list_profile_remarks(profile))
             profiles.append(Findings(heading="One pass, profiled", tables=tables, remarks=remarks))
         if ran_out := run.out_of_memory:
             remarks = _shorten_pairs(ran_out.lines(has_snapshot=run.memory is not None))
             profiles.append(Findings(heading="Out of memory", remarks=remarks))
         if memory := run.memory:
-            remarks = _shorten_pairs(memory_remarks(memory))
-            profiles.append(Findings(heading="What held the peak", tables=[holder_table(memory)], remarks=remarks))
+            remarks = _shorten_pairs(list_memory_remarks(memory))
+            profiles.append(
+                Findings(heading="What held the peak", tables=[build_holder_table(memory)], remarks=remarks)
+            )
     except UsageError as error:
         return profiles, [("problem", spell_flags(error))]
     return profiles, []

@@ -46,7 +46,7 @@ def scan(
 
     Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
     """
-    limits = RunLimits(each=run_limit, total=time_limit, at_once=at_once)
+    limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
         return action_to_continue("scan", continued_folder, {"group": group, **given}, limits, ray)
     spec = build_replay_spec(given)

@@ -390,7 +390,7 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
 
 
 def _run(suite: Suite, executor: Executor, plot: Path | None) -> int:
-    limits = RunLimits(each=suite.spec.run_limit, total=None, at_once=None)
+    limits = RunLimits(run_seconds=suite.spec.run_limit, total_seconds=None, at_once=None)
     suite.campaign.open(executor, limits, storage=suite.storage)
     console = SuiteConsole(suite)
     curves = suite.curves

@@ -58,7 +58,7 @@ def worst(
     they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
     of a peak or 10 % of a time.
     """
-    limits = RunLimits(each=run_limit, total=None, at_once=None)
+    limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
     if continued_folder is not None:
         typed_options = {
             "measured": measured,

@@ -15,7 +15,7 @@ from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Child, Machine, RunLimits, Task
 
-LIMITS = RunLimits(each=9.0, total=None, at_once=None)
+LIMITS = RunLimits(run_seconds=9.0, total_seconds=None, at_once=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

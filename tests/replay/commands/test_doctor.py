@@ -420,7 +420,7 @@ class FakeProber:
     def __init__(self, timeout: float) -> None: ...
 
     def ask(self, probe: str, *arguments: str, **options: Any) -> ProbeAnswer:
-        right = {"kernel": {"error": 0.003, "bound": 0.02}, "one_pass": {"loss": 1.0}}.get(probe, {})
+        right = {"measure_kernel_error": {"error": 0.003, "bound": 0.02}, "run_one_pass": {"loss": 1.0}}.get(probe, {})
         return self.answers.get((probe, *arguments[:1]), self.answers.get((probe,), ProbeAnswer(facts=right)))
 
     def stop(self) -> None: ...
@@ -437,18 +437,27 @@ BAD = ProbeAnswer(error="ImportError: broken")
 @pytest.mark.parametrize(
     ("answers", "failing"),
     [
-        ({("devices",): ON_CPU}, []),
-        ({("devices",): ON_CPU, ("import_module", "flash_attn"): BAD}, []),
-        ({("devices",): ON_CPU, ("compile",): BAD, ("all_reduce", "gloo"): BAD}, []),
-        ({("devices",): ON_CPU, ("import_module", "deepspeed"): BAD}, ["deepspeed"]),
-        ({("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("one_pass",): BAD}, ["sdpa", "one input"]),
-        ({("devices",): BAD}, ["devices"]),
-        ({("devices",): ON_CUDA}, []),
-        ({("devices",): ON_CUDA, ("kernel", "varlen"): BAD, ("all_reduce", "nccl"): BAD}, []),
-        ({("devices",): ON_CUDA, ("import_module", "flash_attn"): BAD}, ["flash-attn"]),
-        ({("devices",): ON_CUDA, ("kernel", "flash"): ProbeAnswer(facts={"error": 1.0, "bound": 0.02})}, ["flash"]),
+        ({("list_devices",): ON_CPU}, []),
+        ({("list_devices",): ON_CPU, ("import_module", "flash_attn"): BAD}, []),
+        ({("list_devices",): ON_CPU, ("compile_function",): BAD, ("all_reduce", "gloo"): BAD}, []),
+        ({("list_devices",): ON_CPU, ("import_module", "deepspeed"): BAD}, ["deepspeed"]),
         (
-            {("devices",): ON_CUDA, ("one_pass",): ProbeAnswer(error="not finished in 60 s", is_silent=True)},
+            {("list_devices",): ON_CPU, ("measure_kernel_error", "sdpa"): BAD, ("run_one_pass",): BAD},
+            ["sdpa", "one input"],
+        ),
+        ({("list_devices",): BAD}, ["devices"]),
+        ({("list_devices",): ON_CUDA}, []),
+        ({("list_devices",): ON_CUDA, ("measure_kernel_error", "varlen"): BAD, ("all_reduce", "nccl"): BAD}, []),
+        ({("list_devices",): ON_CUDA, ("import_module", "flash_attn"): BAD}, ["flash-attn"]),
+        (
+            {
+                ("list_devices",): ON_CUDA,
+                ("measure_kernel_error", "flash"): ProbeAnswer(facts={"error": 1.0, "bound": 0.02}),
+            },
+            ["flash"],
+        ),
+        (
+            {("list_devices",): ON_CUDA, ("run_one_pass",): ProbeAnswer(error="not finished in 60 s", is_silent=True)},
             ["one input"],
         ),
     ],
@@ -474,7 +483,11 @@ def test_an_error_that_comes_from_a_package_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     because_of = {("import_module", name): BAD for name in ("torch", "deepspeed")}
-    answers = because_of | {("devices",): ON_CPU, ("kernel", "sdpa"): BAD, ("compile",): ProbeAnswer(error="other")}
+    answers = because_of | {
+        ("list_devices",): ON_CPU,
+        ("measure_kernel_error", "sdpa"): BAD,
+        ("compile_function",): ProbeAnswer(error="other"),
+    }
     monkeypatch.setattr(doctor, "Prober", FakeProber)
     monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
     main(["doctor", "--log-folder", str(tmp_path)])

@@ -15,7 +15,7 @@ from replay.profiling.peak_holders import AllocationHistory, _group_holders
 from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.residency import LEAST_MAPPED_BYTES, ResidencyReader, parse_mappings
 from replay.profiling.snapshot_peak import Block
-from replay.profiling.text import memory_remarks
+from replay.profiling.text import list_memory_remarks
 from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
 
@@ -162,7 +162,7 @@ def test_the_text_says_how_far_the_sum_is_off() -> None:
             holders=[Holder(kind=HolderKind.PROCESS, name="", num_bytes=int(parts * gib), count=1)],
             snapshot="rank3.memory.json.gz",
         )
-        return dict(memory_remarks(MemoryPeak(index=0, source="a.pkl", ranks=[rank])))["peak held"]
+        return dict(list_memory_remarks(MemoryPeak(index=0, source="a.pkl", ranks=[rank])))["peak held"]
 
     assert said(4.95, 5).endswith(
         "rank 3, a.pkl; these are 4.950 GiB, 1.0% less than the 5.000 GiB that were resident at most. In the run "

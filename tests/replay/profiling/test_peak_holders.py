@@ -18,7 +18,7 @@ from replay.profiling.memory_advice import PassSize, predict_savings
 from replay.profiling.peak_holders import AllocationHistory, _group_holders, find_peak_holders
 from replay.profiling.profile_records import Holder, HolderKind, MemoryPeak, MemoryProfile
 from replay.profiling.snapshot_peak import AllocatorEvent, PythonFrame, SegmentBlock, Snapshot, find_snapshot_peak
-from replay.profiling.text import holder_table, memory_remarks
+from replay.profiling.text import build_holder_table, list_memory_remarks
 from replay.runner.meter import Meter
 
 GATHERING: list[PythonFrame] = [
@@ -129,9 +129,9 @@ def test_the_table_adds_up_and_the_remarks_hold_it_against_the_allocator() -> No
     )
     peak = MemoryPeak(index=2, source="a.pkl", ranks=[small, rank])
 
-    table = holder_table(peak)
+    table = build_holder_table(peak)
     assert (len(table["GiB"]), table["held at the peak"][-1], table["GiB"][-1]) == (21, "5 smaller ones", "5.000")
-    said = dict(memory_remarks(peak))
+    said = dict(list_memory_remarks(peak))
     assert said["peak held"].startswith("pass 3 once more, rank 1, a.pkl; these are 25.00 GiB")
     assert "2.000 GiB more were reserved" in said["peak held"]
     assert said["ran out"] == "CUDA out of memory. Tried to allocate 9 GiB."

@@ -19,7 +19,7 @@ from replay.profiling.profile_records import (
     find_waits,
     measure_hidden_seconds,
 )
-from replay.profiling.text import _shorten, kernel_table, remarks, share_table
+from replay.profiling.text import _shorten, build_kernel_table, build_share_table, list_profile_remarks
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.read_logs import read_log
 
@@ -96,15 +96,15 @@ def test_the_text_names_the_rank_that_waits_and_for_whom() -> None:
     ]
     profile = Profile(index=4, source="a.pkl", device="cuda", ranks=ranks)
 
-    assert ("waits", "rank 1 waited 500.0 ms in collectives, longest for rank 0") in remarks(profile)
-    assert share_table(profile) == {
+    assert ("waits", "rank 1 waited 500.0 ms in collectives, longest for rank 0") in list_profile_remarks(profile)
+    assert build_share_table(profile) == {
         "profiled pass": ["matmul", "communication, exposed"],
         "ms 0": ["900.0", "100.0"],
         "share 0": ["90.0%", "10.0%"],
         "ms 1": ["400.0", "600.0"],
         "share 1": ["40.0%", "60.0%"],
     }
-    assert kernel_table(profile)["kernel"][0].endswith("_backward")
+    assert build_kernel_table(profile)["kernel"][0].endswith("_backward")
 
 
 def test_a_run_profiles_its_slowest_pass_and_does_not_measure_it(
