@@ -14,7 +14,7 @@ from typing import Self
 from actor_init.spec import Dtype, UsageError
 from replay.agreement.plan import Role
 from replay.agreement.rows import ParityRow, RowState
-from replay.comparison.differences import Differences, Point, compare
+from replay.comparison.differences import ComparedPoint, Differences, compare
 from replay.options.option_parsing import spell_flags
 from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
@@ -79,11 +79,11 @@ def measure_distances(comparison: Differences) -> dict[str, FarthestPoint]:
     return {quantity.name: _find_farthest(quantity.points) for quantity in comparison.results}
 
 
-def _find_farthest(points: Sequence[Point]) -> FarthestPoint:
+def _find_farthest(points: Sequence[ComparedPoint]) -> FarthestPoint:
     sizes = [abs(point.reference) for point in points if math.isfinite(point.reference)]
     mean = fmean(sizes) if sizes else 0.0
 
-    def distance(point: Point) -> float:
+    def distance(point: ComparedPoint) -> float:
         size = abs(point.reference) if point.apart is not None else max(abs(point.reference), mean)
         return as_share(point.difference, size)
 

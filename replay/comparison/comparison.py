@@ -1,4 +1,4 @@
-"""Hold runs beside each other: each against the first, the reference."""
+"""Compare runs: each with the first of them, the reference."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.comparison.comparable import settings_that_differ
+from replay.comparison.comparable import compare_settings
 from replay.comparison.differences import Differences, compare
 from replay.output.text import MAX_RUNS, list_run_letters
 from replay.runlog.reader import PastRun
 
-if TYPE_CHECKING:  # logs without traces are compared without torch
+if TYPE_CHECKING:
+    # This module needs torch, and logs without traces are compared without torch.
     from replay.tracing.first_difference import FirstDifferences
 
 
@@ -22,11 +23,11 @@ if TYPE_CHECKING:  # logs without traces are compared without torch
 class Comparison:
     """How far runs are from a reference, and in which settings they differ.
 
-    names        what each run is called, the reference first
-    threshold    the largest relative difference that counts as none
-    settings     those that differ: what each run has
-    differences  of each run but the reference
-    parted       where traced runs leave a traced reference, by their number in `differences`
+    names              what each run is called, the reference first
+    threshold          the largest relative difference that is taken for none
+    settings           those that differ, with the value of each run
+    differences        of each run but the reference
+    first_differences  where traced runs leave their bounds, by the number of the run in `differences`
     """
 
     names: Sequence[str]
@@ -34,7 +35,7 @@ class Comparison:
     threshold: float
     settings: Mapping[str, Sequence[str]]
     differences: Sequence[Differences]
-    parted: "FirstDifferences"
+    first_differences: "FirstDifferences"
 
     @classmethod
     def read(cls, folders: Sequence[Path], *, threshold: float, names: Sequence[str] = ()) -> Self:
@@ -49,23 +50,23 @@ class Comparison:
             names=names or list_run_letters(len(runs)),
             runs=runs,
             threshold=threshold,
-            differences=[compare(reference, other, tells_of_code=True) for other in others],
-            parted=_first_differences(reference, others),
-            settings=settings_that_differ(runs),
+            differences=[compare(reference, other, tolerates_other_code=True) for other in others],
+            first_differences=_find_first_differences(reference, others),
+            settings=compare_settings(runs),
         )
 
     @property
-    def named(self) -> list[tuple[str, Differences]]:
-        """The runs that are held against the reference: the name and the differences of each."""
+    def by_name(self) -> list[tuple[str, Differences]]:
+        """The name and the differences of each run but the reference."""
         return list(zip(self.names[1:], self.differences, strict=True))
 
     @property
     def is_within(self) -> bool:
-        """Is no relative difference that decides beyond the threshold?"""
+        """Whether no relative difference that decides is beyond the threshold."""
         return all(differences.max_relative <= self.threshold for differences in self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole comparison as JSON has it, each point too, and where traced runs part."""
+        """Return the whole comparison as JSON has it, with each point, and where traced runs leave their bounds."""
         return {
             "threshold": self.threshold,
             "runs": [str(run.folder) for run in self.runs],
@@ -75,14 +76,18 @@ class Comparison:
                     "run": str(run.folder),
                     "within": differences.max_relative <= self.threshold,
                     **to_json(differences),
-                    **({"first_difference": to_json(self.parted[number])} if number in self.parted else {}),
+                    **(
+                        {"first_difference": to_json(self.first_differences[number])}
+                        if number in self.first_differences
+                        else {}
+                    ),
                 }
                 for number, (run, differences) in enumerate(zip(self.runs[1:], self.differences, strict=True))
             ],
         }
 
 
-def _first_differences(reference: PastRun, others: Sequence[PastRun]) -> "FirstDifferences":
+def _find_first_differences(reference: PastRun, others: Sequence[PastRun]) -> "FirstDifferences":
     """Find the first difference of each run that was traced, if the reference was."""
     if not reference.measure.trace:
         return {}

@@ -14,26 +14,33 @@ from statistics import fmean
 
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.spec import UsageError
-from replay.comparison.comparable import differences_to_tell, reasons_to_refuse
+from replay.comparison.comparable import find_reasons_to_refuse, list_tolerated_differences
 from replay.output.text import PHASES, pluralise
 from replay.runlog.reader import GradientWindow, PastRun, SharedPass, group_passes_and_windows, match_by_key
 from replay.runlog.summary import find_peak_bytes
 from replay.tolerances.difference import absolute_difference, as_share
 
-Placed = Sequence[tuple[int, SharedPass, SharedPass]]  # place among the reference's passes, the pass, its partner
+# The position of a pass among the reference's passes, the pass, and the pass of the other run on the same input.
+MatchedPasses = Sequence[tuple[int, SharedPass, SharedPass]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One value in both runs."""
+class ComparedPoint:
+    """One value in both runs.
+
+    place       of its pass among the reference's passes
+    name        of the parameter, if it is a parameter's
+    apart       the distance of tensors, such as gradients; `reference` and `other` are then their sizes
+    num_values  of how many values this one differs most
+    """
 
     source: str
-    place: int  # of its pass among the reference's
+    place: int
     reference: float
     other: float
-    name: str = ""  # of the parameter
-    apart: float | None = None  # of what is no number, such as a gradient: `reference` and `other` are sizes
-    num_values: int = 1  # that it is the farthest of
+    name: str = ""
+    apart: float | None = None
+    num_values: int = 1
 
     @property
     def difference(self) -> float:
@@ -46,22 +53,27 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity:
-    """One quantity over all matched passes; `unit` is "", "seconds" or "bytes"."""
+    """One quantity over all matched passes.
+
+    unit         "", "seconds" or "bytes"
+    num_matched  passes, or accumulation windows
+    source       the input with the largest relative difference; None where nothing differs
+    """
 
     name: str
     unit: str
-    num_matched: int  # passes, or accumulation windows
+    num_matched: int
     mean_reference: float
     mean_other: float
     max_difference: float
     mean_difference: float
     max_relative: float
-    source: str | None  # where the relative difference is largest; None where nothing differs
+    source: str | None
     num_not_finite: int
-    points: Sequence[Point]
+    points: Sequence[ComparedPoint]
 
     @classmethod
-    def of(cls, name: str, points: Sequence[Point], unit: str = "") -> "Quantity":
+    def summarize(cls, name: str, points: Sequence[ComparedPoint], unit: str = "") -> "Quantity":
         worst = max(points, key=lambda point: point.relative)
         finite = [math.isfinite(point.reference) and math.isfinite(point.other) for point in points]
         return cls(
@@ -81,15 +93,21 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differences:
-    """How far one run is from the reference."""
+    """How far one run is from the reference.
+
+    results  the quantities that the threshold decides on: loss, log-probs, gradient norm, and details if both have them
+    costs    the seconds of the phases, and the peak of memory
+    notes    what could not be compared, and why
+    told     in what the other run did other work and was compared all the same
+    """
 
     num_matched: int
     num_only_in_reference: int
     num_only_in_other: int
-    results: list[Quantity]  # what the threshold decides on: loss, log-probs, token log-probs, gradient norm, gradients
-    costs: list[Quantity]  # seconds of the phases, peak of memory
-    notes: list[str]  # what could not be compared, and why
-    told: list[str] = field(default_factory=list)  # in what the other run did other work, and was compared all the same
+    results: list[Quantity]
+    costs: list[Quantity]
+    notes: list[str]
+    told: list[str] = field(default_factory=list)
 
     @property
     def max_relative(self) -> float:
@@ -97,155 +115,186 @@ class Differences:
 
 
 def _without_name(command: str) -> str:
-    """Leave out `--name`: each run has its own."""
+    """Leave out `--name` and its value: each run has its own."""
     words = shlex.split(command)
-    return shlex.join(word for before, word in pairwise(["", *words]) if "--name" not in (before, word))
+    return shlex.join(word for previous, word in pairwise(["", *words]) if "--name" not in (previous, word))
 
 
-def compare(reference: PastRun, other: PastRun, *, tells_of_code: bool = False) -> Differences:
+def compare(reference: PastRun, other: PastRun, *, tolerates_other_code: bool = False) -> Differences:
     """Compare two runs. Raises UsageError, with every reason, if the two did not do the same work.
 
-    tells_of_code  other code of the model or the loss, and another --window, are told of and no reason to refuse
+    The plan: match the passes of both runs by their inputs, and refuse if something else than what is compared differs.
+    Then compare each quantity that both runs have, and note what could not be compared. Norms and gradients belong to
+    windows, which are matched by the inputs of all their passes.
+
+    tolerates_other_code  other code of the model or the loss, and another --window, are reported and not refused
     """
-    told = differences_to_tell(reference, other) if tells_of_code else []
+    tolerated = list_tolerated_differences(reference, other) if tolerates_other_code else []
     passes, windows = group_passes_and_windows(reference.records)
     other_passes, other_windows = group_passes_and_windows(other.records)
-    pairs = match_by_key(passes, other_passes, key=lambda one: one.source)
-    reasons = reasons_to_refuse(reference, other, pairs, windows, other_windows)
-    if reasons := [reason for reason in reasons if reason not in told]:
+    pairs = match_by_key(passes, other_passes, key=lambda shared_pass: shared_pass.source)
+    reasons = find_reasons_to_refuse(reference, other, pairs, windows, other_windows)
+    if reasons := [reason for reason in reasons if reason not in tolerated]:
         raise UsageError(
             f"{other.folder} did not do the work of {reference.folder}: {'; '.join(reasons)}. "
             f"Try: {_without_name(reference.command)}, changed in nothing but what is to be compared"
         )
-    places = {id(one): place for place, one in enumerate(passes)}
-    placed = [(places[id(one)], one, partner) for one, partner in pairs]
+    places = {id(shared_pass): place for place, shared_pass in enumerate(passes)}
+    matches = [(places[id(shared_pass)], shared_pass, partner) for shared_pass, partner in pairs]
     notes: list[str] = []
-    results = [Quantity.of("loss", _losses(placed))]
-    if points := _log_probs(placed):
-        results.append(Quantity.of("log-probs", points))
+    results = [Quantity.summarize("loss", _compare_losses(matches))]
+    if points := _compare_log_probs(matches):
+        results.append(Quantity.summarize("log-probs", points))
     has_details = reference.measure.keeps_details and other.measure.keeps_details
     if points and has_details:
-        results.append(Quantity.of("token log-probs", _token_log_probs(placed, reference, other)))
-    both = match_by_key(windows, other_windows, key=lambda window: window.inputs)
-    if points := _norms(both):
-        results.append(Quantity.of("gradient norm", points))
+        results.append(Quantity.summarize("token log-probs", _compare_token_log_probs(matches, reference, other)))
+    window_pairs = match_by_key(windows, other_windows, key=lambda window: window.inputs)
+    if points := _compare_norms(window_pairs):
+        results.append(Quantity.summarize("gradient norm", points))
         if has_details:
-            results.append(Quantity.of("gradients", _gradients(both, reference, other)))
+            results.append(Quantity.summarize("gradients", _compare_gradients(window_pairs, reference, other)))
     elif windows or other_windows:
         notes.append(
             "gradient norms are not compared: no gradient was averaged over the same inputs "
-            f"({_window_size(windows)}, against {_window_size(other_windows)})"
+            f"({_describe_window_size(windows)}, against {_describe_window_size(other_windows)})"
         )
-    costs, more = _costs(placed, reference, other)
+    costs, cost_notes = _compare_costs(matches, reference, other)
     return Differences(
         num_matched=len(pairs),
         num_only_in_reference=len(passes) - len(pairs),
         num_only_in_other=len(other_passes) - len(pairs),
         results=results,
         costs=costs,
-        notes=notes + more + _dropout_notes(reference),
-        told=told,
+        notes=notes + cost_notes + _note_dropout(reference),
+        told=tolerated,
     )
 
 
-def _dropout_notes(reference: PastRun) -> list[str]:
+def _note_dropout(reference: PastRun) -> list[str]:
     drops = find_acting_dropouts(reference.config)
     return [f"the model trains with {', '.join(drops)}, so its numbers differ by chance"] if drops else []
 
 
-def _window_size(windows: Sequence[GradientWindow]) -> str:
+def _describe_window_size(windows: Sequence[GradientWindow]) -> str:
     return f"{pluralise(len(windows[0].inputs), 'input')} each" if windows else "none"
 
 
-def _farthest(source: str, place: int, references: Iterable[float], others: Iterable[float]) -> Point:
+def _find_farthest(source: str, place: int, references: Iterable[float], others: Iterable[float]) -> ComparedPoint:
+    """Compare the values of all peers of a pass, and return the pair that is farthest apart."""
     pairs = product(references, others)
-    points = [Point(source=source, place=place, reference=a, other=b) for a, b in pairs]
+    points = [
+        ComparedPoint(source=source, place=place, reference=value, other=other_value) for value, other_value in pairs
+    ]
     return max(points, key=lambda point: point.relative)
 
 
-def _losses(placed: Placed) -> list[Point]:
+def _compare_losses(matches: MatchedPasses) -> list[ComparedPoint]:
     points = []
-    for place, one, partner in placed:
-        losses = ([peer.result.loss for peer in each.peers if peer.result.loss is not None] for each in (one, partner))
-        points.append(_farthest(one.source, place, *losses))
+    for place, reference_pass, other_pass in matches:
+        losses = (
+            [peer.result.loss for peer in shared_pass.peers if peer.result.loss is not None]
+            for shared_pass in (reference_pass, other_pass)
+        )
+        points.append(_find_farthest(reference_pass.source, place, *losses))
     return points
 
 
-def _log_probs(placed: Placed) -> list[Point]:
+def _compare_log_probs(matches: MatchedPasses) -> list[ComparedPoint]:
     """Make a point for each row."""
-    points: list[Point] = []
-    for place, one, partner in placed:
-        rows = (zip(*(peer.result.row_log_probs for peer in each.peers), strict=True) for each in (one, partner))
-        points.extend(_farthest(one.source, place, *row) for row in zip(*rows, strict=True))
+    points: list[ComparedPoint] = []
+    for place, reference_pass, other_pass in matches:
+        # For each run its rows, and for each row the values of all peers.
+        rows = (
+            zip(*(peer.result.row_log_probs for peer in shared_pass.peers), strict=True)
+            for shared_pass in (reference_pass, other_pass)
+        )
+        points.extend(_find_farthest(reference_pass.source, place, *row) for row in zip(*rows, strict=True))
     return points
 
 
-def _token_log_probs(placed: Placed, reference: PastRun, other: PastRun) -> list[Point]:
+def _compare_token_log_probs(matches: MatchedPasses, reference: PastRun, other: PastRun) -> list[ComparedPoint]:
     """Make a point for each pass: its farthest token, relative to the mean size of the pass's log-probs."""
-    from replay.runlog.token_log_probs import compare, read
+    # Imported here, since logs without details are compared without torch.
+    from replay.runlog import token_log_probs
 
     points = []
-    for place, one, partner in placed:
-        runs = (reference.folder, one.peers), (other.folder, partner.peers)
-        tokens = ([read(folder, peer.index, peer.rank) for peer in peers] for folder, peers in runs)
-        size, other_size, apart, count = compare(*tokens)
+    for place, reference_pass, other_pass in matches:
+        runs = (reference.folder, reference_pass.peers), (other.folder, other_pass.peers)
+        tokens = ([token_log_probs.read(folder, peer.index, peer.rank) for peer in peers] for folder, peers in runs)
+        size, other_size, distance, num_values = token_log_probs.compare(*tokens)
         points.append(
-            Point(source=one.source, place=place, reference=size, other=other_size, apart=apart, num_values=count)
+            ComparedPoint(
+                source=reference_pass.source,
+                place=place,
+                reference=size,
+                other=other_size,
+                apart=distance,
+                num_values=num_values,
+            )
         )
     return points
 
 
-def _norms(pairs: Iterable[tuple[GradientWindow, GradientWindow]]) -> list[Point]:
-    return [_farthest(one.name, one.last_pass, one.norms, partner.norms) for one, partner in pairs]
+def _compare_norms(pairs: Iterable[tuple[GradientWindow, GradientWindow]]) -> list[ComparedPoint]:
+    return [_find_farthest(window.name, window.last_pass, window.norms, partner.norms) for window, partner in pairs]
 
 
-def _gradients(
+def _compare_gradients(
     pairs: Iterable[tuple[GradientWindow, GradientWindow]], reference: PastRun, other: PastRun
-) -> list[Point]:
+) -> list[ComparedPoint]:
     """Make a point for each parameter and window."""
-    from replay.runlog.gradient_sketches import compare, read
+    from replay.runlog import gradient_sketches
 
     return [
-        Point(
-            source=one.name,
-            place=one.last_pass,
+        ComparedPoint(
+            source=window.name,
+            place=window.last_pass,
             reference=gradient.size,
             other=gradient.other_norm,
             name=gradient.name,
             apart=gradient.distance,
         )
-        for one, partner in pairs
-        for gradient in compare(read(reference.folder, one.index), read(other.folder, partner.index))
+        for window, partner in pairs
+        for gradient in gradient_sketches.compare(
+            gradient_sketches.read(reference.folder, window.index), gradient_sketches.read(other.folder, partner.index)
+        )
     ]
 
 
-def _costs(placed: Placed, reference: PastRun, other: PastRun) -> tuple[list[Quantity], list[str]]:
+def _compare_costs(matches: MatchedPasses, reference: PastRun, other: PastRun) -> tuple[list[Quantity], list[str]]:
     """Compare the cost of passes that count in both runs, on their slowest and fullest ranks; note what is left out."""
-    both = [(place, one, partner) for place, one, partner in placed if one.is_counted and partner.is_counted]
-    if not both:
+    counted = [match for match in matches if match[1].is_counted and match[2].is_counted]
+    if not counted:
         return [], ["time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"]
     costs: list[Quantity] = []
     for phase in PHASES:
-        values = [(place, one.source, _seconds(one, phase), _seconds(partner, phase)) for place, one, partner in both]
         points = [
-            Point(source=source, place=place, reference=a, other=b)
-            for place, source, a, b in values
-            if a is not None and b is not None
+            ComparedPoint(source=reference_pass.source, place=place, reference=seconds, other=other_seconds)
+            for place, reference_pass, other_pass in counted
+            if (seconds := _find_slowest(reference_pass, phase)) is not None
+            and (other_seconds := _find_slowest(other_pass, phase)) is not None
         ]
         if points:
-            costs.append(Quantity.of(phase, points, unit="seconds"))
+            costs.append(Quantity.summarize(phase, points, unit="seconds"))
     if reference.memory_kind != other.memory_kind:
         return costs, [f"memory is not compared: {reference.memory_kind} against {other.memory_kind}"]
     peaks = [
-        Point(source=one.source, place=place, reference=_peak(one), other=_peak(partner))
-        for place, one, partner in both
+        ComparedPoint(
+            source=reference_pass.source,
+            place=place,
+            reference=_find_peak(reference_pass),
+            other=_find_peak(other_pass),
+        )
+        for place, reference_pass, other_pass in counted
     ]
-    return [*costs, Quantity.of("peak", peaks, unit="bytes")], []
+    return [*costs, Quantity.summarize("peak", peaks, unit="bytes")], []
 
 
-def _seconds(one: SharedPass, phase: str) -> float | None:
-    return max((peer.cost.phases[phase].seconds for peer in one.peers if phase in peer.cost.phases), default=None)
+def _find_slowest(shared_pass: SharedPass, phase: str) -> float | None:
+    """Find the seconds of a phase on the slowest rank; None where no rank has measured it."""
+    costs = [peer.cost.phases[phase] for peer in shared_pass.peers if phase in peer.cost.phases]
+    return max((cost.seconds for cost in costs), default=None)
 
 
-def _peak(one: SharedPass) -> int:
-    return max(find_peak_bytes(peer) for peer in one.peers)
+def _find_peak(shared_pass: SharedPass) -> int:
+    return max(find_peak_bytes(peer) for peer in shared_pass.peers)

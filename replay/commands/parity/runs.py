@@ -15,7 +15,7 @@ from replay.campaign.campaign import Campaign, Job, catch_interruption
 from replay.campaign.command_options import words_for
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
-from replay.comparison.text import parting
+from replay.comparison.text import describe_first_difference
 from replay.options.option_parsing import build_replay_spec, format_command_line, list_toggles, spell_flags
 from replay.options.ray_options import RayOptions
 from replay.options.spec import Passes, ReplaySpec, find_edge_folder
@@ -210,7 +210,7 @@ class FirstDifferences:
             if judged_cell.result is CellResult.DIFFERS:
                 index = judged_cell.distances[judged_cell.deciding[0]].place
                 try:
-                    text = parting(self._compare_cell(self._rows[name].cell, index, sound))
+                    text = describe_first_difference(self._compare_cell(self._rows[name].cell, index, sound))
                 except UsageError as error:
                     text = f"not found: {spell_flags(error)}"
                 yield "first", f"{name}: {text}"

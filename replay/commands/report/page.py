@@ -14,7 +14,13 @@ from actor_init.as_json import to_json
 from actor_init.spec import UsageError
 from replay.commands.report.pictures import AxisUnit, Bar, Figure, ScatterPoint, draw_bars, draw_points
 from replay.comparison.comparison import Comparison
-from replay.comparison.text import difference_table, other_work, partings, remarks, setting_table
+from replay.comparison.text import (
+    describe_first_differences,
+    describe_other_work,
+    list_remarks,
+    make_difference_table,
+    make_setting_table,
+)
 from replay.options.option_parsing import spec_from_dict, spell_flags
 from replay.output.html import render
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, list_run_letters, shorten_names
@@ -55,8 +61,8 @@ def _describe_change(first: Run, other: Run, name: str) -> RunChange:
     tables: dict[str, Columns] = {"Statistics": _compare_statistics(first, other, name)}
     try:
         comparison = Comparison.read([first.folder, other.folder], threshold=0.0, names=["A", name])
-        pairs = other_work(comparison) + remarks(comparison) + partings(comparison)
-        tables = {"Settings": setting_table(comparison), **tables, "Numbers": difference_table(comparison)}
+        pairs = describe_other_work(comparison) + list_remarks(comparison) + describe_first_differences(comparison)
+        tables = {"Settings": make_setting_table(comparison), **tables, "Numbers": make_difference_table(comparison)}
     except UsageError as error:
         pairs = [("not compared", spell_flags(error))]
     return RunChange(

@@ -13,7 +13,7 @@ from typing import Any
 
 from actor_init.as_json import AnyFloat
 from replay.commands.suite.plan import DDP, DEEPSPEED, PlannedTraining
-from replay.comparison.differences import Point, Quantity
+from replay.comparison.differences import ComparedPoint, Quantity
 from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
@@ -178,10 +178,10 @@ def compare_curves(
 
 def _difference(reference: LossCurve, curve: LossCurve) -> Quantity:
     points = [
-        Point(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
+        ComparedPoint(source=f"step {a.step}", place=a.step, reference=a.loss, other=b.loss)
         for a, b in zip(reference.steps, curve.steps, strict=False)
     ]
-    return Quantity.of("loss", points)
+    return Quantity.summarize("loss", points)
 
 
 def _beyond(value: float, bound: float, quantity: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replay.comparison.comparable import settings_that_differ
+from replay.comparison.comparable import compare_settings
 from replay.comparison.differences import Differences, Quantity, compare
 from replay.runlog.reader import PastRun
 from replay.runlog.records import PassRecord
@@ -167,7 +167,7 @@ def test_the_settings_that_differ_are_listed_and_no_others(tmp_path: Path) -> No
     a = write_log(tmp_path / "a", [passed(0, "x")], typed="--name one --zero-stage 1 --dtype bf16 --packing yes")
     other = [passed(0, "x"), passed(0, "y", rank=1)]
     b = write_log(tmp_path / "b", other, typed="--name two --dtype fp32 --packing yes", facts={"zero_stage": 3})
-    assert settings_that_differ([PastRun.read(a), PastRun.read(b)]) == {
+    assert compare_settings([PastRun.read(a), PastRun.read(b)]) == {
         "dtype": ["bf16", "fp32"],
         "zero stage": ["1", "3"],
         "data ranks": ["1", "2"],
