@@ -103,7 +103,7 @@ class Cluster:
             on_this_node = NodeAffinitySchedulingStrategy(node.id, soft=False)
             agent = agent_class.options(scheduling_strategy=on_this_node).remote(str(self.locate_home(node.id)))
             agents[node.id] = agent
-        driver_versions, answers = list_versions(), [agents[node.id].versions.remote() for node in nodes]
+        driver_versions, answers = list_versions(), [agents[node.id].list_versions.remote() for node in nodes]
         for node, answer in zip(nodes, answers, strict=True):
             try:
                 node_versions = self.ray.get(answer)
