@@ -22,7 +22,7 @@ _NUM_COLUMNS, _NUM_PADDED = 12, 5
 # except where it does not matter.
 _MAX_DIFFERENCE = 1e-4
 # What `has_column_positions` found out, by model type and config.
-_has_column_positions: dict[tuple[str, str], bool] = {}
+_answer_by_config: dict[tuple[str, str], bool] = {}
 
 
 def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBatch:
@@ -31,8 +31,8 @@ def add_model_positions(batch: MicroBatch, config: PretrainedConfig) -> MicroBat
     A model that was given an action mask is a trainer's own actor around it, which counts real tokens.
     """
     extra_tensors = batch.extra_tensors
-    is_of_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
-    if is_of_actor or "position_ids" in extra_tensors or any(name in extra_tensors for name in BORDER_NAMES):
+    is_trainers_actor = batch.action_mask_BA is not None and not batch.has_noted_mask
+    if is_trainers_actor or "position_ids" in extra_tensors or any(name in extra_tensors for name in BORDER_NAMES):
         return batch
     if not has_column_positions(config):
         return batch
@@ -48,9 +48,9 @@ def has_column_positions(config: PretrainedConfig) -> bool:
     if isinstance(config, CustomConfig):
         return True
     key = str(config.model_type), config.to_json_string(use_diff=False)
-    if key not in _has_column_positions:
-        _has_column_positions[key] = _probe_column_positions(config)
-    return _has_column_positions[key]
+    if key not in _answer_by_config:
+        _answer_by_config[key] = _probe_column_positions(config)
+    return _answer_by_config[key]
 
 
 @torch.no_grad()
