@@ -1,4 +1,4 @@
-"""Measure the noise floor from runs that should be equal except for rounding, and find runs beyond it.
+"""Measure the noise floor of each dtype from runs that should be equal except for rounding, and judge each cell by it.
 
 A distance is |other - reference|, relative to the reference's value or to the mean of all values, whichever is larger:
 a row of one near-certain token has a log-prob near 0, and its rounding error must not count as a difference.
@@ -134,8 +134,6 @@ def judge_distances(
     return (CellResult.NOT_JUDGED, unknown) if unknown else (CellResult.WITHIN_NOISE, [])
 
 
-# Compare the logs of parity's cells: compute the noise floor of each dtype and the result of each cell.
-
 # What equivalents vary that changes rounding. The other equivalents may be bitwise equal to the reference.
 ROUNDING_VARIATIONS = ("kernel", "reduction order", "tp")
 
@@ -145,7 +143,8 @@ class JudgedCell:
     """A cell that has run, compared with its reference."""
 
     result: CellResult
-    distances: Mapping[str, FarthestPoint]  # by quantity
+    # By quantity.
+    distances: Mapping[str, FarthestPoint]
     # Quantities beyond their bound, or without a bound.
     deciding: Sequence[str]
     # Why the cell, or a part of it, was not judged.

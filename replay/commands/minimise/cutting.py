@@ -1,4 +1,4 @@
-"""Cut captures: keep some rows, and some columns, of all that a capture holds by row and column.
+"""Describe what a trial of `replay minimise` replays, and cut captures down to it: to some rows and some columns.
 
 Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
 
@@ -26,8 +26,6 @@ from replay.options.option_parsing import Toggle, format_command_line, list_togg
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
-
-# Describe what one trial of `replay minimise` replays: parts of captures, options, processes.
 
 # Options that name files or folders.
 FILE_OPTIONS = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")

@@ -40,20 +40,21 @@ from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
 from replay.runlog.writer import INTERRUPTED
 
-# Print what each policy of compiling took, and which to use.
-#
-# policy     graphs  recompiled  compiling s  padding  ms a pass  s for 1,000
-# off             0           0          0.0     0.0%      120.1        121.0
-# dynamic         1           0         11.2     0.0%       98.3        109.8
-#
-# recompiled automatic, 1 time: forward: N: tensor 'hidden_states' size mismatch at index 1. expected N, actual N
-# use        dynamic: --compile; off takes less for fewer than 513 passes
-
 # The most reasons that are listed for a policy.
 MOST_REASONS = 3
 
 
 class RecompilesConsole:
+    """Prints what each policy of compiling took, and which to use.
+
+    policy     graphs  recompiled  compiling s  padding  ms a pass  s for 1,000
+    off             0           0          0.0     0.0%      120.1        121.0
+    dynamic         1           0         11.2     0.0%       98.3        109.8
+
+    recompiled automatic, 1 time: forward: N: tensor 'hidden_states' size mismatch at index 1. expected N, actual N
+    use        dynamic: --compile; off takes less for fewer than 513 passes
+    """
+
     def __init__(
         self, command: str, num_inputs: int, damaged: Sequence[tuple[Path, str]], file: IO[str] | None = None
     ) -> None:

@@ -1,4 +1,10 @@
-"""Run `replay scan`: replay a folder in groups of inputs, each in its own processes."""
+"""Run `replay scan`: replay a folder in groups of inputs, each in its own processes.
+
+`scan.json` (campaign.py) has the groups in its result:
+
+    {"groups": [{"first": 0, "size": 8, "state": "done", "outcome": "REPRODUCED", "said": "8 REPRODUCED",
+                 "seconds": 8.1, "log": "groups/0001/0/20261121-185921-replay"}]}
+"""
 
 import math
 from collections import Counter
@@ -25,21 +31,15 @@ from replay.runlog.run_file import read_section
 from replay.runlog.writer import INTERRUPTED
 from replay.verdict.judge import Outcome, Verdict
 
-# Plan a scan, its groups of inputs, and say what became of each.
-#
-# `scan.json` (campaign.py) has the groups in its result:
-#
-#     {"groups": [{"first": 0, "size": 8, "state": "done", "outcome": "REPRODUCED", "said": "8 REPRODUCED",
-#     "seconds": 8.1, "log": "groups/0001/0/20261121-185921-replay"}]}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanPlan:
-    """Which inputs are replayed in one run.
+    """How the inputs of a folder are dealt into groups.
 
-    spec     of every group, but for its inputs
-    size     inputs of a group
-    damaged  files that cannot be read, in words
+    spec        of every group, but for its inputs
+    size        inputs of a group
+    num_inputs  of all groups
+    damaged     files that cannot be read, in words
     """
 
     spec: ReplaySpec
@@ -185,13 +185,13 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) ->
     return 0 if is_clean and not campaign.plan.damaged else 1
 
 
-# Print the progress and the answer of `replay scan`: a line per group as it ends, then what failed or differs.
-#
-# groups     4 of 8 inputs, in processes of their own
-# 1 of 4, inputs 1 to 8: REPRODUCED, 8 REPRODUCED, 9.3 s
-
-
 class ScanConsole:
+    """Prints a line per group as it ends, then what failed or differs.
+
+    groups     4 of 8 inputs, in processes of their own
+    1 of 4, inputs 1 to 8: REPRODUCED, 8 REPRODUCED, 9.3 s
+    """
+
     def __init__(self, campaign: Campaign[ScanPlan], groups: Sequence[ScanGroup], file: IO[str] | None = None) -> None:
         """Print the header. `groups` are all of them, as they stand whenever something is printed."""
         self._out = open_console(file)

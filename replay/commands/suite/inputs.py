@@ -1,4 +1,8 @@
-"""Prepare the inputs of a suite: a folder of its own that holds only the requested training passes."""
+"""Prepare the inputs of a suite: a folder of its own that holds only the requested training passes.
+
+They are copies of captures, or captures made of a file of texts, one tokenised text per micro-batch. Shape letters:
+S tokens of a text.
+"""
 
 import json
 import os
@@ -22,10 +26,6 @@ from capture.file_format.micro_batch import CaptureError, Origin
 from replay.commands.suite.plan import SuiteSpec
 from replay.options.spec import LossName, find_sample_folder
 from replay.output.text import pluralise
-
-# Convert a file of texts to captures of format 1: one tokenised text per micro-batch. The only module with pyarrow.
-#
-# Shape letters: S tokens of a text.
 
 TEXT_COLUMN = "text"
 # The most tokens of a text. Longer ones are cut and counted.

@@ -1,15 +1,17 @@
-"""Keep what a suite has on disk beside its campaign: inputs, weights, states, curves, and copies of them.
+"""Run `replay suite`: train one model under each configuration, in its own processes, and judge the loss curves.
 
-LOGS/<time>-suite/suite.json        of the campaign; its result has the status, and what came of each configuration
+A suite keeps its files in one folder:
+
+LOGS/<time>-suite/suite.json        of the campaign; its result has the status, and the result of each configuration
                   journal.jsonl     of the campaign
                   inputs/           training inputs, unless --output-dir is given
                   initial-weights/  model folder of --save-init-weights, unless --storage is given
                   states/           of --save-state, unless --storage is given
                   <name>.jsonl      a line per step of a configuration, written after the last step
-                  runs/<name>/0/    what it printed, and the log of its replay; 1/ is its second attempt
+                  runs/<name>/0/    output of the configuration's replay, and its log; 1/ is the second attempt
 
 STORAGE/<name of the folder>/ holds the states of each configuration, and copies of suite.json, the journal, the curves
-and the inputs: enough to go on where LOGS is not.
+and the inputs. From these --continue makes the folder again on a machine that lacks LOGS.
 """
 
 import json
@@ -239,10 +241,9 @@ def _read_curve(path: Path) -> LossCurve:
     return LossCurve(steps=steps)
 
 
-# Print the progress and the answer of `replay suite`: a line or two a training, the table of losses, the verdict.
-
-
 class SuiteConsole:
+    """Prints a line or two for each training, then the table of losses and the verdict."""
+
     def __init__(self, suite: Suite, file: IO[str] | None = None) -> None:
         """Print what is trained, on which inputs and device."""
         self._out = open_console(file)
@@ -357,9 +358,6 @@ def _format_verdict(suite: Suite, results: Sequence[TrainingResult]) -> Pairs:
 def _shorten(folder: Path) -> Path:
     """Return the path relative to the current folder, if it is below it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
-# Run `replay suite`: train one model under each configuration, in its own processes, and judge the curves.
 
 
 def begin(spec: SuiteSpec, logs: Path, words: Sequence[str], ray: RayOptions | None, plot: Path | None) -> int:

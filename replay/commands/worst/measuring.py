@@ -1,4 +1,7 @@
-"""Measure a few inputs in an ordinary replay, in processes of its own: what it wrote counts, however it ended."""
+"""Measure a few inputs in a replay of its own, and say whether a predicted peak fits into this machine's memory.
+
+What the replay wrote counts, however it ended.
+"""
 
 import json
 import subprocess
@@ -114,9 +117,10 @@ def _compute_overhead(records: Sequence[PassRecord]) -> float:
     return max(1.0, reserved / max((cost.peak_allocated_bytes for cost in costs), default=1)) if reserved else 1.0
 
 
-# Ask how much memory a new process gets on this machine's device, and say whether a predicted peak fits it.
-
+# Seconds in which the process that asks the GPU for its memory has to answer.
 TIMEOUT_SECONDS = 120.0
+# A process of its own asks, so that this one holds no memory of the GPU. It multiplies first: the memory that every
+# process needs for CUDA and its libraries is then not counted as free.
 _PROGRAM = """
 import json, torch
 if torch.cuda.is_available():
