@@ -314,12 +314,12 @@ def test_json_has_every_number(tmp_path: Path) -> None:
     assert compare(a, b, "--json", tmp_path / "out.json") == 1
     whole = json.loads((tmp_path / "out.json").read_text())
     assert (whole["threshold"], whole["runs"]) == (0.05, [str(a), str(b)])
-    [one] = whole["comparisons"]
-    assert (one["within"], one["num_matched"]) == (False, 1)
-    assert one["results"][0]["points"] == [
+    [comparison] = whole["comparisons"]
+    assert (comparison["within"], comparison["num_matched"]) == (False, 1)
+    assert comparison["results"][0]["points"] == [
         {"source": "x.pkl", "place": 0, "reference": 2.0, "other": "nan", "name": "", "apart": None, "num_values": 1}
     ]
-    assert one["results"][0]["max_relative"] == "inf"
+    assert comparison["results"][0]["max_relative"] == "inf"
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

@@ -36,8 +36,8 @@ from replay.output.text import CheckResult, CheckStatus, format_check
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-FLASH = next(one for one in PACKAGES if one.name == "flash-attn")
-TORCH = next(one for one in PACKAGES if one.name == "torch")
+FLASH = next(package for package in PACKAGES if package.name == "flash-attn")
+TORCH = next(package for package in PACKAGES if package.name == "torch")
 SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
 GPU = {"name": "NVIDIA H200", "bytes": 140 * 2**30, "capability": "9.0"}
 
@@ -471,7 +471,7 @@ def test_the_exit_code_is_about_what_a_replay_without_options_needs(
 ) -> None:
     monkeypatch.setattr(doctor, "Prober", FakeProber)
     monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
-    monkeypatch.setattr(doctor, "is_installed", lambda one: True)
+    monkeypatch.setattr(doctor, "is_installed", lambda package: True)
     assert main(["doctor", "--log-folder", str(tmp_path), "--json", str(tmp_path / "out.json")]) == bool(failing)
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["works"], written["failing"]) == (not failing, failing)

@@ -100,9 +100,9 @@ def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
     ]
     write_incidents(tmp_path, found, num_others=4, rank=1, stamp="x")
     facts = inspect_folder(tmp_path)
-    assert [(one.rank, one.incident.what) for one in facts.incidents] == [(1, "not finite"), (1, "signal")]
-    assert [(one.source, one.reason) for one in facts.longest] == [(long.name, "2 rows of 40, 78 tokens real")]
-    assert [one.reason for one in facts.odd] == ["93% is padding", "2 of 2 rows have no real token", "100% is padding"]
+    assert [(record.rank, record.incident.what) for record in facts.incidents] == [(1, "not finite"), (1, "signal")]
+    assert [(odd.source, odd.reason) for odd in facts.longest] == [(long.name, "2 rows of 40, 78 tokens real")]
+    assert [odd.reason for odd in facts.odd] == ["93% is padding", "2 of 2 rows have no real token", "100% is padding"]
     assert facts.odd[-1].source == empty.name
     out = io.StringIO()
     print_inspection(facts, out)

@@ -27,13 +27,13 @@ def test_the_statistics_are_those_of_the_definitions() -> None:
     found = measure_mismatch(rollout_N, replay_N, sequence_N)
     assert found.mean == pytest.approx(sum(map(abs, apart)) / 200)
     assert found.largest == pytest.approx(max(map(abs, apart)))
-    assert sum(abs(one) > found.p99 for one in apart) == 1  # of 200 tokens, 1 % are two
+    assert sum(abs(difference) > found.p99 for difference in apart) == 1  # of 200 tokens, 1 % are two
     assert found.shift == pytest.approx(sum(apart) / 200)
     assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / 200)
-    assert found.kl_k3 == pytest.approx(sum(one - 1 - math.log(one) for one in ratios) / 200)
-    assert found.ess_tokens == pytest.approx(sum(ratios) ** 2 / 200 / sum(one**2 for one in ratios))
+    assert found.kl_k3 == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 200)
+    assert found.ess_tokens == pytest.approx(sum(ratios) ** 2 / 200 / sum(ratio**2 for ratio in ratios))
     whole = [math.prod(ratios[number::3]) for number in range(3)]
-    assert found.ess_sequences == pytest.approx(sum(whole) ** 2 / 3 / sum(one**2 for one in whole))
+    assert found.ess_sequences == pytest.approx(sum(whole) ** 2 / 3 / sum(ratio**2 for ratio in whole))
     assert (found.num_tokens, found.num_sequences) == (200, 3)
 
 
@@ -76,19 +76,23 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
     typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3", "--json", str(tmp_path / "own.json"))
     found = measured(job, tmp_path, *typed)
     rollouts = make_rollouts()
-    noise = torch.cat([(one["old_noise"] / 10)[one["action_mask"]] for one in rollouts]).double()
-    cells = {(one["dtype"], one["attention"]): one["mismatch"] for one in found["replays"]}
+    noise = torch.cat([(rollout["old_noise"] / 10)[rollout["action_mask"]] for rollout in rollouts]).double()
+    cells = {(replay["dtype"], replay["attention"]): replay["mismatch"] for replay in found["replays"]}
     assert list(cells) == [("fp32", "eager"), ("fp32", "sdpa"), ("bf16", "eager"), ("bf16", "sdpa")]
     for kernel in ("eager", "sdpa"):
         assert cells["fp32", kernel]["mean"] == pytest.approx(noise.abs().mean().item(), abs=1e-5)
         assert cells["fp32", kernel]["shift"] == pytest.approx(-noise.mean().item(), abs=1e-5)
         assert abs(cells["bf16", kernel]["mean"] - cells["fp32", kernel]["mean"]) > 1e-4
     assert len(found["distances"]) == 6
-    by_pair = {(one["one"], one["other"]): one["mean"] for one in found["distances"]}
+    by_pair = {(distance["one"], distance["other"]): distance["mean"] for distance in found["distances"]}
     assert by_pair["fp32, eager", "fp32, sdpa"] < 1e-5 < 1e-3 < by_pair["fp32, eager", "bf16, eager"]
 
     number, row, column = max(
-        ((number, row, column) for number, one in enumerate(rollouts) for row, column in one["action_mask"].nonzero()),
+        (
+            (number, row, column)
+            for number, rollout in enumerate(rollouts)
+            for row, column in rollout["action_mask"].nonzero()
+        ),
         key=lambda place: float(rollouts[place[0]]["old_noise"][place[1], place[2]].abs()),
     )
     first = found["worst"][0]

@@ -27,6 +27,6 @@ def test_gpus_are_here_if_there_are_as_many_and_processes_on_a_cpu_where_there_a
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, here: Machine | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert [one for one in (ON_A_CPU, ON_TWO_GPUS, ON_FOUR_GPUS) if one.is_part_of(Machine.detect())] == [here] * (
-        here is not None
-    )
+    assert [machine for machine in (ON_A_CPU, ON_TWO_GPUS, ON_FOUR_GPUS) if machine.is_part_of(Machine.detect())] == [
+        here
+    ] * (here is not None)

@@ -291,7 +291,10 @@ def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Pat
     subprocess.run(by_hand, cwd=ROOT, check=True, capture_output=True)
 
     def numbers(logs: Path) -> list[Any]:
-        return [(one.rank, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(logs).records]
+        return [
+            (record.rank, record.source, record.result.loss, record.result.grad_norm)
+            for record in PastRun.read(logs).records
+        ]
 
     assert numbers(task.logs) == numbers(tmp_path / "b")
     assert len(numbers(task.logs)) == 4

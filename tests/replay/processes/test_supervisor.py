@@ -29,7 +29,7 @@ def python(code: str) -> Callable[[], Process]:
 
 
 def codes(group: ChildGroup) -> list[int]:
-    ended = [one.wait() if isinstance(one, subprocess.Popen) else None for one in group.processes]
+    ended = [process.wait() if isinstance(process, subprocess.Popen) else None for process in group.processes]
     return [code for code in ended if code is not None]
 
 

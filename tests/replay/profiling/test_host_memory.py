@@ -79,7 +79,7 @@ def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
     assert peak.allocated_bytes == 50 + 200 + 1_000 + 7 + 20 + 40 + 80 + 30
     assert (peak.number, peak.num_allocations) == (6, 8)
     holders = _group_holders(peak, history, weights=[210], blocks={"model.layers.0"})
-    assert {(one.kind, one.name): one.num_bytes for one in holders} == {
+    assert {(holder.kind, holder.name): holder.num_bytes for holder in holders} == {
         (HolderKind.PROCESS, ""): 700,
         (HolderKind.WEIGHTS, ""): 200,
         (HolderKind.GRADIENTS, ""): 80 + 300,
@@ -90,7 +90,9 @@ def test_a_trace_s_allocations_are_charged_to_what_ran_then() -> None:
         (HolderKind.OTHER, ""): 7,
     }
     in_head = find_peak(EVENTS[:12], BEFORE, history)
-    assert (HolderKind.HEAD, "") in {(one.kind, one.name) for one in _group_holders(in_head, history, [], set())}
+    assert (HolderKind.HEAD, "") in {
+        (holder.kind, holder.name) for holder in _group_holders(in_head, history, [], set())
+    }
 
 
 def test_the_text_of_smaps_is_read() -> None:
@@ -133,7 +135,9 @@ def test_the_parts_add_up_to_the_resident_peak(tmp_path: Path, capsys: Captured)
     run, records = read_log(folder)
     assert len(records) == 3, "it is not among the measured passes"
     (rank,) = run["memory"]["ranks"]
-    sizes = {kind: sum(one["num_bytes"] for one in rank["holders"] if one["kind"] == kind) for kind in HolderKind}
+    sizes = {
+        kind: sum(holder["num_bytes"] for holder in rank["holders"] if holder["kind"] == kind) for kind in HolderKind
+    }
     frequencies = 2 * HIDDEN // 4 // 2  # the rotary embedding's buffers
     assert sizes[HolderKind.WEIGHTS] == 4 * (NUM_PARAMETERS + frequencies)
     assert sum(sizes.values()) == rank["peak_bytes"] == pytest.approx(rank["counted_bytes"], rel=0.05)

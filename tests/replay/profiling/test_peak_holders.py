@@ -95,7 +95,7 @@ def test_each_block_is_charged_to_one_part() -> None:
 
     holders = _group_holders(find_snapshot_peak(more, 0), history, weights=[110], blocks={"model.layers.3"})
 
-    assert {(one.kind, one.name): one.num_bytes for one in holders} == {
+    assert {(holder.kind, holder.name): holder.num_bytes for holder in holders} == {
         (HolderKind.WEIGHTS, ""): 1_000,
         (HolderKind.BACKWARD, ""): 900,
         (HolderKind.HEAD, ""): 60,
@@ -103,7 +103,7 @@ def test_each_block_is_charged_to_one_part() -> None:
         (HolderKind.OTHER, "loss.py:7 in loss"): 20,
     }
     first = _group_holders(find_snapshot_peak(HISTORY, 0), history, weights=[110], blocks={"model.layers.3"})
-    assert {(one.kind, one.name): one.num_bytes for one in first} == {
+    assert {(holder.kind, holder.name): holder.num_bytes for holder in first} == {
         (HolderKind.WEIGHTS, ""): 1_000,
         (HolderKind.COMMUNICATION, ""): 70,
         (HolderKind.ACTIVATIONS, "model.layers.*.mlp"): 50,
@@ -265,13 +265,13 @@ def test_options_that_save_most_come_with_their_predicted_peaks() -> None:
     # of 2,350 bytes: no states, and half of weights and gradients; half of the layers' activations, and a quarter of
     # what belongs to parameters; with checkpointing the activations are 150, and backward's end is the peak: 400
     # gradients beside 400 weights and 800 states
-    assert [(one.option, one.peak_bytes) for one in found] == [
+    assert [(saving.option, saving.peak_bytes) for saving in found] == [
         ("--optimizer none", 200 + 50 + 1_000 + 50),
         ("--num-layers 5", 300 + 75 + 600 + 500 + 50),
         ("--gradient-checkpointing", 400 + 400 + 800),
     ]
     checkpointed = ActorSpec(backend="fsdp2", gradient_checkpointing=True, optimizer=OptimizerName.NONE)
-    assert [one.option for one in predict_savings(holders, checkpointed, size)] == [
+    assert [saving.option for saving in predict_savings(holders, checkpointed, size)] == [
         "--num-layers 5",
         "twice as many ranks",
     ]
@@ -282,7 +282,9 @@ def test_gradients_in_a_backends_own_buffers_are_not_counted_twice() -> None:
     holders = holders_of(held)
     size = replace(TEN_LAYERS, keeps_gradients=False)
 
-    found = {one.option: one.peak_bytes for one in predict_savings(holders, ActorSpec(backend="deepspeed"), size)}
+    found = {
+        saving.option: saving.peak_bytes for saving in predict_savings(holders, ActorSpec(backend="deepspeed"), size)
+    }
 
     assert found["--num-layers 5"] == 0.75 * (400 + 800 + 600)
     assert found["--optimizer none"] == 400 + 600
@@ -295,7 +297,7 @@ def test_checkpointing_holds_a_blocks_activations_or_the_heads() -> None:
     for num_layers, expected in ((10, 10 + 300 + 10 * 5), (2, 10 + 500 + 2 * 5)):
         size = replace(TEN_LAYERS, num_layers=num_layers)
 
-        found = {one.option: one.peak_bytes for one in predict_savings(holders, spec, size)}
+        found = {saving.option: saving.peak_bytes for saving in predict_savings(holders, spec, size)}
 
         assert found["--gradient-checkpointing"] == expected
 
@@ -307,7 +309,7 @@ def test_without_autograd_fewer_layers_keep_as_many_activations() -> None:
 
     found = predict_savings(holders, ActorSpec(backend="ddp", optimizer=OptimizerName.NONE), size)
 
-    assert [(one.option, one.peak_bytes) for one in found] == [("--num-layers 5", 300 + 1_000)]
+    assert [(saving.option, saving.peak_bytes) for saving in found] == [("--num-layers 5", 300 + 1_000)]
 
 
 def test_predictions_agree_with_what_a_gpu_measured() -> None:
@@ -324,10 +326,13 @@ def test_predictions_agree_with_what_a_gpu_measured() -> None:
     residual = 8_192 * 4_096 * 2
     size = replace(TEN_LAYERS, num_layers=8, block_share=0.624, weight_bytes=4, residual_bytes=residual)
 
-    peaks = {one.option: one.peak_bytes / 2**30 for one in predict_savings(holders, ActorSpec(backend="fsdp2"), size)}
+    peaks = {
+        saving.option: saving.peak_bytes / 2**30
+        for saving in predict_savings(holders, ActorSpec(backend="fsdp2"), size)
+    }
 
     assert peaks.pop("--num-layers 4") == pytest.approx(16.35, rel=0.02)
     assert peaks.pop("--optimizer none") == pytest.approx(17.95, rel=0.05)
     more = predict_savings(holders, ActorSpec(backend="fsdp2", optimizer=OptimizerName.NONE), size)
-    by_option = {one.option: one.peak_bytes / 2**30 for one in more}
+    by_option = {saving.option: saving.peak_bytes / 2**30 for saving in more}
     assert by_option["--gradient-checkpointing"] == pytest.approx(22.85, rel=0.02)
