@@ -36,7 +36,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
     return put
 
 
-def started(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
     return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=1800, check=False)
 
@@ -219,7 +219,7 @@ def test_help_needs_neither_torch_nor_rich() -> None:
         "import sys; from replay.command_line.cli import main; code = main(['--help']); "
         "print(code, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
-    assert started(sys.executable, "-c", probe).stdout.splitlines()[-1] == "0 []"
+    assert run_command(sys.executable, "-c", probe).stdout.splitlines()[-1] == "0 []"
 
 
 NOWHERE = [
@@ -243,7 +243,7 @@ def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(tmp_path
         f"codes = [main(typed.split()) for typed in {NOWHERE}]; "
         "print({*codes}, [m for m in ('torch', 'rich', 'transformers', 'deepspeed') if m in sys.modules])"
     )
-    done = started(sys.executable, "-c", probe, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run_command(sys.executable, "-c", probe, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.stdout == "{2} []\n"
     lines = done.stderr.splitlines()
     assert len(lines) == len(NOWHERE)
@@ -264,7 +264,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_start_it_is_the_same_command(way: str) -> None:
-    done = started(*WAYS[way], "--help")
+    done = run_command(*WAYS[way], "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: replay [OPTIONS] COMMAND [ARGS]..." in done.stdout
     assert "--shuffle-inputs / --no-shuffle-inputs" in done.stdout
@@ -272,7 +272,7 @@ def test_every_way_to_start_it_is_the_same_command(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["the console script", "python -m replay", "python -u replay"])
 def test_every_way_refuses_alike(way: str) -> None:
-    done = started(*WAYS[way], "--compile", "--deepcompile")
+    done = run_command(*WAYS[way], "--compile", "--deepcompile")
     assert done.returncode == 2
     assert done.stderr == "replay: --compile and --deepcompile exclude each other. Give one of the two\n"
 
@@ -283,7 +283,7 @@ def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
     cli_file = tmp_path / "replay" / "command_line" / "cli.py"
     cli_file.write_text(cli_file.read_text().replace("Replay captured micro-batches", "This is the copy"))
     (tmp_path / "replay" / "annotated_doc.py").write_text("raise SystemExit('a module of replay/ hid a library')")
-    done = started(sys.executable, "-u", str(tmp_path / "replay"), "--help", cwd=ROOT)
+    done = run_command(sys.executable, "-u", str(tmp_path / "replay"), "--help", cwd=ROOT)
     assert "This is the copy" in done.stdout, done.stderr
 
 

@@ -12,7 +12,7 @@ from replay.command_line.subcommands import COMMANDS
 ROOT = Path(__file__).parents[3]
 
 
-def typed(*words: str) -> "subprocess.CompletedProcess[str]":
+def run_toy_replay(*words: str) -> "subprocess.CompletedProcess[str]":
     """Run `replay` with the toy command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "tests.helpers.toy_command", *words],
@@ -24,7 +24,7 @@ def typed(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_help_lists_it_after_the_others_with_the_first_line_of_its_text() -> None:
-    done = typed("--help")
+    done = run_toy_replay("--help")
     assert done.returncode == 0
     listed = done.stdout.partition("Commands:")[2]
     names = [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]
@@ -33,7 +33,7 @@ def test_help_lists_it_after_the_others_with_the_first_line_of_its_text() -> Non
 
 
 def test_its_own_help_has_its_text_and_its_options() -> None:
-    done = typed("toy", "--help")
+    done = run_toy_replay("toy", "--help")
     assert done.returncode == 0
     words = " ".join(done.stdout.split())
     assert "Count the captures of a folder. Exit code 0: as many as wanted; 1: fewer." in words
@@ -42,7 +42,7 @@ def test_its_own_help_has_its_text_and_its_options() -> None:
 
 @pytest.mark.parametrize(("at_least", "exit_code"), [(40, 0), (41, 1)])
 def test_its_exit_code_is_that_of_the_process(at_least: int, exit_code: int) -> None:
-    done = typed("toy", "inputs/sample", "--at-least", str(at_least))
+    done = run_toy_replay("toy", "inputs/sample", "--at-least", str(at_least))
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "captures   40\n", "")
 
 
@@ -55,7 +55,7 @@ def test_its_exit_code_is_that_of_the_process(at_least: int, exit_code: int) -> 
     ],
 )
 def test_what_is_typed_wrong_is_one_line_and_exit_code_2(words: str, says: str) -> None:
-    done = typed(*words.split())
+    done = run_toy_replay(*words.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"replay: {says}\n")
 
 

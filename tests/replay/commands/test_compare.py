@@ -155,7 +155,7 @@ def test_what_was_not_the_same_work_is_refused(
         "--backend fsdp2",
         "--dtype fp32 --zero-stage 3 --optimizer none",
         "--attention eager --gradient-checkpointing yes --compile yes",
-        "--learning-rate 0.5 --max-norm 1",  # nothing steps
+        "--learning-rate 0.5 --max-norm 1",
     ],
 )
 def test_what_is_to_be_compared_may_differ(tmp_path: Path, typed: str) -> None:
@@ -180,8 +180,10 @@ def on(*columns: str) -> list[PassRecord]:
     [
         (on("xyz"), on("xyz"), None),
         (on("xyz"), on("xy"), None),
-        (on("xz", "yw"), on("yw", "xz"), None),  # the same gradients averaged
-        (on("xyz"), on("xwv"), None),  # what came after other steps is in one of them alone
+        # The same gradients were averaged.
+        (on("xz", "yw"), on("yw", "xz"), None),
+        # What came after other steps is in one of them alone.
+        (on("xyz"), on("xwv"), None),
         (on("xyz"), on("yxz"), "x.pkl came after 1 step, not 0"),
         (on("xyz"), on("xwz"), "z.pkl came after steps on other inputs: step 2 was on w.pkl, not y.pkl"),
         (on("xy"), on("x", "y"), "y.pkl came after 0 steps, not 1"),
@@ -438,7 +440,8 @@ def test_a_row_s_log_probs_are_those_of_a_plain_model_on_every_rank(
             with torch.no_grad():
                 expected = reference.log_probs(read_micro_batch(find_sample_folder() / record.source))
             sums = expected.double().sum(dim=1).tolist()
-            assert record.result.row_log_probs == pytest.approx(sums, rel=1e-5)  # fp32 logits, summed in another order
+            # The fp32 logits are summed in another order.
+            assert record.result.row_log_probs == pytest.approx(sums, rel=1e-5)
 
 
 def test_other_weights_are_refused(runs: dict[str, Path], capsys: Captured) -> None:
@@ -473,7 +476,7 @@ def test_other_code_and_another_window_are_compared_and_told_first(
     own.write_text(OWN_MODEL.format(folder=str(models["first"])))
     loss.write_text(OWN_LOSS)
 
-    def replayed(name: str, *typed: str) -> Path:
+    def run_replay(name: str, *typed: str) -> Path:
         common = ["--max-inputs", "2", "--grad-accumulation", "2", "--dtype", "fp32", "--backend", "fsdp2", "--quiet"]
         assert cli.main([*common, *typed, "--log-folder", str(tmp_path / name)]) == 0
         return tmp_path / name
@@ -486,27 +489,27 @@ def test_other_code_and_another_window_are_compared_and_told_first(
         assert first.startswith("other work B: ")
         return first.removeprefix("other work B: ")
 
-    stock = replayed("stock", "--model", str(models["first"]), "--no-packing")
+    stock = run_replay("stock", "--model", str(models["first"]), "--no-packing")
     user = "--model", f"{own}:build", "--weights", str(models["first"])
-    built = replayed("built", *user)
+    built = run_replay("built", *user)
     of_stock = f"the model is {own}:build, not {models['first']}; model_type is custom, not llama"
     assert told(stock, built, 0) == of_stock
-    wrong = replayed("wrong", "--model", f"{own}:build_wrong", *user[2:])
+    wrong = run_replay("wrong", "--model", f"{own}:build_wrong", *user[2:])
     assert told(built, wrong, 1) == f"the model is {own}:build_wrong, not {own}:build"
     own.write_text(own.read_text() + "# a new version\n")
-    again = replayed("again", *user)
+    again = run_replay("again", *user)
     assert told(built, again, 0).startswith(f"{own} has changed, or is another file: its sha256 is ")
-    means = replayed("means", *user, "--window", "mean-of-means")
+    means = run_replay("means", *user, "--window", "mean-of-means")
     assert told(again, means, 1) == "--window mean-of-means, not --window tokens"
-    users = replayed("users", *user, "--loss", f"{loss}:loss")
+    users = run_replay("users", *user, "--loss", f"{loss}:loss")
     # the user's mean is of each pass, and the passes weigh the same
     assert told(again, users, 1) == f"--loss {loss}:loss, not --loss stand-in"
-    twice = replayed("twice", *user, "--loss", f"{loss}:other")
+    twice = run_replay("twice", *user, "--loss", f"{loss}:other")
     assert told(users, twice, 1) == f"--loss {loss}:other, not --loss {loss}:loss"
     loss.write_text(OWN_LOSS.replace("-inputs", "-3 * inputs"))
-    changed = replayed("changed", *user, "--loss", f"{loss}:loss")
+    changed = run_replay("changed", *user, "--loss", f"{loss}:loss")
     assert told(users, changed, 1) == f"--loss {loss}:loss is other code: its file has changed in between"
-    layers = replayed("layers", *user, "--num-layers", "1")
+    layers = run_replay("layers", *user, "--num-layers", "1")
     capsys.readouterr()
     assert "num_hidden_layers is 1, not " in refusal(capsys, again, layers)
 

@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def diagnosed(
+def diagnose(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, dict[str, dict[str, Any]]]]:
     """Runs `replay diagnose` here; returns its exit code and its checks by name."""
@@ -86,9 +86,9 @@ def failing(checks: dict[str, dict[str, Any]]) -> set[str]:
 
 @pytest.mark.parametrize("options", [["--backend", "fsdp2"], ["--zero-stage", "2", "--no-packing"]], ids=" ".join)
 def test_a_sound_actor_passes_every_check(
-    options: list[str], folder: Path, diagnosed: Any, capsys: pytest.CaptureFixture[str]
+    options: list[str], folder: Path, diagnose: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, checks = diagnosed(folder, *options)
+    code, checks = diagnose(folder, *options)
     said = capsys.readouterr().out
     assert (code, failing(checks)) == (0, set()), said
     assert list(checks) == EVERY
@@ -101,11 +101,11 @@ def test_a_sound_actor_passes_every_check(
     assert "all 7 checks that were run passed" in said
 
 
-def test_it_computes_in_the_job_s_dtype(tmp_path: Path, diagnosed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_computes_in_the_job_s_dtype(tmp_path: Path, diagnose: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(tmp_path)
     with recording(model, tmp_path / "captures", reproduce=True):
         model(**make_batches(1)[0]).loss.backward()
-    _, checks = diagnosed(tmp_path / "captures", "--backend", "fsdp2", "--steps", "1")
+    _, checks = diagnose(tmp_path / "captures", "--backend", "fsdp2", "--steps", "1")
     assert "actor      fsdp2, ZeRO stage 3, fp32, packed" in capsys.readouterr().out
     assert "bound 0.0001," in checks["same pass twice"]["found"]
 
@@ -195,48 +195,48 @@ def test_a_fault_fails_its_own_lines(
     lines: set[str],
     advice: str,
     folder: Path,
-    diagnosed: Any,
+    diagnose: Any,
 ) -> None:
     with fault:
-        code, checks = diagnosed(folder, *FAST, *options)
+        code, checks = diagnose(folder, *FAST, *options)
     assert (code, failing(checks)) == (1, lines)
     assert any(advice in checks[line]["advice"] for line in lines)
 
 
-def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnosed: Any) -> None:
-    code, checks = diagnosed(inputs_in(tmp_path / "inputs", attention_dropout=0.5), *FAST)
+def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnose: Any) -> None:
+    code, checks = diagnose(inputs_in(tmp_path / "inputs", attention_dropout=0.5), *FAST)
     assert code == 1
     assert "same pass twice" in failing(checks)
     assert "dropout" in checks["same pass twice"]["advice"]
 
 
-def test_a_loss_that_is_summed_grows_with_the_tokens(folder: Path, diagnosed: Any) -> None:
+def test_a_loss_that_is_summed_grows_with_the_tokens(folder: Path, diagnose: Any) -> None:
     with patch(
         "replay.commands.diagnose.untimed_actor.compute_negated_mean", lambda log_probs_BA, inputs: -log_probs_BA.sum()
     ):
-        code, checks = diagnosed(folder, *FAST)
+        code, checks = diagnose(folder, *FAST)
     assert code == 1
     assert {"loss, four ways", "twice the tokens"} <= failing(checks)
 
 
-def test_what_raises_is_a_failed_check_and_the_next_are_tried(folder: Path, diagnosed: Any) -> None:
+def test_what_raises_is_a_failed_check_and_the_next_are_tried(folder: Path, diagnose: Any) -> None:
     def breaking(batch: Any) -> Any:
         raise RuntimeError("no\nsuch kernel")
 
     with patch("replay.commands.diagnose.checks.repeat_rows", breaking):
-        code, checks = diagnosed(folder, *FAST)
+        code, checks = diagnose(folder, *FAST)
     assert (code, failing(checks)) == (1, {"a pass"})
     assert checks["a pass"]["found"] == "RuntimeError: no such kernel"
     assert checks["accumulated"]["status"] == "not run"
     assert all(checks[name]["status"] == "ok" for name in LEARNING)
 
 
-def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnosed: Any) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
+def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnose: Any) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    with patch("replay.commands.diagnose.checks.train_until_learned", interrupted):
-        code, checks = diagnosed(folder, *FAST)
+    with patch("replay.commands.diagnose.checks.train_until_learned", interrupt):
+        code, checks = diagnose(folder, *FAST)
     assert code == 130
     assert list(checks) == EVERY[:-2]
 
@@ -252,14 +252,14 @@ def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnosed: Any) 
     ],
 )
 def test_wrong_usage_is_one_line(
-    typed: str, complaint: str, folder: Path, tmp_path: Path, diagnosed: Any, capsys: pytest.CaptureFixture[str]
+    typed: str, complaint: str, folder: Path, tmp_path: Path, diagnose: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diagnose", *where(folder, tmp_path), *typed.split()]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert complaint in line
 
 
-def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnosed: Any) -> None:
+def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnose: Any) -> None:
     inputs = inputs_in(tmp_path / "inputs", vocab_size=64)
     with pytest.raises(UsageError, match="beyond the model's vocabulary of 64"):
         parse_command_line(["diagnose", *where(inputs, tmp_path)])()
@@ -268,7 +268,7 @@ def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnosed: Any)
 # several ranks
 
 
-def diagnosed_on_two(home: Path, jobs: list[tuple[str, str]], *parallel: str) -> list[dict[str, dict[str, Any]]]:
+def diagnose_on_two_ranks(home: Path, jobs: list[tuple[str, str]], *parallel: str) -> list[dict[str, dict[str, Any]]]:
     """The checks of each job, of options and a fault, in one world of two ranks."""
     inputs = inputs_in(home / "inputs")
     files = [home / f"{number}.json" for number in range(len(jobs))]
@@ -283,7 +283,7 @@ def diagnosed_on_two(home: Path, jobs: list[tuple[str, str]], *parallel: str) ->
 
 
 def test_what_data_ranks_do_not_reduce_rightly_is_found(tmp_path: Path) -> None:
-    sound, not_reduced, summed = diagnosed_on_two(
+    sound, not_reduced, summed = diagnose_on_two_ranks(
         tmp_path,
         [
             ("--zero-stage 0 --max-inputs 1", ""),
@@ -295,11 +295,12 @@ def test_what_data_ranks_do_not_reduce_rightly_is_found(tmp_path: Path) -> None:
     assert sound["gradient on ranks"]["status"] == "ok"
     assert {"as a plain model", "gradient on ranks"} <= failing(not_reduced)
     assert "as a plain model" in failing(summed)
-    assert summed["gradient on ranks"]["status"] == "ok"  # as wrong on both
+    # Both ranks are wrong alike.
+    assert summed["gradient on ranks"]["status"] == "ok"
 
 
 def test_tp_ranks_that_see_other_tokens_are_found(tmp_path: Path) -> None:
-    sound, fed_otherwise = diagnosed_on_two(
+    sound, fed_otherwise = diagnose_on_two_ranks(
         tmp_path,
         [
             ("--tp 2 --backend fsdp2", ""),

@@ -45,7 +45,8 @@ def batch_of(ids: Sequence[Sequence[int]], **changes: object) -> MicroBatch:
     [
         ({"a": [3.0, 4.0], "b": [0.0]}, 0.0),
         ({"a": [3.0, 4.5], "b": [0.0]}, 0.1),
-        ({"a": [3.0, 4.0], "b": [0.0005]}, 0.1),  # relative to a thousandth of the whole norm: b has none
+        # Relative to a thousandth of the whole norm, as b has no norm.
+        ({"a": [3.0, 4.0], "b": [0.0005]}, 0.1),
         ({"a": [3.0, 4.0]}, INF),
         ({"a": [3.0, 4.0], "b": [0.0], "c": [1.0]}, INF),
         ({"a": [3.0, math.nan], "b": [0.0]}, INF),
@@ -129,7 +130,8 @@ def test_a_loss_in_chunks_is_torch_s(softcap: float | None, bias: bool, monkeypa
     ("losses", "advice"),
     [
         ((5.0, 1.0, 0.09), ""),
-        ((0.15, 0.09), "still falling"),  # below 0.1, and not by half
+        # Below 0.1, but not below half of the first loss.
+        ((0.15, 0.09), "still falling"),
         ((5.0, 4.0, 3.0, 2.0, 1.0), "it is still falling. Try: --steps 16"),
         ((5.0, 5.0, 5.0), "it hardly moves"),
         ((5.0, 6.0, 9.0), "it rises: the steps are too large, or go the wrong way. Try: --learning-rate 0.001"),

@@ -42,16 +42,17 @@ SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
 GPU = {"name": "NVIDIA H200", "bytes": 140 * 2**30, "capability": "9.0"}
 
 
-def made_package(folder: Path, name: str, source: str, number: str | None = None) -> None:
+def make_package(folder: Path, name: str, source: str, number: str | None = None) -> None:
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(source)
-    if number is not None:  # without metadata transformers imports it to ask its version
+    # Without metadata transformers imports the package to ask for its version.
+    if number is not None:
         metadata = folder / f"{name}-{number}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
 
 
-def made_script(path: Path, text: str) -> Path:
+def make_script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -59,10 +60,10 @@ def made_script(path: Path, text: str) -> Path:
 
 
 def other_python(folder: Path) -> Path:
-    return made_script(folder / "python3", "#!/bin/sh\necho /elsewhere\n")
+    return make_script(folder / "python3", "#!/bin/sh\necho /elsewhere\n")
 
 
-def named(checks: list[CheckResult], name: str) -> CheckResult:
+def find_check(checks: list[CheckResult], name: str) -> CheckResult:
     [found] = [check for check in checks if check.name == name]
     return found
 
@@ -94,9 +95,10 @@ def named(checks: list[CheckResult], name: str) -> CheckResult:
 def test_an_import_that_breaks_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, status: CheckStatus, says: str
 ) -> None:
-    made_package(tmp_path, "flash_attn", source)
+    make_package(tmp_path, "flash_attn", source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE_SECONDS", 60.0)  # for Python's start
+    # Python's start takes a while.
+    monkeypatch.setattr("replay.commands.doctor.probe_process.GRACE_SECONDS", 60.0)
     share = 0.01 if status is CheckStatus.NO_ANSWER else 0.5
     answer = Prober(300.0).ask("import_module", "flash_attn", share=share)
     check = check_package(FLASH, answer, on_cuda=True, is_default=True)
@@ -109,7 +111,7 @@ def test_an_import_that_breaks_is_a_line(
 
 def test_ring_flash_attn_is_imported_as_a_replay_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = "from transformers.modeling_flash_attention_utils import is_flash_attn_greater_or_equal_2_10"
-    made_package(tmp_path, "ring_flash_attn", gone)
+    make_package(tmp_path, "ring_flash_attn", gone)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert Prober(120).ask("import_module", "ring_flash_attn").error == ""
 
@@ -123,8 +125,9 @@ def test_a_probe_for_which_no_time_is_left_is_not_started() -> None:
 
 
 def test_a_probe_has_the_module_path_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made_package(tmp_path, "json", "raise ImportError('hid the standard library')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which this process has not seen
+    make_package(tmp_path, "json", "raise ImportError('hid the standard library')")
+    # This process has not seen that folder.
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert Prober(60).ask("import_module", "wave").error == ""
 
 
@@ -244,7 +247,7 @@ def test_each_kernel_that_is_tried_is_one_that_a_replay_can_take(name: str) -> N
 
 
 def test_a_launcher_of_another_python_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_script(tmp_path / "torchrun", f"#!{other_python(tmp_path)}\n")
+    make_script(tmp_path / "torchrun", f"#!{other_python(tmp_path)}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     check = check_launcher("torchrun")
     assert check.status is CheckStatus.BROKEN
@@ -267,7 +270,7 @@ def test_whose_launcher_it_is_stands_in_its_first_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: CheckStatus
 ) -> None:
     other_python(tmp_path)
-    made_script(tmp_path / "torchrun", text)
+    make_script(tmp_path / "torchrun", text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert check_launcher("torchrun").status is status
 
@@ -275,7 +278,7 @@ def test_whose_launcher_it_is_stands_in_its_first_lines(
 def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check_launcher("deepspeed").status is CheckStatus.MISSING
-    made_script(tmp_path / "bin" / "deepspeed", "")
+    make_script(tmp_path / "bin" / "deepspeed", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     assert check_launcher("deepspeed").advice == f"Try: export PATH={tmp_path}/bin:$PATH"
 
@@ -291,7 +294,7 @@ def test_a_launcher_that_is_not_on_path_says_where_it_is(tmp_path: Path, monkeyp
 )
 def test_architectures_that_deepspeed_cannot_read(monkeypatch: pytest.MonkeyPatch, value: str, advice: str) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
-    check = named(check_compilers(on_cuda=True, built_for="13.0"), "TORCH_CUDA_ARCH_LIST")
+    check = find_check(check_compilers(on_cuda=True, built_for="13.0"), "TORCH_CUDA_ARCH_LIST")
     assert check.status is (CheckStatus.BROKEN if advice else CheckStatus.OK)
     assert advice in check.advice
     assert "TORCH_CUDA_ARCH_LIST" not in [c.name for c in check_compilers(on_cuda=False, built_for=None)]
@@ -311,11 +314,11 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_an_nvcc_of_another_cuda_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
+    make_script(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho nvcc\necho 'tools, release 12.4, V12.4.1'\n")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    check = named(check_compilers(on_cuda=True, built_for="13.0"), "nvcc")
+    check = find_check(check_compilers(on_cuda=True, built_for="13.0"), "nvcc")
     assert (check.status, check.found.split(",")[0]) == (CheckStatus.BROKEN, "12.4")
-    assert named(check_compilers(on_cuda=True, built_for="12.8"), "nvcc").status is CheckStatus.OK
+    assert find_check(check_compilers(on_cuda=True, built_for="12.8"), "nvcc").status is CheckStatus.OK
 
 
 def test_compilers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,9 +341,9 @@ def test_variables_are_shown_if_they_are_plain_settings_and_known() -> None:
             "AWS_SECRET_ACCESS_KEY": "hunter2",
         }
     )
-    assert named(checks, "CUDA_LAUNCH_BLOCKING").found == "1"
-    assert named(checks, "PYTORCH_CUDA_ALLOC_CONF").found == "expandable_segments:True"
-    assert named(checks, "also set").found == "TORCH_HUB_TOKEN"
+    assert find_check(checks, "CUDA_LAUNCH_BLOCKING").found == "1"
+    assert find_check(checks, "PYTORCH_CUDA_ALLOC_CONF").found == "expandable_segments:True"
+    assert find_check(checks, "also set").found == "TORCH_HUB_TOKEN"
     said = "\n".join(format_check(check) for check in checks)
     for absent in ("hunter2", "secret", "AWS"):
         assert absent not in said
@@ -362,7 +365,7 @@ def test_a_network_interface_that_is_not_there_is_broken(name: str, value: str, 
 
 
 def test_what_a_launcher_left_behind_is_named() -> None:
-    assert "unset MASTER_ADDR" in named(check_variables({"MASTER_ADDR": "x"}), "launcher's").advice
+    assert "unset MASTER_ADDR" in find_check(check_variables({"MASTER_ADDR": "x"}), "launcher's").advice
     assert [check.status for check in check_variables({"HOME": "/"})] == [CheckStatus.OK]
 
 
@@ -374,7 +377,7 @@ def test_each_gpu_is_a_line_and_a_full_one_is_noted() -> None:
     checks = check_devices(ProbeAnswer(facts=facts), "580.1")
     assert [check.status for check in checks] == [CheckStatus.OK, CheckStatus.NOTE, CheckStatus.OK, CheckStatus.NOTE]
     assert checks[0].found == "NVIDIA H200, 140 GiB, 139 free, capability 9.0"
-    assert "0-1" in named(checks, "peer access").found
+    assert "0-1" in find_check(checks, "peer access").found
 
 
 def test_a_torch_that_cannot_see_the_gpu_of_this_machine_says_so() -> None:
@@ -406,7 +409,7 @@ def test_little_room_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_few_open_files_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert named(hardware.check_limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
+    assert find_check(hardware.check_limits(on_cuda=False), "ulimit -n").status is CheckStatus.NOTE
 
 
 # the whole
@@ -535,8 +538,8 @@ def test_its_help_needs_neither_torch_nor_rich() -> None:
 
 
 def test_a_sick_machine_is_described_and_what_works_is_not_blamed(tmp_path: Path) -> None:
-    made_package(tmp_path / "fakes", "flash_attn", f"raise ImportError({SYMBOL!r})", "2.8.3")
-    made_script(tmp_path / "bin" / "torchrun", f"#!{other_python(tmp_path)}\n")
+    make_package(tmp_path / "fakes", "flash_attn", f"raise ImportError({SYMBOL!r})", "2.8.3")
+    make_script(tmp_path / "bin" / "torchrun", f"#!{other_python(tmp_path)}\n")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "fakes"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",

@@ -127,33 +127,35 @@ def test_a_damaged_record_of_incidents_is_one_of_the_damaged_files(tmp_path: Pat
     assert "incidents_rank0_x.json: cannot be read" in reason
 
 
-def spool_of(process: int, rank: int, folder: Path, shared: Path) -> Path:
+def spool_of(process: int, rank: int, folder: Path, shared_memory: Path) -> Path:
     """What that process has in shared memory: a flight recorder of two passes."""
     model = TinyModel()
     with recording(model, folder, flight_recorder=2) as recorder:
         for _ in range(2):
             model(torch.ones(2, 4, dtype=torch.long))
         recorder.flush()
-        [own] = [path for path in shared.iterdir() if f"-{os.getpid()}-" in path.name]
-        spool = shared / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
-        shutil.copytree(own, spool, ignore=shutil.ignore_patterns("position"))  # which says rank 0
+        [own] = [path for path in shared_memory.iterdir() if f"-{os.getpid()}-" in path.name]
+        spool = shared_memory / own.name.replace(f"-rank0-{os.getpid()}-", f"-rank{rank}-{process}-")
+        # The file `position` names rank 0.
+        shutil.copytree(own, spool, ignore=shutil.ignore_patterns("position"))
     return spool
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared)
-    return shared
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shared_memory = tmp_path / "shm"
+    shared_memory.mkdir()
+    monkeypatch.setattr(capture.black_box.flight_recorder, "SHARED_MEMORY", shared_memory)
+    return shared_memory
 
 
-DEAD = 2**22 + 1  # more than Linux counts processes
+# Linux gives no process so high a number.
+DEAD = 2**22 + 1
 
 
-def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path: Path, shared: Path) -> None:
+def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path: Path, shared_memory: Path) -> None:
     folder = tmp_path / "run"
-    spool = spool_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared_memory)
     write_incidents(
         folder,
         [
@@ -177,21 +179,23 @@ def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path:
 
 
 def test_salvage_writes_what_a_killed_rank_had(
-    tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shared_memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    spool_of(DEAD, 1, folder, shared)
+    spool_of(DEAD, 1, folder, shared_memory)
     assert main(["salvage", str(folder)]) == 0
     assert capsys.readouterr().out == "salvaged   2 passes of processes that died\n"
-    assert (len(capture_files(folder)), list(shared.iterdir())) == (2, [])
+    assert (len(capture_files(folder)), list(shared_memory.iterdir())) == (2, [])
     assert main(["salvage", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_the_next_recording_writes_the_passes_of_killed_ranks_of_any_number(tmp_path: Path, shared: Path) -> None:
+def test_the_next_recording_writes_the_passes_of_killed_ranks_of_any_number(
+    tmp_path: Path, shared_memory: Path
+) -> None:
     """A launcher that starts the ranks again may give rank 1's host to rank 0."""
     folder = tmp_path / "run"
-    spool = spool_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared_memory)
     model = TinyModel()
     with recording(model, folder) as recorder:
         model(torch.ones(2, 4, dtype=torch.long))
@@ -201,9 +205,9 @@ def test_the_next_recording_writes_the_passes_of_killed_ranks_of_any_number(tmp_
     assert len(capture_files(folder)) == 3
 
 
-def test_two_that_salvage_at_once_write_each_pass_once(tmp_path: Path, shared: Path) -> None:
+def test_two_that_salvage_at_once_write_each_pass_once(tmp_path: Path, shared_memory: Path) -> None:
     folder = tmp_path / "run"
-    spool_of(DEAD, 1, folder, shared)
+    spool_of(DEAD, 1, folder, shared_memory)
     first = find_dead_spools(folder)
     assert len(next(first).calls) == 2
     assert salvage(folder, RetentionSettings()) == 0
@@ -211,10 +215,10 @@ def test_two_that_salvage_at_once_write_each_pass_once(tmp_path: Path, shared: P
     assert salvage(folder, RetentionSettings()) == 2
 
 
-def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared: Path) -> None:
+def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Path, shared_memory: Path) -> None:
     """One in another container, whose number no process has here: it holds the lock."""
     folder = tmp_path / "run"
-    spool = spool_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared_memory)
     write_pass(folder)
     held = os.open(spool, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -225,13 +229,13 @@ def test_the_flight_recorder_of_a_process_that_lives_is_left_alone(tmp_path: Pat
 
 
 def test_a_folder_that_cannot_be_written_is_told_what_to_type(
-    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
     folder = tmp_path / "run"
-    spool = spool_of(DEAD, 1, folder, shared)
+    spool = spool_of(DEAD, 1, folder, shared_memory)
     monkeypatch.setattr("capture.black_box.salvage.salvage", refuse)
     out = io.StringIO()
     print_inspection(inspect_folder(folder), out)

@@ -23,11 +23,13 @@ def test_the_statistics_are_those_of_the_definitions() -> None:
     sequence_N = torch.arange(200) % 3
     pairs = list(zip(rollout_N.tolist(), replay_N.tolist(), strict=True))
     apart = [here - there for there, here in pairs]
-    ratios = [math.exp(here - there) for there, here in pairs]  # pi_replay / pi_rollout, of samples of the rollout
+    # Of pi_replay and pi_rollout, for samples of the rollout.
+    ratios = [math.exp(here - there) for there, here in pairs]
     found = measure_mismatch(rollout_N, replay_N, sequence_N)
     assert found.mean == pytest.approx(sum(map(abs, apart)) / 200)
     assert found.largest == pytest.approx(max(map(abs, apart)))
-    assert sum(abs(difference) > found.p99 for difference in apart) == 1  # of 200 tokens, 1 % are two
+    # One per cent of 200 tokens are two.
+    assert sum(abs(difference) > found.p99 for difference in apart) == 1
     assert found.shift == pytest.approx(sum(apart) / 200)
     assert found.kl_k1 == pytest.approx(-sum(map(math.log, ratios)) / 200)
     assert found.kl_k3 == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 200)
@@ -61,7 +63,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("job"), notes=("action_mask", "rollout_log_probs"))
 
 
-def measured(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
+def run_mismatch(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
     command = ["mismatch", "--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp"]
     assert replay_main([*command, "--log-folder", str(logs), *typed]) == 0
     [written] = logs.glob("*-mismatch/mismatch.json")
@@ -74,7 +76,7 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
 ) -> None:
     """The rollout's log-probs are the fp32 model's plus noise that the job noted no trace of."""
     typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3", "--json", str(tmp_path / "own.json"))
-    found = measured(job, tmp_path, *typed)
+    found = run_mismatch(job, tmp_path, *typed)
     rollouts = make_rollouts()
     noise = torch.cat([(rollout["old_noise"] / 10)[rollout["action_mask"]] for rollout in rollouts]).double()
     cells = {(replay["dtype"], replay["attention"]): replay["mismatch"] for replay in found["replays"]}

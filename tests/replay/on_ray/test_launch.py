@@ -38,7 +38,7 @@ from tests.helpers.ray_cluster import warm_cluster
 from tests.helpers.read_logs import read_log
 
 Captured = pytest.CaptureFixture[str]
-Fds = pytest.CaptureFixture[str]  # of file descriptors
+Fds = pytest.CaptureFixture[str]
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.long, pytest.mark.ray]
 
@@ -62,7 +62,8 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
     log.write_text("one\n")
     home(there, here, files)
     with log.open("r+") as lines:
-        lines.write("other, longer\ntwo\n")  # the latest line again, and one more
+        # The latest line is written again, and one more.
+        lines.write("other, longer\ntwo\n")
     home(there, here, files)
     with log.open("a") as lines:
         lines.write("x" * OVERLAP_BYTES + "\n")
@@ -115,7 +116,8 @@ def test_what_is_bound_is_killed_with_the_process_that_started_it() -> None:
         assert starter.stdout.readline() == b"asleep\n"
         starter.kill()
         assert select.select([starter.stdout], [], [], LIMIT)[0]
-        assert starter.stdout.read() == b""  # nobody has it open any more
+        # Nobody has the pipe open any more.
+        assert starter.stdout.read() == b""
 
 
 def on_ray(address: str, typed: str, logs: Path) -> int:
@@ -140,7 +142,8 @@ def test_four_ranks_on_two_nodes_that_do_not_see_the_inputs_have_the_losses_of_o
     inputs.mkdir()
     options = "--dtype fp32 --backend fsdp2"
     _, *arguments = on_ray_command(address, f"--processes 4 --tp 2 --max-inputs 2 {options} --inputs {inputs}", logs)
-    command = [str(BIN / "python"), *arguments]  # a warm one would be outside of the namespace
+    # A warm process would be outside of the namespace.
+    command = [str(BIN / "python"), *arguments]
     copy = f"cp {shlex.quote(str(find_sample_folder()))}/* {inputs}"
     script = f"mount -t tmpfs none {inputs} && {copy} && exec {shlex.join(command)}"
     done = subprocess.run(
@@ -184,7 +187,8 @@ def test_a_refusal_of_the_driver_is_one_line(
 
 
 def test_what_a_rank_refuses_is_said_here_and_its_local_cluster_is_stopped(tmp_path: Path) -> None:
-    with TemporaryDirectory(prefix="ray") as own:  # a path of sockets, which may not be long
+    # Ray makes sockets below this path, which may not be long.
+    with TemporaryDirectory(prefix="ray") as own:
         done = subprocess.run(
             [sys.executable, "-m", "tests.helpers.refused_on_ray", str(tmp_path)],
             env={**os.environ, "RAY_TMPDIR": own},
@@ -195,7 +199,8 @@ def test_what_a_rank_refuses_is_said_here_and_its_local_cluster_is_stopped(tmp_p
             check=False,
         )
         assert any(Path(own).rglob("raylet.out"))
-        assert processes_left(own, LIMIT) == []  # a worker ends by itself once its raylet is gone
+        # A worker ends by itself once its raylet is gone.
+        assert processes_left(own, LIMIT) == []
     assert done.returncode == 2, done.stdout + done.stderr
     assert "replay: --this is not allowed" in done.stderr.splitlines()
 
@@ -247,7 +252,8 @@ def test_cells_end_alone_and_their_files_come_home(cells: RayTaskRunner, tmp_pat
         assert (child.logs / "run" / "rank0.jsonl").read_text() == "- - - - -\n"
     assert done["worker lost"].error == "the node of a rank, or the worker that ran it, was lost"
     assert done["hang"].error.startswith("not finished within ")
-    for (what, _), size in ((four, 4), (two, 2)):  # two ranks share a node, four need both
+    # Two ranks share a node, four need both.
+    for (what, _), size in ((four, 4), (two, 2)):
         child = done[what]
         lines = [(child.logs / "run" / f"rank{rank}.jsonl").read_text().split() for rank in range(size)]
         assert [line[:4] for line in lines] == [[str(rank), str(rank % 2), str(size), "2"] for rank in range(size)]
@@ -262,7 +268,7 @@ def test_none_starts_after_the_time_is_up(cells: RayTaskRunner, tmp_path: Path) 
 
 
 @contextmanager
-def lost_when(ray_cluster: Any, is_time: Callable[[], bool]) -> Iterator[None]:
+def lose_node_when(ray_cluster: Any, is_time: Callable[[], bool]) -> Iterator[None]:
     """Add a node with room for three ranks, which fit there alone, and lose it when it is time."""
     node = ray_cluster.add_node(num_cpus=3)
 
@@ -290,7 +296,7 @@ def test_a_lost_node_ends_the_run_of_its_ranks(ray_cluster: Any, tmp_path: Path,
     options = RayOptions(address=ray_cluster.address, num_processes=3)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
-    with lost_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
+    with lose_node_when(ray_cluster, lambda: len(list(ranks.iterdir())) == 3):
         job = ChildJob(spec=ReplaySpec(measure=MeasureSpec(log_folder=tmp_path / "logs", name=str(ranks))))
         ended = run_on_ray(wait_to_be_ended, job, options, show_traceback=False)
         assert ended == 1
@@ -303,7 +309,7 @@ def test_a_lost_node_ends_its_cells_alone(ray_cluster: Any, tmp_path: Path) -> N
     hang = cell(tmp_path, "hang", num_processes=3)
     output = hang[1].output
     with (
-        lost_when(ray_cluster, lambda: output.is_file() and output.read_text().count("replay: rank ") == 3),
+        lose_node_when(ray_cluster, lambda: output.is_file() and output.read_text().count("replay: rank ") == 3),
         open_cluster(ray_cluster.address) as cluster,
     ):
         run = RayTaskRunner(cluster, tmp_path, module="tests.helpers.cell_program")
@@ -370,5 +376,6 @@ def test_ctrl_c_ends_the_ranks_and_is_said_in_the_log(address: str, tmp_path: Pa
     assert driver.returncode == INTERRUPTED, said
     assert only_log(tmp_path)[1]["status"] == "interrupted"
     with open_cluster(address) as cluster:
-        while cluster.ray.available_resources().get("CPU") != 4.0:  # the ranks' places are free again
+        # The places of the ranks are free again.
+        while cluster.ray.available_resources().get("CPU") != 4.0:
             time.sleep(0.1)

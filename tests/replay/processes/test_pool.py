@@ -116,7 +116,8 @@ def test_where_one_rank_fails_the_others_are_ended_and_the_exit_code_is_its(prog
     task = programs.task("two", str(tmp_path), num_processes=2)
     child = run_child(task)
     assert child.exit_code == 2
-    assert child.seconds < task.limit  # which is not what ended it
+    # The limit is not what ended it.
+    assert child.seconds < task.limit
     [[pid, size, port], [_, *same]] = [(tmp_path / name).read_text().split() for name in "01"]
     assert (size, [size, port]) == ("2", same)
     with pytest.raises(ProcessLookupError):
@@ -226,7 +227,8 @@ def test_the_port_of_the_ranks_is_taken_before_they_begin(programs: Programs) ->
     )
     child = run_child(programs.task("x", num_processes=2))
     assert child.exit_code == 0
-    assert child.output.read_text().endswith("['0', '1']\n" * 2)  # after what gloo says
+    # It comes after what gloo prints.
+    assert child.output.read_text().endswith("['0', '1']\n" * 2)
 
 
 def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tmp_path: Path) -> None:
@@ -235,7 +237,8 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tm
     programs.write("print(os.getpid())", f"while first == 'long' or not os.path.getsize('{long}'): {WAIT}")
     running = run_children([(name, programs.task(name)) for name in ("long", "short")], at_once=2)
     assert next(running)[0] == "short"
-    running.close()  # as for a KeyboardInterrupt
+    # A KeyboardInterrupt closes it in the same way.
+    running.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(long.read_text()), 0)
 

@@ -47,7 +47,8 @@ def test_where_one_fails_the_group_is_over_and_the_others_are_ended() -> None:
     assert group.wait() == 3
     group.end(grace=LIMIT)
     assert codes(group) == [-signal.SIGTERM, 3]
-    assert group.exit_code == -signal.SIGTERM  # so it has to be asked before the others are ended
+    # So the exit code has to be asked for before the others are ended.
+    assert group.exit_code == -signal.SIGTERM
 
 
 def test_after_its_time_a_group_is_over_and_what_does_not_hear_is_killed(
@@ -70,7 +71,8 @@ def test_what_a_child_has_started_is_ended_with_it(tmp_path: Path) -> None:
     os.mkfifo(said)
     inner = f"open({str(said)!r}, 'w').write('here')\n{FOR_EVER}"
     group = ChildGroup.start([python(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {inner!r}])")])
-    assert said.read_text() == "here"  # returns once it has been written and closed
+    # Reading returns once the other end has written and closed it.
+    assert said.read_text() == "here"
     group.end(grace=LIMIT)
     assert processes_left(str(said), LIMIT) == []
 
@@ -102,7 +104,7 @@ def test_the_first_group_that_is_over_is_waited_for() -> None:
 # as torchrun
 
 
-def launched(tmp_path: Path, program: str) -> subprocess.Popen[bytes]:
+def launch_ranks(tmp_path: Path, program: str) -> subprocess.Popen[bytes]:
     """Two ranks of `program`, started as `replay --tp 2` starts its own."""
     path = tmp_path / "rank.py"
     path.write_text(program)
@@ -121,7 +123,7 @@ def test_ranks_are_told_who_they_are_and_the_exit_code_is_that_of_the_one_that_f
         "if own[0] == '1': sys.exit(7)",
         "signal.pause()",
     ]
-    output, _ = launched(tmp_path, "\n".join(lines)).communicate(timeout=LIMIT)
+    output, _ = launch_ranks(tmp_path, "\n".join(lines)).communicate(timeout=LIMIT)
     said = output.decode().splitlines()
     assert said[-1] == "code 7"
     assert "['1', '1', '2', '2']" in said
@@ -138,7 +140,7 @@ def test_a_signal_goes_on_to_the_ranks(tmp_path: Path, number: signal.Signals) -
         "os.write(1, b'here\\n')",
         "signal.pause()",
     ]
-    with launched(tmp_path, "\n".join(lines)) as process:
+    with launch_ranks(tmp_path, "\n".join(lines)) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
         process.send_signal(number)

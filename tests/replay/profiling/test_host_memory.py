@@ -34,14 +34,15 @@ LLAMA = {
 }
 NUM_PARAMETERS = (
     2 * VOCABULARY * HIDDEN + LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER + 2 * HIDDEN) + HIDDEN
-)  # embedding and head, blocks, the last norm
+    # Embedding and head, blocks, the last norm.
+)
 
 
 def range_of(name: str, begin: float, end: float) -> TraceEvent:
     return {"name": name, "ts": begin, "dur": end - begin}
 
 
-def given(at: float, address: int, num_bytes: int) -> TraceEvent:
+def make_event(at: float, address: int, num_bytes: int) -> TraceEvent:
     return {"name": "[memory]", "ts": at, "args": {"Device Type": 0, "Addr": address, "Bytes": num_bytes}}
 
 
@@ -52,17 +53,17 @@ EVENTS = [
     range_of("module: lm_head", 50, 60),
     range_of("phase: backward", 110, 200),
     range_of("FSDP::post_backward_reduce", 150, 160),
-    given(5, 500, 7),  # 0, before all modules
-    given(12, 510, 20),  # 1, the block's own
-    given(16, 520, 40),  # 2, the block's MLP
-    given(26, 530, 9),  # 3, the block's own again
-    given(27, 530, -9),
-    given(55, 540, 60),  # 4, the head
-    given(70, 540, -60),
-    given(120, 550, 80),  # 5, backward
-    given(155, 560, 30),  # 6, communication: the peak
-    given(170, 100, -50),  # a weight's copy from before is freed
-    given(180, 570, 10),  # 7
+    make_event(5, 500, 7),  # 0, before all modules
+    make_event(12, 510, 20),  # 1, the block's own
+    make_event(16, 520, 40),  # 2, the block's MLP
+    make_event(26, 530, 9),  # 3, the block's own again
+    make_event(27, 530, -9),
+    make_event(55, 540, 60),  # 4, the head
+    make_event(70, 540, -60),
+    make_event(120, 550, 80),  # 5, backward
+    make_event(155, 560, 30),  # 6, communication: the peak
+    make_event(170, 100, -50),  # a weight's copy from before is freed
+    make_event(180, 570, 10),  # 7
 ]
 BEFORE = [
     Block(address=at, num_bytes=size, number=None, frames=())
@@ -138,7 +139,8 @@ def test_the_parts_add_up_to_the_resident_peak(tmp_path: Path, capsys: Captured)
     sizes = {
         kind: sum(holder["num_bytes"] for holder in rank["holders"] if holder["kind"] == kind) for kind in HolderKind
     }
-    frequencies = 2 * HIDDEN // 4 // 2  # the rotary embedding's buffers
+    # The rotary embedding's buffers.
+    frequencies = 2 * HIDDEN // 4 // 2
     assert sizes[HolderKind.WEIGHTS] == 4 * (NUM_PARAMETERS + frequencies)
     assert sum(sizes.values()) == rank["peak_bytes"] == pytest.approx(rank["counted_bytes"], rel=0.05)
     # what each block keeps of its MLP alone: its input and three inner tensors; the last one's may be gone by then
@@ -155,7 +157,7 @@ def test_the_parts_add_up_to_the_resident_peak(tmp_path: Path, capsys: Captured)
 def test_the_text_says_how_far_the_sum_is_off() -> None:
     gib = 2**30
 
-    def said(parts: float, resident: float) -> str:
+    def describe_peak(parts: float, resident: float) -> str:
         rank = MemoryProfile(
             device="cpu",
             rank=3,
@@ -168,9 +170,9 @@ def test_the_text_says_how_far_the_sum_is_off() -> None:
         )
         return dict(list_memory_remarks(MemoryPeak(index=0, source="a.pkl", ranks=[rank])))["peak held"]
 
-    assert said(4.95, 5).endswith(
+    assert describe_peak(4.95, 5).endswith(
         "rank 3, a.pkl; these are 4.950 GiB, 1.0% less than the 5.000 GiB that were resident at most. In the run "
         "itself they were 6.000: what is freed stays resident there"
     )
-    assert "10.0% less than the 5.000 GiB that were resident at most: libraries" in said(4.5, 5)
-    assert "10.0% more than the 5.000 GiB that were resident at most: memory may be given out" in said(5.5, 5)
+    assert "10.0% less than the 5.000 GiB that were resident at most: libraries" in describe_peak(4.5, 5)
+    assert "10.0% more than the 5.000 GiB that were resident at most: memory may be given out" in describe_peak(5.5, 5)

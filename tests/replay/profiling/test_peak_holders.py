@@ -27,7 +27,7 @@ GATHERING: list[PythonFrame] = [
 ELSEWHERE: list[PythonFrame] = [{"filename": "/job/loss.py", "line": 7, "name": "loss"}]
 
 
-def event(action: str, address: int, size: int, frames: Sequence[PythonFrame] = ()) -> AllocatorEvent:
+def make_event(action: str, address: int, size: int, frames: Sequence[PythonFrame] = ()) -> AllocatorEvent:
     return {"action": action, "addr": address, "size": size, "frames": list(frames)}
 
 
@@ -40,17 +40,17 @@ def snapshot(*events: AllocatorEvent, at_end: dict[int, int], reserved: int) -> 
 
 
 HISTORY = snapshot(
-    event("segment_alloc", 0, 400),
-    event("alloc", 200, 50),  # 0, a block's activation
-    event("alloc", 300, 70, GATHERING),  # 1
-    event("free_requested", 300, 70),
-    event("free_completed", 300, 70),
-    event("alloc", 300, 20, ELSEWHERE),  # 2, at an address that was used before
-    event("free_completed", 150, 30),  # from before the history
-    event("alloc", 400, 60),  # 3, the head: the peak
-    event("free_completed", 200, 50),
-    event("alloc", 500, 40),  # 4, a gradient
-    event("segment_free", 0, 100),
+    make_event("segment_alloc", 0, 400),
+    make_event("alloc", 200, 50),  # 0, a block's activation
+    make_event("alloc", 300, 70, GATHERING),  # 1
+    make_event("free_requested", 300, 70),
+    make_event("free_completed", 300, 70),
+    make_event("alloc", 300, 20, ELSEWHERE),  # 2, at an address that was used before
+    make_event("free_completed", 150, 30),  # from before the history
+    make_event("alloc", 400, 60),  # 3, the head: the peak
+    make_event("free_completed", 200, 50),
+    make_event("alloc", 500, 40),  # 4, a gradient
+    make_event("segment_free", 0, 100),
     at_end={100: 1_000, 300: 20, 400: 60, 500: 40},
     reserved=1_500,
 )
@@ -69,9 +69,9 @@ def test_the_peak_counts_what_was_there_before_and_what_was_freed() -> None:
 
 def test_what_comes_after_the_measured_phases_is_no_peak() -> None:
     more = snapshot(
-        event("alloc", 200, 50),  # 0
-        event("free_completed", 200, 50),
-        event("alloc", 200, 500),  # 1, of what ends the pass
+        make_event("alloc", 200, 50),  # 0
+        make_event("free_completed", 200, 50),
+        make_event("alloc", 200, 500),  # 1, of what ends the pass
         at_end={100: 7, 200: 500},
         reserved=600,
     )
@@ -88,7 +88,9 @@ def test_a_history_without_events_holds_what_lives() -> None:
 
 
 def test_each_block_is_charged_to_one_part() -> None:
-    more = snapshot(*HISTORY["device_traces"][0], event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500)
+    more = snapshot(
+        *HISTORY["device_traces"][0], make_event("alloc", 600, 900), at_end={**AT_END, 600: 900}, reserved=1_500
+    )
     begins = [(0, "model.layers.3.mlp"), (1, None), (3, "lm_head"), (4, None)]
     history = AllocationHistory(device=torch.device("cpu"), module_borders=begins)
     history.forward_end, history.gradients = 4, {500: 40}
@@ -165,7 +167,7 @@ class Allocator:
     def snapshot(self) -> Snapshot:
         self.num_snapshots += 1
         at = 1_000 * self.num_snapshots
-        return snapshot(event("alloc", 7, at), at_end={7: at}, reserved=at + 1)
+        return snapshot(make_event("alloc", 7, at), at_end={7: at}, reserved=at + 1)
 
     def runs_out(self) -> None:
         for observer in self.observers:
@@ -177,7 +179,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return Allocator(monkeypatch)
 
 
-def held(run: Callable[[AllocationHistory], Exception | None], file: Path, **options: Any) -> MemoryProfile | None:
+def find_holders(
+    run: Callable[[AllocationHistory], Exception | None], file: Path, **options: Any
+) -> MemoryProfile | None:
     config = LlamaConfig(**SMALL)
     spec = ActorSpec(backend="ddp", dtype=Dtype.FP32)
     device, model = torch.device("cuda"), LlamaForCausalLM(config)
@@ -190,7 +194,7 @@ def test_a_pass_that_ran_out_is_seen_at_that_moment(allocator: Allocator, tmp_pa
         return torch.OutOfMemoryError("CUDA out of memory")
 
     for number in (1, 2):
-        found = held(run, tmp_path / "a.pickle", only_if_it_ran_out=True)
+        found = find_holders(run, tmp_path / "a.pickle", only_if_it_ran_out=True)
         assert found is not None
         assert (found.ran_out, found.rank, found.device) == ("CUDA out of memory", 1, "cuda")
         assert (found.peak_bytes, found.reserved_bytes) == (1_000 * number, 1_000 * number + 1), "one snapshot a pass"
@@ -204,8 +208,8 @@ def test_a_pass_that_did_not_run_out_leaves_nothing_if_only_such_are_wanted(
 ) -> None:
     file = tmp_path / "a.pickle"
 
-    assert held(lambda _: None, file, only_if_it_ran_out=True) is None
-    assert held(lambda _: ValueError("other"), file, only_if_it_ran_out=True) is None
+    assert find_holders(lambda _: None, file, only_if_it_ran_out=True) is None
+    assert find_holders(lambda _: ValueError("other"), file, only_if_it_ran_out=True) is None
 
     assert allocator.recording == ["all", None] * 2
     assert not file.exists()
@@ -216,7 +220,7 @@ def test_memory_that_ran_out_on_the_way_and_was_found_is_no_failure(allocator: A
     def run(history: AllocationHistory) -> None:
         allocator.runs_out()
 
-    found = held(run, tmp_path / "a.pickle")
+    found = find_holders(run, tmp_path / "a.pickle")
 
     assert found is not None
     assert (found.ran_out, found.failed, found.peak_bytes) == (None, None, 2_000), "as it was at the pass's end"
@@ -232,7 +236,8 @@ def test_a_users_own_model_has_the_usual_head() -> None:
 def test_a_device_without_the_counters_is_refused_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Meter, "read_held_bytes", lambda _: None)  # as on macOS
+    # As on macOS.
+    monkeypatch.setattr(Meter, "read_held_bytes", lambda _: None)
 
     assert main(["--memory-snapshot", "--log-folder", str(tmp_path)]) == 2
 
