@@ -29,9 +29,8 @@ from actor_init.world import World
 FOLDER = "gradients"
 # R: with 16 signs a row, a sketch has 128 numbers for a parameter of any size.
 NUM_ROWS = 8
-LEAST_SHARE = (
-    1e-2  # of the total gradient norm, which smaller gradients are measured by: rounding may be their whole size
-)
+# A gradient below this share of the total norm is measured by that share: its whole size may be rounding.
+LEAST_SHARE = 1e-2
 _KEY = 0x0DDBA11
 
 

@@ -67,7 +67,7 @@ class VerdictSettings:
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     unknown_rounding: str | None = None
 
-    def bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
+    def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
@@ -283,7 +283,7 @@ def _compare_claim(
         if claim.num_tokens is not None and list(claim.num_tokens) != _count_tokens(claim, record):
             replay_tokens = sum(record.result.row_action_tokens)
             doubt = f"the job's {claim.name} is of {sum(claim.num_tokens)} tokens, the replay's of {replay_tokens}"
-        bound = settings.bound(claim.name, dtypes, tokens, record.index)
+        bound = settings.choose_bound(claim.name, dtypes, tokens, record.index)
         if claim.name == LOSS:
             bound *= max(1.0, replayed.loss_gain)
         if claim.stored_as in ("bfloat16", "float16"):

@@ -48,7 +48,7 @@ class ComparedPass:
     findings        of the pass alone, without the gradient
     weights         what is known of the weights that the pass ran on
     follows_a_norm  the same rank's pass just before it has a recorded gradient norm
-    has_job_masks   its numbers show that the replay drew the job's dropout masks
+    has_job_dropout_masks   its numbers show that the replay drew the job's dropout masks
     """
 
     record: PassRecord
@@ -57,7 +57,7 @@ class ComparedPass:
     findings: Sequence[Finding]
     weights: WeightComparison
     follows_a_norm: bool
-    has_job_masks: bool = False
+    has_job_dropout_masks: bool = False
 
     @property
     def loss(self) -> Finding | None:
@@ -165,7 +165,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     gradient = _merge_gradients(window)
     doubt = _explain_doubt(window, steps)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
-        doubt = None if _some_agree(steps, gradient, settings.bound(GRADIENT, dtypes, 1, index)) else doubt
+        doubt = None if _some_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index)) else doubt
     missing = [] if gradient is None else _find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
@@ -349,7 +349,7 @@ def _compare_norm(
         job_norm,
         replay_norm,
         difference=difference,
-        bound=settings.bound(GRAD_NORM, dtypes, 1, index),
+        bound=settings.choose_bound(GRAD_NORM, dtypes, 1, index),
         doubt=doubt or settings.doubt_expert_routes(GRAD_NORM, difference, dtypes, index),
         counts=doubt is None,
         where=f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None,
@@ -420,7 +420,7 @@ def _compare_elements(
     than HIDING_BOUND, or if all sampled elements are smaller than the bound: then nothing is judged.
     """
     index = window[-1].record.index
-    bound = settings.bound(GRADIENT, dtypes, 1, index)
+    bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in _list_steps(window)):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
     if settings.unknown_rounding is not None and is_coarse(dtypes):

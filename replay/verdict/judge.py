@@ -129,53 +129,54 @@ class Verdict:
 
 
 def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
-    """Judge the passes of all ranks, which come in the order of pass and rank.
+    """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
-    The plan:
+    A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
 
-    1. Compare the numbers of each pass, and stop here if the passes come from several recordings of one folder.
-    2. Check the weights that each pass ran on. Passes between the same two optimizer steps ran on the same weights, so
-       their samples are put together. Where the replay updates the weights too (--step), they stay the job's only as
-       long as each of its steps was the job's.
-    3. Judge each pass, then the gradient of each window. Dropout masks need the passes first: a window's gradient can
-       be judged under dropout only if its passes have shown that their masks are the job's.
-    4. Summarise. One pass or gradient that DIFFERS decides the run, else one that is UNSETTLED, else one that is
-       REPRODUCED; if there is none of these, one cannot tell.
+    1. Compare the numbers that the job recorded of each pass with the replay's. Passes that come from several
+       recordings in one folder are not judged.
+    2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
+       their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
+       the job's as long as each of its steps was the job's.
+    3. Judge each pass. With other dropout masks its numbers differ by chance, so a training pass whose numbers agree
+       had the job's masks.
+    4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
+       the window had the job's masks.
+    5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
+       REPRODUCED if any is reproduced, else CANNOT TELL.
     """
-    compared = _compare_passes(passes, settings)
-    mixed = describe_mixed_recordings([(compared_pass.record, compared_pass.recorded) for compared_pass in compared])
-    if mixed is not None:
-        return _refuse(compared, mixed, settings)
+    compared_passes = _compare_passes(passes, settings)
+    mixed_recordings = describe_mixed_recordings(
+        [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
+    )
+    if mixed_recordings is not None:
+        return _refuse_to_judge(compared_passes, mixed_recordings, settings)
 
-    compared = _check_weights(compared)
+    compared_passes = _check_weights(compared_passes)
     if settings.steps is not None:
-        compared = _follow_weights_through_steps(compared, settings)
+        compared_passes = _follow_weights_through_steps(compared_passes, settings)
 
-    compared = _find_job_masks(compared, settings)
-    pass_verdicts = _merge_peers(compared, _judge_passes(compared, settings))
-    window_verdicts = _judge_windows(compared, settings)
+    compared_passes = _mark_job_dropout_masks(compared_passes, settings)
+    pass_verdicts = _keep_worst_of_peers(compared_passes, _judge_passes(compared_passes, settings))
+    window_verdicts = _judge_windows(compared_passes, settings)
 
-    # A window's verdict follows that of the pass which ends it, as in the job: a wrong gradient comes before the wrong
-    # numbers of later passes, which it causes.
+    # As in the job, the verdict on a window follows the verdict on the pass that ends it. So a wrong gradient comes
+    # before the wrong numbers that it causes in later passes.
     verdicts = sorted(
         [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
     )
-    outcomes = Counter(verdict.outcome for verdict in verdicts)
-    decisive = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
-    outcome = next((outcome for outcome in decisive if outcomes[outcome]), Outcome.CANNOT_TELL)
-    is_wrong = outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-    has_reason = outcome is Outcome.UNSETTLED or outcomes[Outcome.CANNOT_TELL] or not pass_verdicts
+    outcome = _choose_outcome(verdicts)
     return Verdict(
         outcome=outcome,
-        reason=_choose_reason(verdicts, outcome) if has_reason else None,
+        reason=_choose_reason(verdicts, outcome),
         counts=dict(Counter(verdict.outcome for verdict in pass_verdicts)),
         window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
-        first=next((verdict for verdict in verdicts if verdict.outcome is outcome), None) if is_wrong else None,
+        first=_find_first_difference(verdicts, outcome),
         worst=_select_worst_findings(verdicts),
         open=_select_open_findings(verdicts),
-        weights=_summarise_weights(compared),
-        environment=_compare_environments(compared, settings),
-        dtypes=(_find_coarsest_dtype(compared), settings.dtype),
+        weights=_choose_shown_weights(compared_passes),
+        environment=_compare_environments(compared_passes, settings),
+        dtypes=(_find_coarsest_dtype(compared_passes), settings.dtype),
         floors=settings.floors,
         passes=pass_verdicts,
         windows=window_verdicts,
@@ -203,12 +204,13 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
     ]
 
 
-def _refuse(compared: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
+def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
     """Return the verdict on passes that cannot be judged together."""
     verdicts = [
-        _verdict_on(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason) for compared_pass in compared
+        _verdict_on(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason)
+        for compared_pass in compared_passes
     ]
-    verdicts = _merge_peers(compared, verdicts)
+    verdicts = _keep_worst_of_peers(compared_passes, verdicts)
     return Verdict(
         outcome=Outcome.CANNOT_TELL,
         reason=reason,
@@ -227,15 +229,15 @@ def _refuse(compared: Sequence[ComparedPass], reason: str, settings: VerdictSett
 # The weights that a pass ran on
 
 
-def _check_weights(compared: Sequence[ComparedPass]) -> list[ComparedPass]:
+def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
     """Give each pass the comparison of all samples that were taken of the weights it ran on.
 
     A capture samples some of a model's parameters, and a sharded job's ranks sample their shards. So a pass may not
     have sampled a parameter that another pass or rank found to be other than the job's: that counts here too.
     """
     groups: dict[Hashable, list[WeightComparison]] = {}
-    keys = [_same_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared)]
-    for key, compared_pass in zip(keys, compared, strict=True):
+    keys = [_same_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
+    for key, compared_pass in zip(keys, compared_passes, strict=True):
         groups.setdefault(key, []).append(compared_pass.recorded.weights)
     merged = [
         _merge_comparisons(groups[key]) if len(groups[key]) > 1 or groups[key][0].is_sharded else groups[key][0]
@@ -243,11 +245,11 @@ def _check_weights(compared: Sequence[ComparedPass]) -> list[ComparedPass]:
     ]
     differing = [
         (_model_of(compared_pass.recorded), compared_pass.recorded.step or 0, name)
-        for compared_pass, weights in zip(compared, merged, strict=True)
+        for compared_pass, weights in zip(compared_passes, merged, strict=True)
         for name in weights.differing
     ]
     checked = []
-    for compared_pass, weights in zip(compared, merged, strict=True):
+    for compared_pass, weights in zip(compared_passes, merged, strict=True):
         model = _model_of(compared_pass.recorded)
         in_model = [(step, name) for other_model, step, name in differing if other_model == model]
         weights = _infer_unsampled(weights, compared_pass.recorded.step or 0, in_model)
@@ -289,11 +291,11 @@ def _infer_unsampled(weights: WeightComparison, step: int, differing: Sequence[t
 def _merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparison:
     """Put together the samples of the same weights."""
     doubt = next((weights.doubt for weights in comparisons if weights.doubt is not None), None)
-    compared = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
-    if doubt is None and not compared:
+    compared_passes = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
+    if doubt is None and not compared_passes:
         doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
     return WeightComparison(
-        compared=compared,
+        compared=compared_passes,
         differing=tuple(dict.fromkeys(name for weights in comparisons for name in weights.differing)),
         num_parameters=max(weights.num_parameters for weights in comparisons),
         first=next((weights.first for weights in comparisons if weights.first is not None), None),
@@ -302,16 +304,18 @@ def _merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightCompari
     )
 
 
-def _follow_weights_through_steps(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+def _follow_weights_through_steps(
+    compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[ComparedPass]:
     """Replace the weights of passes after a step of the replay (--step) by those of the first window.
 
     Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
     where the first weights were the job's, they are the job's again after each step that was the job's. A step whose
     gradient could not be judged may have been another one, and leaves a doubt.
     """
-    windows = group_into_windows(compared)
+    windows = group_into_windows(compared_passes)
     if not windows:
-        return list(compared)
+        return list(compared_passes)
     initial = _merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
     ends = [window[-1].record.index for window in windows]
     reasons = [
@@ -319,7 +323,7 @@ def _follow_weights_through_steps(compared: Sequence[ComparedPass], settings: Ve
         for number, window in enumerate(windows)
     ]
     followed = []
-    for compared_pass in compared:
+    for compared_pass in compared_passes:
         num_steps = sum(end < compared_pass.record.index for end in ends)
         if not num_steps:
             followed.append(compared_pass)
@@ -345,9 +349,9 @@ def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedP
     return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
 
 
-def _summarise_weights(compared: Sequence[ComparedPass]) -> WeightComparison | None:
+def _choose_shown_weights(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:
     """Choose the weights to show: those of the first pass with other ones, else all passes' samples together."""
-    comparisons = [compared_pass.weights for compared_pass in compared]
+    comparisons = [compared_pass.weights for compared_pass in compared_passes]
     if not comparisons:
         return None
     other = next((weights for weights in comparisons if weights.first is not None), None)
@@ -357,35 +361,37 @@ def _summarise_weights(compared: Sequence[ComparedPass]) -> WeightComparison | N
 # Judging passes
 
 
-def _find_job_masks(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+def _mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Mark the training passes whose dropout masks are the job's: with other masks their numbers would not agree."""
     return [
         replace(
             compared_pass,
-            has_job_masks=compared_pass.recorded.trains
-            and _decide_outcome(compared_pass, settings, masks_are_known=False)[0] is Outcome.REPRODUCED,
+            has_job_dropout_masks=compared_pass.recorded.trains
+            and _decide_outcome(compared_pass, settings, replay_draws_job_masks=False)[0] is Outcome.REPRODUCED,
         )
-        for compared_pass in compared
+        for compared_pass in compared_passes
     ]
 
 
-def _judge_passes(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
-    masks_are_known = any(compared_pass.has_job_masks for compared_pass in compared)
+def _judge_passes(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+    replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
     return [
-        _verdict_on(compared_pass, *_decide_outcome(compared_pass, settings, masks_are_known=masks_are_known))
-        for compared_pass in compared
+        _verdict_on(
+            compared_pass, *_decide_outcome(compared_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
+        )
+        for compared_pass in compared_passes
     ]
 
 
 def _decide_outcome(
-    compared_pass: ComparedPass, settings: VerdictSettings, *, masks_are_known: bool
+    compared_pass: ComparedPass, settings: VerdictSettings, *, replay_draws_job_masks: bool
 ) -> tuple[Outcome, str | None]:
     """Decide on a pass, or on a window that is described as its last pass with the window's findings and weights.
 
     The first of these that holds decides: the pass failed; its weights are not the job's; nothing was recorded; numbers
     differ that other dropout masks can explain; numbers differ; a number agrees and is evidence.
 
-    masks_are_known  some pass has shown that the replay draws the job's dropout masks
+    replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
     Returns the outcome, and its reason where one is needed.
     """
@@ -403,7 +409,7 @@ def _decide_outcome(
     is_missing = any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
     if (differing or unsettled) and not is_missing and settings.dropout and recorded.trains:
         trains_with = f"the model trains with {', '.join(settings.dropout)}"
-        if not masks_are_known:
+        if not replay_draws_job_masks:
             advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
             return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{advice}"
         if differing:
@@ -434,11 +440,11 @@ def _verdict_on(compared_pass: ComparedPass, outcome: Outcome, reason: str | Non
     )
 
 
-def _merge_peers(compared: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:
+def _keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:
     """Keep one verdict for each micro-batch: the worst of the tp and ring peers that computed it together."""
     severity = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
     worst: dict[tuple[int, int], PassVerdict] = {}
-    for compared_pass, verdict in zip(compared, verdicts, strict=True):
+    for compared_pass, verdict in zip(compared_passes, verdicts, strict=True):
         micro_batch = verdict.index, compared_pass.record.data_rank
         other = worst.setdefault(micro_batch, verdict)
         if severity.index(verdict.outcome) < severity.index(other.outcome):
@@ -449,7 +455,7 @@ def _merge_peers(compared: Sequence[ComparedPass], verdicts: Sequence[PassVerdic
 # Judging gradients
 
 
-def _judge_windows(compared: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+def _judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
     """Judge the gradient of each window of which the job recorded something.
 
     A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: where
@@ -457,8 +463,8 @@ def _judge_windows(compared: Sequence[ComparedPass], settings: VerdictSettings) 
     """
     verdicts = [
         verdict
-        for number, window in enumerate(group_into_windows(compared))
-        if (verdict := _judge_window(window, number, compared, settings)) is not None
+        for number, window in enumerate(group_into_windows(compared_passes))
+        if (verdict := _judge_window(window, number, compared_passes, settings)) is not None
     ]
     if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
         return verdicts
@@ -466,27 +472,27 @@ def _judge_windows(compared: Sequence[ComparedPass], settings: VerdictSettings) 
 
 
 def _judge_window(
-    window: Sequence[ComparedPass], number: int, compared: Sequence[ComparedPass], settings: VerdictSettings
+    window: Sequence[ComparedPass], number: int, compared_passes: Sequence[ComparedPass], settings: VerdictSettings
 ) -> PassVerdict | None:
     """Judge the gradient of one window; None where the job recorded nothing of it.
 
-    number    of the window among the replay's
-    compared  all passes
+    number           of the window among those of the replay
+    compared_passes  of the whole run
     """
-    findings = [*compare_window(window, settings, number), *_find_unmoved_weights(window, compared, settings)]
+    findings = [*compare_window(window, settings, number), *_find_unmoved_weights(window, compared_passes, settings)]
     if not findings:
         return None
-    if all(compared_pass.has_job_masks for compared_pass in window):
+    if all(compared_pass.has_job_dropout_masks for compared_pass in window):
         settings = replace(settings, dropout=())
     weights = _merge_comparisons([compared_pass.weights for compared_pass in window])
     whole = replace(window[-1], findings=findings, weights=weights)
-    masks_are_known = any(compared_pass.has_job_masks for compared_pass in compared)
-    outcome, reason = _decide_outcome(whole, settings, masks_are_known=masks_are_known)
+    replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
+    outcome, reason = _decide_outcome(whole, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(_verdict_on(whole, outcome, reason), optimizer_step=whole.recorded.optimizer_step or 0)
 
 
 def _find_unmoved_weights(
-    window: Sequence[ComparedPass], compared: Sequence[ComparedPass], settings: VerdictSettings
+    window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
 ) -> list[Finding]:
     """Report that the job's bf16 weights are the same after a step that had a gradient and a learning rate."""
     if settings.steps is not None:
@@ -502,7 +508,7 @@ def _find_unmoved_weights(
         return []
     next_step = (last.recorded.optimizer_step or 0) + 1
     after = next(
-        (compared_pass for compared_pass in compared if compared_pass.recorded.optimizer_step == next_step), None
+        (compared_pass for compared_pass in compared_passes if compared_pass.recorded.optimizer_step == next_step), None
     )
     # Both samples are compared with the replay's weights, which did not move: if both are the same, the job's did not.
     if after is None or not after.weights.are_same or not last.weights.are_same:
@@ -525,11 +531,28 @@ def _is_open(verdict: PassVerdict) -> bool:
 # The summary
 
 
-def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str:
-    """Choose the reason: what leaves the outcome unsettled, else that of most passes whose weights were the job's."""
+def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
+    """Choose the outcome of the run: one pass or gradient suffices for each of these, the first of them decides."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    decisive = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
+    return next((outcome for outcome in decisive if outcome in outcomes), Outcome.CANNOT_TELL)
+
+
+def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | None:
+    """Choose the reason to show: why the outcome is UNSETTLED, else why most of the CANNOT TELL are; None without any.
+
+    Passes with other weights and passes that failed explain nothing of the others, so their reasons come last.
+    """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)
-    return next(iter(count_reasons(verdicts)), "no pass was replayed")
+    return next(iter(count_reasons(verdicts)), None if verdicts else "no pass was replayed")
+
+
+def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) -> PassVerdict | None:
+    """Find the first pass or gradient that differs or is unsettled, if that is the outcome of the run."""
+    if outcome not in (Outcome.DIFFERS, Outcome.UNSETTLED):
+        return None
+    return next(verdict for verdict in verdicts if verdict.outcome is outcome)
 
 
 def count_reasons(verdicts: Sequence[PassVerdict]) -> dict[str, int]:
@@ -565,10 +588,12 @@ def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
     return list(first.values())
 
 
-def _compare_environments(compared: Sequence[ComparedPass], settings: VerdictSettings) -> dict[str, tuple[str, str]]:
+def _compare_environments(
+    compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> dict[str, tuple[str, str]]:
     """List the settings that both know and that differ; if the job had several values, all are named."""
     job_values: dict[str, list[str]] = {}
-    for compared_pass in compared:
+    for compared_pass in compared_passes:
         recorded = compared_pass.recorded
         coarsest = {"dtype": max(recorded.dtypes, key=roundoff)} if recorded.dtypes else {}
         for name, value in {**recorded.settings, **coarsest}.items():
@@ -582,7 +607,7 @@ def _compare_environments(compared: Sequence[ComparedPass], settings: VerdictSet
     }
 
 
-def _find_coarsest_dtype(compared: Sequence[ComparedPass]) -> str:
+def _find_coarsest_dtype(compared_passes: Sequence[ComparedPass]) -> str:
     """Find the coarsest dtype that the job is known to have computed in."""
-    dtypes = [dtype for compared_pass in compared for dtype in compared_pass.recorded.dtypes]
+    dtypes = [dtype for compared_pass in compared_passes for dtype in compared_pass.recorded.dtypes]
     return max(dtypes, key=roundoff, default="unknown")
