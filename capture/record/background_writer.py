@@ -3,9 +3,9 @@
 Python runs one thread at a time. While this thread works, the job's own thread has to wait for its turn, and each time
 this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device that has
 finished all earlier work stands idle until the job's thread gives it more. So this thread sleeps until the job calls
-`wake`, as it does at the end of each forward. By then the device has work, and the job's thread goes on to the backward
-or waits for the device, and needs Python for neither. What is queued after that waits for the next call of `wake`, or
-for MAX_DELAY_SECONDS.
+`wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to the backward, or
+waits for the device, and needs Python for neither. What is queued later waits for the next call of `wake`, or for
+MAX_DELAY_SECONDS.
 """
 
 import sys
@@ -44,12 +44,12 @@ def warn(message: str) -> None:
 class BackgroundWriter(Generic[TaskT]):
     """Runs one daemon thread, which calls `handle` with each queued task, in order.
 
-    A task is a pass, or something small that belongs to one. At most `max_queued` passes wait, with at most
-    `max_queued_bytes` bytes in all.
+    A task is a pass, or something small, such as the outputs of a pass. At most `max_queued` passes wait, with at most
+    MAX_QUEUED_BYTES bytes in all.
 
     num_dropped  passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
-    failure      why writing has stopped: the first exception other than CaptureError
-    refusal      why `handle` refused a pass, of the first pass that it refused
+    failure      the exception that has stopped writing, or None
+    refusal      why `handle` refused the first of the passes that it refused, or None
     must_hurry   set while somebody waits for the queue to become empty
 
     The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` once `deadline` has passed,
@@ -131,7 +131,9 @@ class BackgroundWriter(Generic[TaskT]):
                     self._changed.notify_all()
 
     def wake(self, next_task: TaskT | None = None) -> None:
-        """Have the thread handle what is queued by now, while the job's thread needs Python the least.
+        """Have the thread handle what is queued by now.
+
+        Call this when the job's thread can do without Python for a while.
 
         next_task  a small task to queue behind that, for the next call of `wake`
         """

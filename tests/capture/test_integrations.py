@@ -70,7 +70,8 @@ def test_each_training_is_a_recording_of_its_own_and_one_without_a_forward_leave
     [
         ({}, {"loss": 2.0, "grad_norm": 3.0}, {"loss": 2.0, "grad_norm": 3.0}),
         ({"gradient_accumulation_steps": 2}, {"loss": 2.0, "grad_norm": 3.0}, {"grad_norm": 3.0}),
-        ({"world_size": 2}, {"loss": 2.0}, None),  # a mean, of which this pass is a part
+        # Each logged loss is a mean, of which this pass is only a part.
+        ({"world_size": 2}, {"loss": 2.0}, None),
         ({"world_size": 2}, {"loss": float("inf"), "grad_norm": 3.0}, {"loss": float("inf"), "grad_norm": 3.0}),
         ({}, {"eval_loss": 2.0}, None),
     ],
@@ -82,7 +83,8 @@ def test_only_what_is_the_passes_own_is_noted(
     monkeypatch.setattr(Recorder, "note", lambda _, **given: seen.append(given))
     model = lm()
     training = Training(CaptureCallback(tmp_path), model, **settings)
-    training.log(0, loss=1.0)  # before any pass
+    # There is no pass yet.
+    training.log(0, loss=1.0)
     model(IDS_BS)
     training.log(1, **logs)
     training.end()

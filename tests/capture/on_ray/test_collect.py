@@ -86,15 +86,15 @@ def record(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorder.num_written == 3
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def collected(home: Path, **options: Any) -> Collection:
+def collect_home(home: Path, **options: Any) -> Collection:
     return collect_folder("$DISK/run", home, **options)
 
 
-def lines(done: Collection, home: Path) -> list[str]:
+def describe_lines(done: Collection, home: Path) -> list[str]:
     return done.lines("$DISK/run", home)
 
 
@@ -104,15 +104,15 @@ def test_the_folders_of_all_nodes_come_home_and_are_sent_once(
     home = tmp_path / "home"
     for rank, folder in enumerate(nodes):
         record(folder, rank, monkeypatch)
-    done = collected(home)
+    done = collect_home(home)
     assert done.is_whole
-    assert contents(home) == contents(nodes[0]) | contents(nodes[1])
+    assert read_contents(home) == read_contents(nodes[0]) | read_contents(nodes[1])
     checked = check_folder(home)
     assert (len(checked.good), checked.is_whole, checked.uncommitted) == (6, True, [])
     assert {path.stat().st_mode & 0o777 for path in home.iterdir()} == {0o600}
-    again = collected(home)
-    assert [(one.num_files, one.num_bytes, one.num_equal) for one in again.nodes] == [(0, 0, 4), (0, 0, 4)]
-    said = lines(done, home)
+    again = collect_home(home)
+    assert [(node.num_files, node.num_bytes, node.num_equal) for node in again.nodes] == [(0, 0, 4), (0, 0, 4)]
+    said = describe_lines(done, home)
     assert said[0].startswith("node       00000000 on host0: 4 files, ")
     assert said[2].startswith("lost       22222222 on host2: left the cluster before")
     assert said[-2:] == [f"           capture check {home}", f"           replay inspect {home}"]
@@ -125,16 +125,17 @@ def test_what_was_interrupted_goes_on(nodes: list[Path], tmp_path: Path, monkeyp
         (nodes[0] / f"{number}.bin").write_bytes(os.urandom(2500))
 
     def interrupt(num_done: int, num_all: int, node: str) -> None:
-        if num_done > 6000:  # in the third file
+        # The collection is at the third file then.
+        if num_done > 6000:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("capture.progress_bar.ProgressBar.show", lambda _, *facts: interrupt(*facts))
     with pytest.raises(KeyboardInterrupt):
-        collected(home, on_progress=interrupt)
-    assert contents(home) == {f"{number}.bin": (nodes[0] / f"{number}.bin").read_bytes() for number in range(2)}
-    done = collected(home)
+        collect_home(home, on_progress=interrupt)
+    assert read_contents(home) == {f"{number}.bin": (nodes[0] / f"{number}.bin").read_bytes() for number in range(2)}
+    done = collect_home(home)
     assert (done.nodes[0].num_files, done.nodes[0].num_equal) == (2, 2)
-    assert contents(home) == contents(nodes[0])
+    assert read_contents(home) == read_contents(nodes[0])
 
 
 def test_ctrl_c_is_one_line(
@@ -162,15 +163,17 @@ def test_a_file_that_goes_on_is_completed(nodes: list[Path], tmp_path: Path, mon
             with grows.open("ab") as file:
                 file.write(whole[2500:4000])
 
-    done = collected(home, on_progress=write_on)
+    done = collect_home(home, on_progress=write_on)
     assert (done.is_whole, done.nodes[0].growing) == (False, ["grows.bin"])
-    assert "failed     00000000 on host0: grows.bin still being written: the beginning is here" in lines(done, home)
-    assert contents(home) == {"grows.bin": whole[:2500]}
+    assert "failed     00000000 on host0: grows.bin still being written: the beginning is here" in describe_lines(
+        done, home
+    )
+    assert read_contents(home) == {"grows.bin": whole[:2500]}
     with grows.open("ab") as file:
         file.write(whole[4000:])
-    done = collected(home)
+    done = collect_home(home)
     assert (done.is_whole, done.nodes[0].num_bytes, done.nodes[0].num_later) == (True, 2500, 1)
-    assert contents(home) == {"grows.bin": whole}
+    assert read_contents(home) == {"grows.bin": whole}
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
@@ -185,11 +188,11 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_no_mixture(
         if num_done == 1000 and (other := next(others, None)):
             changing.write_text(other * 2500)
 
-    done = collected(home, on_progress=rewrite)
-    assert (done.is_whole, contents(home)) == (True, {"changing.bin": b"b" * 2500})
+    done = collect_home(home, on_progress=rewrite)
+    assert (done.is_whole, read_contents(home)) == (True, {"changing.bin": b"b" * 2500})
     shutil.rmtree(home)
     others = itertools.cycle("cd")
-    done = collected(home, on_progress=rewrite)
+    done = collect_home(home, on_progress=rewrite)
     assert done.nodes[0].unread == {"changing.bin": "it is rewritten again and again"}
     assert not home.exists()
 
@@ -200,12 +203,12 @@ def test_a_manifest_is_replaced_by_its_later_state_alone(nodes: list[Path], tmp_
     for text in ("early", "late"):
         manifest.write_text(text)
         os.utime(manifest, (len(text), -len(text) + 10))
-        collected(home)
-    assert contents(home) == {manifest.name: b"late"}
+        collect_home(home)
+    assert read_contents(home) == {manifest.name: b"late"}
     (nodes[1] / manifest.name).write_text("earlier")
     os.utime(nodes[1] / manifest.name, (0, 0))
-    done = collected(home)
-    assert (done.is_whole, contents(home)) == (True, {manifest.name: b"late"})
+    done = collect_home(home)
+    assert (done.is_whole, read_contents(home)) == (True, {manifest.name: b"late"})
 
 
 def test_another_file_of_the_same_name_stays_where_it_is(
@@ -216,13 +219,13 @@ def test_another_file_of_the_same_name_stays_where_it_is(
         (folder / "notes.txt").write_text(text)
         (folder / f"{text}.txt").write_text(text)
     assert main(["collect", "$DISK/run", "--to", str(home)]) == 1
-    assert contents(home) == {"notes.txt": b"one", "one.txt": b"one", "two.txt": b"two"}
+    assert read_contents(home) == {"notes.txt": b"one", "one.txt": b"one", "two.txt": b"two"}
     said = capsys.readouterr().out.splitlines()
     assert "failed     11111111 on host1: notes.txt not brought: here is another file of that name" in said
     command = f"capture collect '$DISK/run' --to {home}-2 --node 11111111"
     assert f"           Try: {command}" in said
     assert main(command.replace("'", "").split()[1:]) == 0
-    assert contents(Path(f"{home}-2")) == {"notes.txt": b"two", "two.txt": b"two"}
+    assert read_contents(Path(f"{home}-2")) == {"notes.txt": b"two", "two.txt": b"two"}
 
 
 def test_captures_of_another_model_are_not_mixed_in(
@@ -233,24 +236,24 @@ def test_captures_of_another_model_are_not_mixed_in(
         record(folder, rank, monkeypatch)
         config = {"hidden_size": size, "transformers_version": f"5.{rank}"}
         (folder / "actor.json").write_text(json.dumps({"format": 1, "model_name": None, "config": config}))
-    done = collected(home)
+    done = collect_home(home)
     assert not done.is_whole
-    assert contents(home) == contents(nodes[0])
+    assert read_contents(home) == read_contents(nodes[0])
     assert done.nodes[1].others == ["actor.json"]
     assert set(done.nodes[1].unread.values()) == {"the actor.json here is another model's"}
     same = (nodes[1] / "actor.json").read_text().replace("64", "32")
     (nodes[1] / "actor.json").write_text(same)
-    assert collected(home).is_whole
+    assert collect_home(home).is_whole
     assert len(check_folder(home).good) == 6
 
 
 def test_a_temporary_is_no_file_yet(nodes: list[Path], tmp_path: Path) -> None:
     home = tmp_path / "home"
     (nodes[0] / ".actor_inputs_rank0_x.pkl.0123abcd-1-0123abcd-0.tmp").write_bytes(b"half")
-    done = collected(home)
+    done = collect_home(home)
     assert (done.is_whole, done.nodes[0].num_unfinished) == (True, 1)
     assert not home.exists()
-    assert any("1 temporary left there" in line for line in lines(done, home))
+    assert any("1 temporary left there" in line for line in describe_lines(done, home))
 
 
 def test_temporaries_of_a_killed_collection_are_removed(nodes: list[Path], tmp_path: Path) -> None:
@@ -260,7 +263,7 @@ def test_temporaries_of_a_killed_collection_are_removed(nodes: list[Path], tmp_p
     dead = alive.with_name(alive.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
     for path in (dead, alive):
         path.touch()
-    collected(home)
+    collect_home(home)
     assert [path.exists() for path in (dead, alive)] == [False, True]
 
 
@@ -277,11 +280,12 @@ def test_the_rest_comes_home_when_a_node_dies(
         if num_done == 1800 and node.startswith("0"):
             raise RayError("The actor died.\nMuch more.")
 
-    done = collected(home, on_progress=die)
-    assert sorted(contents(home)) == ["disk0-0", "disk1-0", "disk1-1", "disk1-2"]
+    done = collect_home(home, on_progress=die)
+    assert sorted(read_contents(home)) == ["disk0-0", "disk1-0", "disk1-1", "disk1-2"]
     assert not done.is_whole
     assert any(
-        line.startswith("failed     00000000 on host0: its actor died: The actor died.") for line in lines(done, home)
+        line.startswith("failed     00000000 on host0: its actor died: The actor died.")
+        for line in describe_lines(done, home)
     )
 
 
@@ -336,7 +340,8 @@ def test_a_listener_that_is_no_cluster_is_refused_at_once() -> None:
         ):
             check_address(address)
     with socket.socket() as deaf:
-        deaf.bind(("localhost", 0))  # held, or another process may listen there by then
+        # The port stays bound but does not listen. If it were free, another process might listen there by then.
+        deaf.bind(("localhost", 0))
         address = f"localhost:{deaf.getsockname()[1]}"
         with pytest.raises(CaptureError, match=f"address='{address}': no Ray cluster there: .*refused"):
             check_address(address)

@@ -87,10 +87,15 @@ def test_flight_recorders_of_killed_workers_come_home(cluster: TwoNodes, tmp_pat
     assert came.is_whole
     # rank 0 lost its peer: it wrote its passes itself, or Ray ended it before it could
     killed = [record for record in read_incidents(tmp_path / "home") if record.rank == 1]
-    died = [one for record in killed for one in record.incidents]
-    assert [(one.what, len(one.files), one.time < ended) for one in died] == [("died", 4, True), ("died", 4, False)]
-    assert sum(one.num_salvaged for one in came.nodes) >= 4
-    assert {name for one in died for name in one.files} <= {path.name for path in capture_files(tmp_path / "home")}
+    died = [incident for record in killed for incident in record.incidents]
+    assert [(incident.what, len(incident.files), incident.time < ended) for incident in died] == [
+        ("died", 4, True),
+        ("died", 4, False),
+    ]
+    assert sum(node.num_salvaged for node in came.nodes) >= 4
+    assert {name for incident in died for name in incident.files} <= {
+        path.name for path in capture_files(tmp_path / "home")
+    }
     assert check_folder(tmp_path / "home").is_whole
 
 
@@ -144,7 +149,8 @@ def test_ctrl_c_leaves_no_actor(cluster: TwoNodes, tmp_path: Path, monkeypatch: 
     assert len(actors) == 2
     assert not (tmp_path / "home").exists()
     for actor in actors:
-        assert select.select([actor], [], [], LIMIT)[0]  # it has ended
+        # The pipe of an actor can be read at its end.
+        assert select.select([actor], [], [], LIMIT)[0]
         os.close(actor)
 
 

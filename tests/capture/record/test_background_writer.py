@@ -148,7 +148,8 @@ def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
         "ids": torch.arange(12).view(3, 4),
         "none": torch.empty(0, 4, dtype=torch.long),
         "one": torch.tensor(7),
-        "turned": torch.arange(6).view(1, 6).t(),  # contiguous by its strides
+        # Its strides are contiguous, though it is transposed.
+        "turned": torch.arange(6).view(1, 6).t(),
     }
     copies = copy_packed(wanted)
     assert copies.keys() == wanted.keys()
@@ -179,6 +180,7 @@ def test_each_new_fact_is_read_back_and_one_like_the_last_is_not(monkeypatch: py
         raise CaptureError("unreadable")
 
     monkeypatch.setattr(capture_file, "load_plain", refuses)
-    for _ in range(2):  # what was refused once is no example of what can be read
+    # A fact that was refused once must not count as one that can be read.
+    for _ in range(2):
         with pytest.raises(CaptureError):
             encode(4, scale=4.0)

@@ -166,7 +166,8 @@ def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(
         what = f"call {first_bad}, {whole.calls[first_bad]}"
         assert losses == undisturbed, what
         assert recorder is not None
-        looked_up = {"lstat"}  # a link that cannot be resolved is taken as it is
+        # A link that cannot be resolved is taken as it is, so this failure changes nothing.
+        looked_up = {"lstat"}
         assert bool(set(disk.failed) - looked_up) == (recorder.failure is not None), what
         assert len(caught) == (recorder.failure is not None), what
         ends = recorder.num_written + recorder.num_dropped + recorder.num_not_kept + recorder.num_skipped

@@ -23,7 +23,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
-def flattened() -> dict[str, Any]:
+def make_flattened_arguments() -> dict[str, Any]:
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=False)
     features = [{"input_ids": row, "labels": row} for row in ([4, 5, 6], [7, 8], [9, 1, 2, 3])]
     made: dict[str, Any] = dict(collate(features))
@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "labels": {"input_ids": IDS_BS, "labels": IDS_BS.masked_fill(IDS_BS == 3, -100)},
     "position ids": {"input_ids": IDS_BS, "position_ids": torch.arange(6).expand(2, 6) + 2},
     "positions that start again": {"input_ids": IDS_BS[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])},
-    "a packing collator's": flattened(),
+    "a packing collator's": make_flattened_arguments(),
     "embeddings": {"inputs_embeds": EMBEDDINGS_BSH, "attention_mask": torch.ones(2, 6), "labels": IDS_BS},
     "embeddings in bf16": {"inputs_embeds": EMBEDDINGS_BSH[:1].bfloat16()},
 }

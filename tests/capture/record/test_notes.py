@@ -31,7 +31,7 @@ class Scorer(nn.Module):
         return total
 
 
-def calls_in(folder: Path) -> list[Call]:
+def read_calls(folder: Path) -> list[Call]:
     return [read_call(path) for path in capture_files(folder)]
 
 
@@ -45,15 +45,16 @@ def test_a_pass_has_what_was_noted_before_and_behind_it_and_no_other(tmp_path: P
             model(IDS_BS)
             changing = own.clone()
             recorder.note(advantages=changing, divisor=7.5)
-            changing.zero_()  # the job goes on
-    calls = calls_in(tmp_path)
+            # The job goes on to use its tensor.
+            changing.zero_()
+    calls = read_calls(tmp_path)
     assert len(calls) == 3
-    for number, (one, own) in enumerate(zip(calls, advantages, strict=True)):
-        assert one.notes.keys() == {"before", "advantages", "divisor"}
-        assert torch.equal(one.notes["advantages"], own)
-        assert one.notes["before"].tolist() == [number] * 3
-        assert one.notes["divisor"].item() == 7.5
-        assert one.tensors.keys() == {"input_ids"}
+    for number, (call, pass_advantages) in enumerate(zip(calls, advantages, strict=True)):
+        assert call.notes.keys() == {"before", "advantages", "divisor"}
+        assert torch.equal(call.notes["advantages"], pass_advantages)
+        assert call.notes["before"].tolist() == [number] * 3
+        assert call.notes["divisor"].item() == 7.5
+        assert call.tensors.keys() == {"input_ids"}
 
 
 def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Pa
             recorder.note_next(first=torch.tensor(number))
             model(IDS_BS)
             recorder.note(second=torch.tensor(number))
-    assert [(int(one.notes["first"]), int(one.notes["second"])) for one in calls_in(tmp_path)] == [(0, 0), (2, 2)]
+    assert [(int(call.notes["first"]), int(call.notes["second"])) for call in read_calls(tmp_path)] == [(0, 0), (2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,8 @@ def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Pa
 )
 def test_shapes_that_fit_rows_of_tokens_are_kept(shape: tuple[int, ...], fits: bool) -> None:
     assert (explain_misfit(shape, rows=4, row_length=9) is None) == fits
-    assert explain_misfit((7,), rows=1, row_length=9) is None  # tokens of the only row
+    # A vector fits if there is one row.
+    assert explain_misfit((7,), rows=1, row_length=9) is None
 
 
 def test_what_does_not_fit_is_one_warning_and_named_in_the_capture(tmp_path: Path) -> None:
@@ -95,13 +97,15 @@ def test_what_does_not_fit_is_one_warning_and_named_in_the_capture(tmp_path: Pat
             for _ in range(2):
                 model(IDS_BS)
                 recorder.note(advantages=torch.zeros(2, 5), kind="grpo", fine=[1.0, 2.0, 3.0], nothing=None)
-    [warning] = [one for one in caught if "capture" in str(one.message)]
+    [warning] = [warning for warning in caught if "capture" in str(warning.message)]
     assert "of pass 0 is not kept" in str(warning.message)
     assert recorder.failure is None
-    for one in calls_in(tmp_path):
-        assert one.notes.keys() == {"fine"}
-        assert one.left_out["advantages"].startswith("noted with shape [2, 5]; allowed for token ids of shape [3, 4]: ")
-        assert one.left_out["kind"] == "noted as builtins.str"
+    for call in read_calls(tmp_path):
+        assert call.notes.keys() == {"fine"}
+        assert call.left_out["advantages"].startswith(
+            "noted with shape [2, 5]; allowed for token ids of shape [3, 4]: "
+        )
+        assert call.left_out["kind"] == "noted as builtins.str"
 
 
 def test_a_noted_mask_of_whole_rows_is_the_action_mask_without_their_first_tokens(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_noted_mask_of_whole_rows_is_the_action_mask_without_their_first_token
     with recording(model, tmp_path, reproduce=True) as recorder:
         model(IDS_BS)
         recorder.note(action_mask=mask_BS)
-    [call] = calls_in(tmp_path)
+    [call] = read_calls(tmp_path)
     action_mask_BA = call.micro_batch().action_mask_BA
     assert action_mask_BA is not None
     assert action_mask_BA.tolist() == [[False, True, True]] * 3
@@ -125,8 +129,8 @@ def test_the_modules_functions_note_to_what_is_open_and_else_do_nothing(tmp_path
         model(IDS_BS)
         capture.note(second=2.0, loss=0.5)
     capture.note(second=3.0)
-    [call] = calls_in(tmp_path)
-    assert {name: one.item() for name, one in call.notes.items()} == {"first": 1.0, "second": 2.0}
+    [call] = read_calls(tmp_path)
+    assert {name: tensor.item() for name, tensor in call.notes.items()} == {"first": 1.0, "second": 2.0}
     assert call.outputs["noted_loss"] == 0.5
 
 
@@ -147,7 +151,7 @@ def test_what_is_noted_before_the_first_pass_of_a_search_is_that_passs(tmp_path:
         capture.note_next(second=2.0)
         model(IDS_BS)
     capture.note_next(late=1.0)
-    assert [set(one.notes) for one in calls_in(tmp_path / "kept")] == [{"first"}, {"second"}]
+    assert [set(call.notes) for call in read_calls(tmp_path / "kept")] == [{"first"}, {"second"}]
     assert not take_held_notes()
 
 
@@ -161,7 +165,7 @@ def test_a_loss_noted_before_its_backward_tells_its_share_once(tmp_path: Path) -
             recorder.note(loss=loss)
             (loss / 4).backward()
         optimizer.step()
-    step = calls_in(tmp_path)[-1].step
+    step = read_calls(tmp_path)[-1].step
     assert step is not None
     assert step.shares == (0.25, 0.25)
 
@@ -173,6 +177,6 @@ def test_redacting_keeps_masks_and_blanks_other_notes(tmp_path: Path) -> None:
         recorder.note(action_mask=torch.ones(3, 2), advantages=torch.rand(3, 2))
     done = redact_folder(tmp_path / "own", tmp_path / "redacted", TokenRedaction.ZERO)
     assert done.blanked == {"advantages"}
-    [call] = calls_in(tmp_path / "redacted")
+    [call] = read_calls(tmp_path / "redacted")
     assert call.notes["action_mask"].tolist() == [[1, 1]] * 3
     assert call.notes["advantages"].tolist() == [[0, 0]] * 3

@@ -68,39 +68,39 @@ def nothing_is_left_in_torch() -> Iterator[None]:
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
-def calls(folder: Path) -> list[Call]:
+def read_calls(folder: Path) -> list[Call]:
     return [read_call(path) for path in capture_files(folder)]
 
 
-def steps(folder: Path) -> list[OptimizerStep]:
-    return [call.step for call in calls(folder) if call.step is not None]
+def read_steps(folder: Path) -> list[OptimizerStep]:
+    return [call.step for call in read_calls(folder) if call.step is not None]
 
 
-def gradients(*passes: Callable[[Model], Tensor], model: Model | None = None) -> dict[str, Tensor]:
+def compute_gradients(*passes: Callable[[Model], Tensor], model: Model | None = None) -> dict[str, Tensor]:
     """By autograd, of the sum of what the passes return, for a model of its own."""
     model = model or Model()
-    torch.stack([one(model) for one in passes]).sum().backward()
+    torch.stack([run_pass(model) for run_pass in passes]).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def values(sample: Sample, whole: Tensor) -> list[float]:
+def find_sampled_values(sample: Sample, whole: Tensor) -> list[float]:
     return whole.detach().flatten()[sample.start : sample.start + len(sample.values)].double().tolist()
 
 
-def assert_are(step: OptimizerStep, expected: dict[str, Tensor], rel: float = 1e-6) -> None:
+def assert_samples_are(step: OptimizerStep, expected: dict[str, Tensor], rel: float = 1e-6) -> None:
     assert step.gradients is not None
     assert {sample.name for sample in step.gradients.samples} == expected.keys()
     for sample in step.gradients.samples:
         assert sample.shape == tuple(expected[sample.name].shape)
-        found = values(sample, expected[sample.name])
+        found = find_sampled_values(sample, expected[sample.name])
         assert sample.values == pytest.approx(found, rel=rel, abs=1e-9), sample.name
 
 
-def norm_of(gradients: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
+def compute_norm(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
-def loss_of(model: nn.Module, ids_BS: Tensor = IDS_BS, **more: Any) -> Tensor:
+def compute_loss(model: nn.Module, ids_BS: Tensor = IDS_BS, **more: Any) -> Tensor:
     loss: Tensor = model(ids_BS, **more)["loss"]
     return loss
 
@@ -133,17 +133,17 @@ def test_a_step_that_is_given_its_pass_as_a_closure_has_that_pass(given: str, tm
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = loss_of(model)
+        loss = compute_loss(model)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         return loss.item()
 
     with recording(model, tmp_path, reproduce=True):
         losses = [optimizer.step(closure) if given == "by place" else optimizer.step(closure=closure) for _ in "ab"]
-    first, second = steps(tmp_path)
+    first, second = read_steps(tmp_path)
     assert [(step.number, step.passes, step.max_norm) for step in (first, second)] == [(0, (0,), 0.01), (1, (1,), 0.01)]
-    assert_are(first, gradients(loss_of), rel=0)
-    assert losses == [call.outputs["loss"] for call in calls(tmp_path)]
+    assert_samples_are(first, compute_gradients(compute_loss), rel=0)
+    assert losses == [call.outputs["loss"] for call in read_calls(tmp_path)]
 
 
 def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) ->
         if not opened:
             opened.append(recording(model, tmp_path, reproduce=True))
         optimizer.zero_grad()
-        loss = loss_of(model)
+        loss = compute_loss(model)
         loss.backward()
         return loss
 
@@ -164,8 +164,8 @@ def test_a_recording_that_a_closure_opens_is_told_of_its_step(tmp_path: Path) ->
     late.remove()
     optimizer.step(closure)
     opened[0].close()
-    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0,)), (1, (1,))]
-    assert_are(steps(tmp_path)[0], gradients(loss_of), rel=0)
+    assert [(step.number, step.passes) for step in read_steps(tmp_path)] == [(0, (0,)), (1, (1,))]
+    assert_samples_are(read_steps(tmp_path)[0], compute_gradients(compute_loss), rel=0)
 
 
 class Both(torch.autograd.Function):
@@ -197,7 +197,7 @@ def test_loss_and_logits_in_a_tuple_are_found(tmp_path: Path) -> None:
         named(IDS_BS)
         (0.5 * model(IDS_BS)[1]).backward()
         optimizer.step()
-    [expected], [found] = calls(tmp_path / "named"), calls(tmp_path / "tuple")
+    [expected], [found] = read_calls(tmp_path / "named"), read_calls(tmp_path / "tuple")
     assert found.outputs["loss"] == expected.outputs["loss"]
     assert found.outputs["token_log_probs"] == expected.outputs["token_log_probs"]
     assert found.step is not None
@@ -210,7 +210,7 @@ def test_a_loss_that_nobody_differentiates_has_no_share_and_ends_nothing(tmp_pat
     with recording(model, tmp_path, reproduce=True):
         model(IDS_BS)[0].square().mean().backward()
         optimizer.step()
-    [step] = steps(tmp_path)
+    [step] = read_steps(tmp_path)
     assert step.shares == (None,)
 
 
@@ -219,7 +219,7 @@ def test_hidden_states_are_no_logits(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(16, 6))
     with recording(model, tmp_path, reproduce=True, arguments={"input": "input_ids"}):
         model(IDS_BS)
-    [call] = calls(tmp_path)
+    [call] = read_calls(tmp_path)
     assert "token_log_probs" not in call.outputs
 
 
@@ -229,21 +229,21 @@ def test_a_step_has_the_gradients_of_its_passes_as_they_were_before_clipping(cli
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with recording(model, tmp_path, reproduce=True):
-        loss_of(model).backward()
+        compute_loss(model).backward()
         clip(model)
         optimizer.step()
         optimizer.zero_grad()
         model(IDS_BS)
-    first, second = calls(tmp_path)
+    first, second = read_calls(tmp_path)
     assert (first.optimizer_step, second.optimizer_step, second.step) == (0, 1, None)
-    expected = gradients(loss_of)
+    expected = compute_gradients(compute_loss)
     step = first.step
     assert step is not None
-    assert_are(step, expected, rel=0)
+    assert_samples_are(step, expected, rel=0)
     assert set(step.without_gradient) == {"other_head.weight", "other_head.bias"}
     assert (step.number, step.passes, step.shares, step.max_norm) == (0, (0,), (1.0,), max_norm)
     assert (step.num_clipped, step.is_part_of_norm, step.is_unclipped, step.has_state) == (None, False, True, False)
-    assert step.grad_norm == (None if max_norm is None else pytest.approx(norm_of(expected), rel=1e-6))
+    assert step.grad_norm == (None if max_norm is None else pytest.approx(compute_norm(expected), rel=1e-6))
     assert first.outputs.get("grad_norm") == step.grad_norm
 
 
@@ -252,14 +252,14 @@ def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with recording(model, tmp_path / kind, reproduce=True):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             if kind == "by value":
                 nn.utils.clip_grad_value_(model.parameters(), 1e-4)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-4, norm_type=math.inf)
             optimizer.step()
-        [step] = steps(tmp_path / kind)
-        assert_are(step, gradients(loss_of), rel=0)
+        [step] = read_steps(tmp_path / kind)
+        assert_samples_are(step, compute_gradients(compute_loss), rel=0)
         assert (step.grad_norm, step.max_norm, step.is_unclipped) == (None, None, True)
 
 
@@ -276,7 +276,7 @@ def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
 
     @no_grad
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        grads = [one.grad for one in parameters if one.grad is not None]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(g, norm_type) for g in grads]), norm_type
         )
@@ -301,22 +301,22 @@ def test_clipping_by_an_older_torch_is_seen_where_the_job_looks_it_up(
     monkeypatch.setattr(optimizer_hooks, "SEES_ALL_CLIPPING", False)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = gradients(loss_of)
+    expected = compute_gradients(compute_loss)
     with recording(model, tmp_path, reproduce=True) as recorder:
-        loss_of(model).backward()
+        compute_loss(model).backward()
         norm = (older if by_name else nn.utils.clip_grad_norm_)(model.parameters(), 0.01, norm_type)
         optimizer.step()
         if by_name:
             recorder.note(grad_norm=norm)
     assert nn.utils.clip_grad_norm_ is torchs.clip_grad_norm_ is older
     monkeypatch.undo()
-    [step] = steps(tmp_path)
+    [step] = read_steps(tmp_path)
     if by_name:
         assert step.grad_norm == pytest.approx(float(norm))
         assert (step.max_norm, step.is_unclipped) == (None, False)
         return
-    assert_are(step, expected, rel=0)
-    seen = (pytest.approx(norm_of(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
+    assert_samples_are(step, expected, rel=0)
+    seen = (pytest.approx(compute_norm(expected), rel=1e-6), 0.01) if norm_type == 2 else (None, None)
     assert (step.grad_norm, step.max_norm) == seen
     assert step.is_unclipped
 
@@ -329,9 +329,9 @@ def test_gradients_are_unclipped_only_where_a_clipping_would_have_been_seen(
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recording(model, tmp_path, reproduce=True):
-        loss_of(model).backward()
+        compute_loss(model).backward()
         optimizer.step()
-    assert [step.is_unclipped for step in steps(tmp_path)] == [sees_all]
+    assert [step.is_unclipped for step in read_steps(tmp_path)] == [sees_all]
 
 
 def test_passes_have_the_shares_that_the_job_gave_them(tmp_path: Path) -> None:
@@ -341,17 +341,19 @@ def test_passes_have_the_shares_that_the_job_gave_them(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True):
         for window in windows:
             for number, share in enumerate(window):
-                (share * loss_of(model, IDS_BS + number)).backward()
+                (share * compute_loss(model, IDS_BS + number)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = calls(tmp_path)
+    found = read_calls(tmp_path)
     assert [call.optimizer_step for call in found] == [0, 0, 1, 1, 2]
     assert [call.step.number if call.step else None for call in found] == [None, 0, None, 1, 2]
-    assert [step.shares for step in steps(tmp_path)] == [tuple(window) for window in windows]
-    assert [step.passes for step in steps(tmp_path)] == [(0, 1), (2, 3), (4,)]
-    for step, window in zip(steps(tmp_path), windows, strict=True):
+    assert [step.shares for step in read_steps(tmp_path)] == [tuple(window) for window in windows]
+    assert [step.passes for step in read_steps(tmp_path)] == [(0, 1), (2, 3), (4,)]
+    for step, window in zip(read_steps(tmp_path), windows, strict=True):
         shares = enumerate(window)
-        assert_are(step, gradients(*[lambda m, n=n, s=s: s * loss_of(m, IDS_BS + n) for n, s in shares]))
+        assert_samples_are(
+            step, compute_gradients(*[lambda m, n=n, s=s: s * compute_loss(m, IDS_BS + n) for n, s in shares])
+        )
 
 
 def test_two_passes_before_one_backward_and_a_loss_that_the_loop_computed(tmp_path: Path) -> None:
@@ -362,22 +364,22 @@ def test_two_passes_before_one_backward_and_a_loss_that_the_loop_computed(tmp_pa
         chosen, rejected = model(IDS_BS), model(IDS_BS + 1)
         (3 * chosen["loss"] + rejected["logits"].square().mean()).backward()
         optimizer.step()
-    [step] = steps(tmp_path)
+    [step] = read_steps(tmp_path)
     assert (step.passes, step.shares) == ((0, 1), (3.0, None))
 
 
 def test_other_models_optimizers_and_clippings_are_none_of_ours(tmp_path: Path) -> None:
     model, other = Model(), Model()
-    mine, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    mine, others = (torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (model, other))
     with recording(model, tmp_path, reproduce=True):
-        (loss_of(model) + loss_of(other)).backward()
+        (compute_loss(model) + compute_loss(other)).backward()
         nn.utils.clip_grad_norm_(other.parameters(), 0.01)
         others.step()
         mine.step()
         model(IDS_BS)
-    [step] = steps(tmp_path)
+    [step] = read_steps(tmp_path)
     assert (step.grad_norm, step.number) == (None, 0)
-    assert_are(step, gradients(loss_of), rel=0)
+    assert_samples_are(step, compute_gradients(compute_loss), rel=0)
 
 
 def test_two_optimizers_of_one_model_are_one_step(tmp_path: Path) -> None:
@@ -386,12 +388,12 @@ def test_two_optimizers_of_one_model_are_one_step(tmp_path: Path) -> None:
     optimizers = [torch.optim.AdamW(matrices, lr=1e-3), torch.optim.SGD(vectors, lr=1e-2, nesterov=True, momentum=0.5)]
     with recording(model, tmp_path, reproduce=True):
         for _ in range(2):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    first, second = steps(tmp_path)
-    assert_are(first, gradients(loss_of), rel=0)
+    first, second = read_steps(tmp_path)
+    assert_samples_are(first, compute_gradients(compute_loss), rel=0)
     assert (first.number, second.number, first.optimizer) == (0, 1, "AdamW, SGD")
     assert [(group["num_parameters"], group["lr"]) for group in first.settings] == [(5, 1e-3), (4, 1e-2)]
     assert len(first.without_gradient) == 2
@@ -405,10 +407,10 @@ def test_an_optimizers_settings_are_kept_by_group(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
     with recording(model, tmp_path, reproduce=True):
         for _ in range(2):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 2e-3
-    first, second = steps(tmp_path)
+    first, second = read_steps(tmp_path)
     assert (first.has_state, second.has_state) == (False, True)
     assert [group["lr"] for group in first.settings] == [1e-3, 0.5]
     assert [group["num_parameters"] for group in first.settings] == [5, 4]
@@ -423,10 +425,10 @@ def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path:
     with recording(model, tmp_path, reproduce=True):
         for _ in range(3):
             for _ in range(2):
-                loss_of(model, scale=100.0).backward()
+                compute_loss(model, scale=100.0).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = calls(tmp_path)
+    found = read_calls(tmp_path)
     sampled = [{sample.name for sample in call.weights.samples} for call in found if call.weights is not None]
     assert [len(names) for names in sampled] == [125, 8, NUM_PER_STEP, 8, NUM_PER_STEP, 8]
     seen: set[str] = set()
@@ -437,7 +439,8 @@ def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path:
         names = {sample.name for sample in step.gradients.samples}
         assert names | set(step.without_gradient) == sampled[begin]
         seen |= names if begin else set()
-    assert len(seen) == 2 * NUM_PER_STEP  # another sixteen at each later step
+    # Each later step samples sixteen others.
+    assert len(seen) == 2 * NUM_PER_STEP
 
 
 def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
@@ -446,13 +449,13 @@ def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True):
         for number in range(3):
-            loss_of(model, IDS_BS + number).backward()
+            compute_loss(model, IDS_BS + number).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             if number != 1:
                 optimizer.step()
             optimizer.zero_grad()
-    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0,)), (1, (2,))]
-    assert_are(steps(tmp_path)[1], gradients(lambda m: loss_of(m, IDS_BS + 2)), rel=0)
+    assert [(step.number, step.passes) for step in read_steps(tmp_path)] == [(0, (0,)), (1, (2,))]
+    assert_samples_are(read_steps(tmp_path)[1], compute_gradients(lambda m: compute_loss(m, IDS_BS + 2)), rel=0)
 
 
 def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> None:
@@ -461,12 +464,12 @@ def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> 
     with recording(model, tmp_path, reproduce=True):
         for clips_at_the_end in (True, False):
             for number in range(2):
-                loss_of(model).backward()
+                compute_loss(model).backward()
                 if clips_at_the_end or not number:
                     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
-    first, second = steps(tmp_path)
+    first, second = read_steps(tmp_path)
     assert (first.is_unclipped, first.max_norm) == (False, 0.01)
     assert first.grad_norm is not None
     assert first.grad_norm > norm
@@ -479,13 +482,13 @@ def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: 
     with recording(model, tmp_path, reproduce=True):
         for limits in ((math.inf, 0.01), (math.inf, None)):
             for limit in limits:
-                loss_of(model).backward()
+                compute_loss(model).backward()
                 if limit is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
-    for step, max_norm in zip(steps(tmp_path), (0.01, None), strict=True):
-        assert_are(step, gradients(loss_of, loss_of), rel=1e-6)
+    for step, max_norm in zip(read_steps(tmp_path), (0.01, None), strict=True):
+        assert_samples_are(step, compute_gradients(compute_loss, compute_loss), rel=1e-6)
         assert (step.is_unclipped, step.max_norm, step.grad_norm is None) == (True, max_norm, max_norm is None)
 
 
@@ -494,7 +497,7 @@ def test_a_norm_that_the_job_notes_is_the_steps_where_no_other_is_known(tmp_path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True) as recorder:
         for number in range(4):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             if number % 2:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             if number >= 2:
@@ -503,23 +506,23 @@ def test_a_norm_that_the_job_notes_is_the_steps_where_no_other_is_known(tmp_path
             if number < 2:
                 recorder.note(grad_norm=5.0)
             optimizer.zero_grad()
-    found = steps(tmp_path)
-    own = pytest.approx(norm_of(gradients(loss_of)), rel=1e-6)
+    found = read_steps(tmp_path)
+    own = pytest.approx(compute_norm(compute_gradients(compute_loss)), rel=1e-6)
     assert [step.grad_norm for step in found] == [5.0, own, 5.0, own]
     assert [step.is_unclipped for step in found] == [False, True, False, True]
-    assert [call.outputs["grad_norm"] for call in calls(tmp_path)] == [5.0] * 4
+    assert [call.outputs["grad_norm"] for call in read_calls(tmp_path)] == [5.0] * 4
 
 
 def test_a_part_of_a_model_that_was_clipped(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True):
-        loss_of(model).backward()
+        compute_loss(model).backward()
         nn.utils.clip_grad_norm_(model.head.parameters(), 0.01)
         optimizer.step()
-    [step] = steps(tmp_path)
+    [step] = read_steps(tmp_path)
     assert step.num_clipped == 2
-    assert_are(step, gradients(loss_of), rel=0)
+    assert_samples_are(step, compute_gradients(compute_loss), rel=0)
 
 
 def test_passes_that_are_not_kept_count(tmp_path: Path) -> None:
@@ -528,13 +531,13 @@ def test_passes_that_are_not_kept_count(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True, every=4):
         for number in range(8):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    found = calls(tmp_path)
+    found = read_calls(tmp_path)
     assert [call.optimizer_step for call in found] == [0, 2]
-    assert [(step.number, step.passes) for step in steps(tmp_path)] == [(0, (0, 1)), (2, (4, 5))]
+    assert [(step.number, step.passes) for step in read_steps(tmp_path)] == [(0, (0, 1)), (2, (4, 5))]
     assert [len(call.weights.samples) for call in found if call.weights] == [9, 9]
 
 
@@ -543,22 +546,22 @@ def test_the_rings_passes_have_their_steps(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, flight_recorder=3) as recorder:
         for _ in range(5):
-            loss_of(model).backward()
+            compute_loss(model).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         recorder.flush()
         recorder.note(loss=math.nan)
-    assert [step.number for step in steps(tmp_path)] == [2, 3, 4]
-    for step in steps(tmp_path):
-        assert_are(step, gradients(loss_of), rel=0)
+    assert [step.number for step in read_steps(tmp_path)] == [2, 3, 4]
+    for step in read_steps(tmp_path):
+        assert_samples_are(step, compute_gradients(compute_loss), rel=0)
 
 
 def test_a_norm_that_is_not_finite_is_an_incident_without_code(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, flight_recorder=3):
-        loss_of(model).mul(math.inf).backward()
+        compute_loss(model).mul(math.inf).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     assert len(capture_files(tmp_path)) == 1
@@ -571,9 +574,9 @@ def test_a_plain_recording_keeps_no_steps_and_hooks_nothing(tmp_path: Path) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path):
         assert not torch_optimizer._global_optimizer_pre_hooks
-        loss_of(model).backward()
+        compute_loss(model).backward()
         optimizer.step()
-    [call] = calls(tmp_path)
+    [call] = read_calls(tmp_path)
     assert (call.optimizer_step, call.step, "token_log_probs" in call.outputs) == (None, None, False)
 
 
@@ -590,17 +593,17 @@ def test_a_failure_with_a_step_is_one_warning_and_the_passes_are_kept(
         warnings.simplefilter("always")
         with recording(model, tmp_path, reproduce=True) as recorder:
             for _ in range(2):
-                loss_of(model).backward()
+                compute_loss(model).backward()
                 optimizer.step()
-    assert ["no optimizer steps" in str(one.message) for one in caught] == [True]
-    assert (recorder.num_written, recorder.failure, steps(tmp_path)) == (2, None, [])
+    assert ["no optimizer steps" in str(warning.message) for warning in caught] == [True]
+    assert (recorder.num_written, recorder.failure, read_steps(tmp_path)) == (2, None, [])
 
 
 def test_a_job_that_forks_is_heard_in_one_process(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True) as recorder:
-        loss_of(model).backward()
+        compute_loss(model).backward()
         told = threading.Event()
         recorder._optimizer_hooks.callbacks = type(
             "", (), {"before_step": lambda self, _: told.set(), "after_step": lambda self: None}
@@ -618,20 +621,20 @@ def test_a_model_and_its_optimizer_that_the_job_lets_go_are_freed(tmp_path: Path
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with recording(model, tmp_path, reproduce=True):
-        loss_of(model).backward()
+        compute_loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
         held = weakref.ref(model.layers[0].weight), weakref.ref(optimizer)
         del model, optimizer
         gc.collect()
-        assert [one() for one in held] == [None, None]
+        assert [reference() for reference in held] == [None, None]
 
 
 def test_log_probs_of_tokens_are_those_of_the_logits(tmp_path: Path) -> None:
     model = Model().to(torch.bfloat16)
     with recording(model, tmp_path, reproduce=True):
         logits_BSV = model(IDS_BS)["logits"]
-    [call] = calls(tmp_path)
+    [call] = read_calls(tmp_path)
     log_probs_BSV = logits_BSV.double().log_softmax(dim=-1)
     expected = [
         log_probs_BSV[row, column - 1, IDS_BS[row, column]].item()
@@ -650,9 +653,11 @@ def test_an_id_without_a_logit_has_no_log_prob(tmp_path: Path) -> None:
     model = Narrow()
     with recording(model, tmp_path, reproduce=True):
         model(IDS_BS)
-    [call] = calls(tmp_path)
+    [call] = read_calls(tmp_path)
     ids = [int(IDS_BS[place]) for place in choose_sampled_tokens(*IDS_BS.shape)]
-    assert [math.isnan(value) for value in call.output_numbers("token_log_probs") or ()] == [one >= 4 for one in ids]
+    assert [math.isnan(value) for value in call.output_numbers("token_log_probs") or ()] == [
+        token_id >= 4 for token_id in ids
+    ]
 
 
 def test_numbers_of_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -668,7 +673,7 @@ def test_numbers_of_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True) as recorder:
         output = model(IDS_BS)
         recorder.note(log_probs=-2 * output)
-    [call] = calls(tmp_path)
+    [call] = read_calls(tmp_path)
     assert (call.outputs["output_shape"], call.outputs["log_probs_shape"]) == ([2, 3], [2, 3])
     assert call.outputs["output_values"] == output.flatten().tolist()
     assert call.outputs["log_probs_values"] == (-2 * output).flatten().tolist()
@@ -700,7 +705,7 @@ def test_what_a_model_computes_in_is_seen_inside(
     with recording(model, tmp_path, reproduce=True):
         for _ in range(2):
             model(IDS_BS)
-    for call in calls(tmp_path):
+    for call in read_calls(tmp_path):
         assert (call.environment["autocast"], call.environment["computed_in"]) == (autocast, dtype)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -709,11 +714,11 @@ def test_a_redacted_step_keeps_its_windows_and_settings_and_no_gradient(tmp_path
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     with recording(model, tmp_path / "whole", reproduce=True):
-        loss_of(model).backward()
+        compute_loss(model).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
     redact_folder(tmp_path / "whole", tmp_path / "redacted", TokenRedaction.PERMUTE)
-    [call] = calls(tmp_path / "redacted")
+    [call] = read_calls(tmp_path / "redacted")
     assert call.step is not None
     assert (call.step.gradients, call.step.grad_norm, call.step.without_gradient, call.outputs) == (None, None, (), {})
     assert (call.step.passes, call.step.max_norm, call.step.settings[0]["lr"]) == ((0,), 0.01, 0.25)
@@ -743,9 +748,11 @@ def test_of_a_norm_that_is_left_in_parts_the_ranks_squares_add_up(
 
 
 def test_two_parts_of_a_step_are_one() -> None:
-    one = OptimizerStep(number=3, passes=(5, 6), shares=(0.5, None), optimizer="A", settings=({"num_parameters": 2},))
-    other = OptimizerStep(number=3, passes=(5, 6), shares=(None, 1.0), grad_norm=2.0, settings=({"num_parameters": 3},))
-    both = merge_steps(one, other)
+    first = OptimizerStep(number=3, passes=(5, 6), shares=(0.5, None), optimizer="A", settings=({"num_parameters": 2},))
+    second = OptimizerStep(
+        number=3, passes=(5, 6), shares=(None, 1.0), grad_norm=2.0, settings=({"num_parameters": 3},)
+    )
+    both = merge_steps(first, second)
     assert (both.shares, both.grad_norm, both.settings) == ((0.5, 1.0), 2.0, ({"num_parameters": 5},))
     assert OptimizerStep.from_json(both.to_json(), "x") == both
 
@@ -758,10 +765,10 @@ def test_hooks_that_are_removed_twice_are_removed() -> None:
         def after_step(self) -> None: ...
 
     hooks = [OptimizerHooks(Nobody()), OptimizerHooks(Nobody())]
-    for one in hooks:
-        one.attach()
-    for one in [*hooks, *hooks]:
-        one.remove()
+    for hook in hooks:
+        hook.attach()
+    for attached in [*hooks, *hooks]:
+        attached.remove()
 
 
 # Two ranks
@@ -782,8 +789,9 @@ CASES = [
     "zero3-accumulating",
     "zero3-bf16-clipping",
 ]
-FP32_BOUND = 2e-6  # of a gradient's largest element: sums in another order
-BF16_BOUND = 0.05  # of the same: the reference is fp32
+# Relative to a gradient's largest element: fp32 sums in another order, and bf16 against a reference in fp32.
+FP32_BOUND = 2e-6
+BF16_BOUND = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -810,7 +818,7 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
     case: str, two_ranks: Path, references: list[dict[str, Tensor]]
 ) -> None:
     window = 2 if "accumulating" in case else 1
-    found = steps(two_ranks / case)
+    found = read_steps(two_ranks / case)
     bound = BF16_BOUND if "bf16" in case else FP32_BOUND
     for number in range(NUM_BATCHES // window):
         passes = list(range(number * window, (number + 1) * window))
@@ -823,7 +831,7 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
             assert step.is_unclipped
             assert step.max_norm == (MAX_NORM if "clipping" in case else None)
             if "clipping" in case or (case.startswith("zero") and not case.startswith("zero0")):
-                assert step.grad_norm == pytest.approx(norm_of(expected), rel=bound)
+                assert step.grad_norm == pytest.approx(compute_norm(expected), rel=bound)
                 assert not step.is_part_of_norm
             assert [(group["num_parameters"], group["weight_decay"]) for group in step.settings] == [
                 (16, 0.1),
@@ -834,6 +842,8 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
             assert step.gradients.is_sharded == (not case.startswith(("ddp", "zero0")))
             for sample in step.gradients.samples:
                 largest = expected[sample.name].abs().max().item()
-                assert sample.values == pytest.approx(values(sample, expected[sample.name]), abs=bound * largest)
+                assert sample.values == pytest.approx(
+                    find_sampled_values(sample, expected[sample.name]), abs=bound * largest
+                )
                 kept[sample.name] |= set(range(sample.start, sample.start + len(sample.values)))
         assert all(len(places) == 4 for places in kept.values())

@@ -36,11 +36,11 @@ class Model(nn.Module):
         return total
 
 
-def fingerprints(folder: Path) -> list[ParameterSamples | None]:
+def read_weight_samples(folder: Path) -> list[ParameterSamples | None]:
     return [read_call(path).weights for path in capture_files(folder)]
 
 
-def is_of(sample: Sample, parameter: Tensor) -> bool:
+def is_sample_of(sample: Sample, parameter: Tensor) -> bool:
     flat = parameter.detach().flatten().double()
     return sample.values == tuple(flat[sample.start : sample.start + len(sample.values)].tolist())
 
@@ -54,22 +54,23 @@ def test_each_pass_has_elements_of_the_weights_that_it_was_done_with(dtype: torc
             model(IDS_BS).backward()
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter.data = parameter.data - parameter.grad  # as ZeRO does: other storage, the same version
+                # ZeRO updates weights so: the storage changes, and the version of the tensor does not.
+                parameter.data = parameter.data - parameter.grad
             model.zero_grad()
-    for found, weights in zip(fingerprints(tmp_path), before, strict=True):
+    for found, weights in zip(read_weight_samples(tmp_path), before, strict=True):
         assert found is not None
         assert {sample.name for sample in found.samples} == weights.keys()
         assert (found.num_parameters, found.left_out, found.is_sharded) == (5, {}, False)
         for sample in found.samples:
             assert (sample.shape, sample.dtype) == (tuple(weights[sample.name].shape), str(dtype).partition(".")[2])
-            assert is_of(sample, weights[sample.name])
+            assert is_sample_of(sample, weights[sample.name])
 
 
 def test_a_plain_recording_keeps_none(tmp_path: Path) -> None:
     model = Model()
     with recording(model, tmp_path):
         model(IDS_BS)
-    assert fingerprints(tmp_path) == [None]
+    assert read_weight_samples(tmp_path) == [None]
 
 
 def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
@@ -78,10 +79,10 @@ def test_a_large_model_is_sampled_in_turns(tmp_path: Path) -> None:
     with recording(model, tmp_path, reproduce=True):
         for _ in range(4):
             model(IDS_BS)
-    first, *others = [one for one in fingerprints(tmp_path) if one is not None]
+    first, *others = [samples for samples in read_weight_samples(tmp_path) if samples is not None]
     assert {sample.name for sample in first.samples} == names
-    assert [len(one.samples) for one in others] == [NUM_PER_PASS] * 3
-    assert {sample.name for one in others for sample in one.samples} == names
+    assert [len(samples.samples) for samples in others] == [NUM_PER_PASS] * 3
+    assert {sample.name for samples in others for sample in samples.samples} == names
 
 
 def test_a_model_that_the_job_lets_go_is_freed() -> None:
@@ -109,7 +110,7 @@ def test_a_failure_with_the_samples_is_a_warning_and_the_pass_is_kept(
             model(IDS_BS)
     assert len(caught) == 1
     assert "no samples of the weights" in str(caught[0].message)
-    assert (recorder.num_written, recorder.failure, fingerprints(tmp_path)) == (2, None, [None, None])
+    assert (recorder.num_written, recorder.failure, read_weight_samples(tmp_path)) == (2, None, [None, None])
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_what_cannot_be_sampled_is_left_out_and_said(tmp_path: Path) -> None:
     model.counter = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     with recording(model, tmp_path, reproduce=True):
         model(IDS_BS)
-    [found] = fingerprints(tmp_path)
+    [found] = read_weight_samples(tmp_path)
     assert found is not None
     assert found.left_out == {"in flat shards (FSDP1)": 1, "of torch.int8 on cpu": 1}
     assert (len(found.samples), found.num_parameters, found.num_frozen) == (5, 7, 1)
@@ -171,12 +172,14 @@ def shards(whole: Tensor, sizes: tuple[int, ...], placements: list[Any]) -> list
     ("sizes", "placements"),
     [
         ((4,), [Shard(0)]),
-        ((3,), [Shard(0)]),  # uneven, and more ranks than rows below
+        # Three ranks shard unevenly, and there are more ranks than rows where a tensor has two.
+        ((3,), [Shard(0)]),
         ((4,), [Shard(1)]),
         ((5,), [Shard(1)]),
         ((2, 2), [Shard(0), Shard(1)]),
         ((2, 3), [Replicate(), Shard(1)]),
-        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),  # FSDP2 over a column-wise tp
+        # FSDP2 over column-wise tp shards so.
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
         ((2, 2), [Shard(0), Shard(0)]),
     ],
 )
@@ -214,6 +217,7 @@ def test_partitions_of_zero_3_hold_the_whole_ones_samples(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         part = padded[9 * rank : 9 * rank + 9].clone()
         parameter = SimpleNamespace(ds_tensor=part, ds_shape=torch.Size((7, 5)), ds_process_group=None)
-        place = locate_run(parameter, lambda shape: (7, 4))  # over a border
+        # These four elements lie on both sides of a border between ranks.
+        place = locate_run(parameter, lambda shape: (7, 4))
         held |= {place.start + i: part[place.offset + i].item() for i in range(place.count)}
     assert held == {7: 7.0, 8: 8.0, 9: 9.0, 10: 10.0}

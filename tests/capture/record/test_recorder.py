@@ -127,7 +127,8 @@ def test_arguments_are_kept_under_the_names_of_the_models_forward(
 def test_the_origin_says_where_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # other tests keep a group open
+    # Other tests keep a process group open.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     model = TinyModel()
     with recording(model, tmp_path):
         train(model, num_steps=3)
@@ -203,7 +204,8 @@ def test_a_forward_inside_the_models_own_forward_is_part_of_it(tmp_path: Path) -
     with recording(model, tmp_path) as recorder:
         model(IDS_BS, asks_itself=True)
         with pytest.raises(IndexError):
-            model(IDS_BS + 100)  # a forward that failed is over, too
+            # A forward that failed must not count as still running.
+            model(IDS_BS + 100)
         model(IDS_BS)
     assert (recorder.num_seen, recorder.num_written) == (3, 3)
 
@@ -235,7 +237,8 @@ def test_with_an_empty_cache_a_training_pass_is_kept_and_a_generation_is_not(tmp
         True,
         {"past_key_values": "tests.capture.record.test_recorder.EmptyCache"},
     )
-    assert not list(tmp_path.glob("end_rank*.json"))  # nothing of the job's training is missing
+    # A pass without autograd is no missing part of the training.
+    assert not list(tmp_path.glob("end_rank*.json"))
 
 
 def test_nothing_of_the_recorder_stays_on_the_model(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_a_thousand_steps_never_exceed_the_limits(keep: Any, tmp_path: Path, mon
         real_replace(source, target)
 
     monkeypatch.setattr(os, "replace", look)
-    for _ in range(2):  # a job and its restart
+    # The second recording is the job's restart.
+    for _ in range(2):
         model = TinyModel()
         with recording(model, tmp_path, **limits, max_queued=1000) as recorder:
             for step in range(500):
@@ -240,7 +241,8 @@ def test_a_step_that_hangs_is_written_while_it_hangs(tmp_path: Path, monkeypatch
 
     def write_incidents(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
-        if read_incidents(tmp_path)[0].incidents[-1].forward == 11:  # on a busy machine another may be slow, too
+        # On a busy machine another step may be slow too.
+        if read_incidents(tmp_path)[0].incidents[-1].forward == 11:
             told.set()
 
     monkeypatch.setattr(capture.black_box.black_box, "write_incidents", write_incidents)
@@ -306,7 +308,8 @@ def test_a_snapshot_of_random_states_is_right_after_each_use_of_a_generator() ->
     """A state is taken again only after a use; a normal number that NumPy keeps leaves no other trace."""
     numpy = pytest.importorskip("numpy")
     numpy_before = numpy.random.get_state()
-    kept_normals = (random.gauss, numpy.random.standard_normal)  # each draw makes two numbers, and keeps one
+    # Each draw makes two numbers, and keeps the second for the next draw.
+    kept_normals = (random.gauss, numpy.random.standard_normal)
     seeded = (lambda: (random.seed(3), numpy.random.seed(3)), lambda: (random.random(), numpy.random.rand(2)))
     again = (seeded[0], lambda: (random.gauss(), numpy.random.randn()))
     uses = (random.random, numpy.random.rand, *kept_normals, *kept_normals, lambda: None)
@@ -482,7 +485,8 @@ def test_the_next_recording_saves_the_flight_recorder_of_a_process_that_died(
         assert spool.stat().st_mode & 0o777 == 0o700
         assert len(list(spool.glob("*.pkl"))) == 3
         assert list(find_dead_spools(folder)) == []
-        copy = shared / (spool.name[:-8] + "00000000")  # as a process of the same number before it left it
+        # An earlier process with this process's number would have left it so.
+        copy = shared / (spool.name[:-8] + "00000000")
         shutil.copytree(spool, copy)
         torn = max(copy.glob("*.pkl"))
         torn.write_bytes(torn.read_bytes()[:-9])
