@@ -105,6 +105,9 @@ def find_peak_holders(
     `run` tells the history it is given when forward and backward ended, and the pass's peak. If the pass runs out of
     memory, the peak is that moment.
 
+    The addresses of weights and gradients are noted before the pass. Then it runs while its allocations are recorded,
+    the peak is found in the record, and each block that was in use there is told by what it was held for.
+
     resident            returns the bytes that the process has now; for a CPU
     before              the peak of the pass when it ran first; for a CPU
     only_if_it_ran_out  write nothing, and return None, of a pass that did not

@@ -46,6 +46,10 @@ def compute_plain_answer(
 
     All ranks must call this. It computes in `spec.dtype`, but in fp32 for fp16: without loss scaling, fp16 gradients
     vanish.
+
+    Each document goes through the model once, with Hugging Face's loss, whose backward gives the gradients. The head is
+    observed meanwhile, and the other losses are computed from the hidden states that it got. They are left out of a
+    model that changes what its head computes, since they would not know of that.
     """
     model = _build_plain_model(spec, source, world.device, on_progress)
     documents = [document for document in split_documents(batch) if _count_labels(document[-1])]
