@@ -19,23 +19,23 @@ pytestmark = pytest.mark.quick
 Records = Sequence[PassRecord]
 
 
-def compared(tmp_path: Path, reference: Records, other: Records, **changes: Any) -> Differences:
+def compare_logs(tmp_path: Path, reference: Records, other: Records, **changes: Any) -> Differences:
     """`changes` are those of the other log."""
     folders = write_log(tmp_path / "a", reference), write_log(tmp_path / "b", other, **changes)
     return compare(*map(PastRun.read, folders))
 
 
-def found(comparison: Differences, name: str) -> Quantity:
-    [quantity] = [one for one in (*comparison.results, *comparison.costs) if one.name == name]
+def find_quantity(comparison: Differences, name: str) -> Quantity:
+    [quantity] = [quantity for quantity in (*comparison.results, *comparison.costs) if quantity.name == name]
     return quantity
 
 
 def test_passes_are_matched_by_input_in_whatever_order(tmp_path: Path) -> None:
     reference = [passed(0, "x", 2.0), passed(1, "y", 4.0), passed(2, "z", 1.0)]
     other = [passed(0, "new", 9.0), passed(1, "y", 4.5), passed(2, "x", 1.75)]
-    comparison = compared(tmp_path, reference, other)
+    comparison = compare_logs(tmp_path, reference, other)
     assert (comparison.num_matched, comparison.num_only_in_reference, comparison.num_only_in_other) == (2, 1, 1)
-    loss = found(comparison, "loss")
+    loss = find_quantity(comparison, "loss")
     assert (loss.mean_reference, loss.mean_other) == (3.0, 3.125)
     assert (loss.max_difference, loss.mean_difference) == (0.5, 0.375)  # 0.25 and 0.5
     assert (loss.max_relative, loss.source) == (0.125, "x.pkl")  # y's is 1/8 as well, and comes later
@@ -44,29 +44,29 @@ def test_passes_are_matched_by_input_in_whatever_order(tmp_path: Path) -> None:
 
 def test_the_input_is_named_where_the_relative_difference_is_largest(tmp_path: Path) -> None:
     reference = [passed(0, "x", 100.0), passed(1, "y", 1.0)]
-    loss = found(compared(tmp_path, reference, [passed(0, "x", 110.0), passed(1, "y", 1.5)]), "loss")
+    loss = find_quantity(compare_logs(tmp_path, reference, [passed(0, "x", 110.0), passed(1, "y", 1.5)]), "loss")
     assert (loss.max_difference, loss.max_relative, loss.source) == (10.0, 0.5, "y.pkl")
 
 
 def test_errors_that_cancel_between_rows_show_in_their_log_probs(tmp_path: Path) -> None:
-    comparison = compared(tmp_path, [passed(0, "x")], [passed(0, "x", row_log_probs=[-11.0, -19.0])])
-    log_probs = found(comparison, "log-probs")
+    comparison = compare_logs(tmp_path, [passed(0, "x")], [passed(0, "x", row_log_probs=[-11.0, -19.0])])
+    log_probs = find_quantity(comparison, "log-probs")
     assert (log_probs.max_difference, log_probs.max_relative, log_probs.num_matched) == (1.0, 0.1, 1)
-    assert found(comparison, "loss").max_relative == 0.0
+    assert find_quantity(comparison, "loss").max_relative == 0.0
     assert comparison.max_relative == 0.1
 
 
 def test_an_input_that_every_data_rank_replays_is_matched_once_for_each_time(tmp_path: Path) -> None:
     two_ranks = [passed(0, "x", 2.0, None), passed(0, "x", 3.0, None, rank=1)]
-    comparison = compared(tmp_path, two_ranks, [passed(0, "x", 2.0, None)])
+    comparison = compare_logs(tmp_path, two_ranks, [passed(0, "x", 2.0, None)])
     assert (comparison.num_matched, comparison.num_only_in_reference) == (1, 1)
-    assert found(comparison, "loss").max_relative == 0.0
+    assert find_quantity(comparison, "loss").max_relative == 0.0
 
 
 def test_no_peer_hides_behind_another(tmp_path: Path) -> None:
     shared = {"data_rank": 0}
     other = [passed(0, "x", 2.0), passed(0, "x", 3.0, 5.0, rank=1, row_log_probs=[-10.0, -25.0], **shared)]
-    comparison = compared(tmp_path, [passed(0, "x")], other, typed="--backend fsdp2 --tp 2")
+    comparison = compare_logs(tmp_path, [passed(0, "x")], other, typed="--backend fsdp2 --tp 2")
     assert comparison.num_matched == 1
     assert [quantity.max_relative for quantity in comparison.results] == [0.5, 0.25, 0.25]
 
@@ -74,14 +74,14 @@ def test_no_peer_hides_behind_another(tmp_path: Path) -> None:
 def test_a_gradient_norm_belongs_to_all_inputs_it_was_averaged_over(tmp_path: Path) -> None:
     reference = [passed(0, "x"), passed(1, "y")]
     other = [passed(0, "y", 2.0, 100.0), passed(0, "x", 2.0, 100.0, rank=1)]
-    comparison = compared(tmp_path, reference, other)
+    comparison = compare_logs(tmp_path, reference, other)
     assert comparison.num_matched == 2
     assert [quantity.name for quantity in comparison.results] == ["loss", "log-probs"]
     assert comparison.notes == [
         "gradient norms are not compared: no gradient was averaged over the same inputs "
         "(1 input each, against 2 inputs each)"
     ]
-    without = compared(tmp_path / "without", reference, [passed(0, "x", norm=None)])
+    without = compare_logs(tmp_path / "without", reference, [passed(0, "x", norm=None)])
     assert without.notes[0].endswith("(1 input each, against none)")
 
 
@@ -96,7 +96,7 @@ def test_the_order_within_an_accumulation_window_does_not_matter(tmp_path: Path)
         )
         for number, order in enumerate((names, swapped))
     ]
-    norm = found(compare(*map(PastRun.read, logs)), "gradient norm")
+    norm = find_quantity(compare(*map(PastRun.read, logs)), "gradient norm")
     assert (norm.num_matched, norm.max_difference, norm.max_relative) == (2, 2.0, 0.25)
     assert norm.source == "w.pkl and 1 more"
 
@@ -115,7 +115,7 @@ def test_the_order_within_an_accumulation_window_does_not_matter(tmp_path: Path)
     ],
 )
 def test_zeros_and_what_is_not_finite(tmp_path: Path, reference: float, other: float, relative: float) -> None:
-    loss = found(compared(tmp_path, [passed(0, "x", reference)], [passed(0, "x", other)]), "loss")
+    loss = find_quantity(compare_logs(tmp_path, [passed(0, "x", reference)], [passed(0, "x", other)]), "loss")
     assert loss.max_relative == relative
     assert loss.num_not_finite == (not (math.isfinite(reference) and math.isfinite(other)))
 
@@ -137,7 +137,7 @@ def test_time_and_memory_are_those_of_counted_passes_on_the_worst_rank(tmp_path:
             (2, "z", 1, 7.0, 7.0),
         ]
     ]
-    comparison = compared(tmp_path, reference, other, typed="--backend fsdp2 --tp 2")
+    comparison = compare_logs(tmp_path, reference, other, typed="--backend fsdp2 --tp 2")
     forward, peak = comparison.costs
     assert (forward.num_matched, forward.mean_reference, forward.mean_other) == (1, 1.0, 1.5)
     assert (peak.name, peak.mean_other, peak.max_relative) == ("peak", 3 * 2**30, 0.5)
@@ -145,10 +145,10 @@ def test_time_and_memory_are_those_of_counted_passes_on_the_worst_rank(tmp_path:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    comparison = compared(tmp_path, [passed(0, "x")], [passed(0, "x")], memory_kind="resident set")
+    comparison = compare_logs(tmp_path, [passed(0, "x")], [passed(0, "x")], memory_kind="resident set")
     assert comparison.notes == ["memory is not compared: cuda allocator against resident set"]
     assert [quantity.name for quantity in comparison.costs] == ["forward", "backward"]
-    warm = compared(tmp_path / "warm", [passed(0, "x")], [passed(0, "x", warmup=True)])
+    warm = compare_logs(tmp_path / "warm", [passed(0, "x")], [passed(0, "x", warmup=True)])
     assert warm.costs == []
     assert warm.notes == [
         "time and memory are not compared: no pass counts in both runs (warm-up, a new graph, or traced)"

@@ -112,7 +112,9 @@ def test_inspect_names_the_rank_as_well(ended: Path) -> None:
 
 
 def test_an_incident_keeps_every_threads_stack(ended: Path) -> None:
-    [record] = [one for one in read_incidents(ended / "asleep-in-its-loss") if one.rank == 1]
+    [record] = [
+        incident_record for incident_record in read_incidents(ended / "asleep-in-its-loss") if incident_record.rank == 1
+    ]
     [found] = record.incidents
     assert "[capture-writer] (most recent call first)" in found.stacks
     assert [str(frame) for frame in find_main_stack(found.stacks)][:2] == [
@@ -291,11 +293,11 @@ TABLE: dict[str, tuple[list[Incident | EndRecord], tuple[int, ...]]] = {
 
 
 def write(folder: Path, ranks: list[Incident | EndRecord], stamp: str = "2026_03_01_08_59_00_000000") -> None:
-    for rank, one in enumerate(ranks):
-        if isinstance(one, EndRecord):
-            write_end_record(folder, replace(one, rank=rank), stamp=stamp)
+    for rank, end in enumerate(ranks):
+        if isinstance(end, EndRecord):
+            write_end_record(folder, replace(end, rank=rank), stamp=stamp)
         else:
-            write_incidents(folder, [one], num_others=0, rank=rank, stamp=stamp)
+            write_incidents(folder, [end], num_others=0, rank=rank, stamp=stamp)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -305,18 +307,18 @@ def test_what_ranks_leave_tells_which_was_behind(name: str, is_mirrored: bool, t
     write(tmp_path, ranks[::-1] if is_mirrored else ranks)
     seen = read_last_sightings(tmp_path)
     assert find_blocking_ranks(seen, find_world_size(seen)).ranks == tuple(
-        1 - one if is_mirrored else one for one in expected
+        1 - rank if is_mirrored else rank for rank in expected
     )
     assert ("cannot be told" in dict(describe_hang(seen))["hang"]) == (not expected)
 
 
 def test_only_the_last_job_of_a_folder_counts(tmp_path: Path) -> None:
     write(tmp_path, [left("exception", 1, "in forward", message="ValueError: a"), left("signal", 1, "in forward", OWN)])
-    later = [replace(one, opened="2026-03-02T08:59:00.000000+00:00") for one in TABLE["all alike"][0][:1]]
+    later = [replace(incident, opened="2026-03-02T08:59:00.000000+00:00") for incident in TABLE["all alike"][0][:1]]
     write(
         tmp_path, [*later, replace(TABLE["one collective less"][0][1], opened="2026-03-02T08:59:00.5+00:00")], "later"
     )
-    assert [one.end for one in read_last_sightings(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
+    assert [sighting.end for sighting in read_last_sightings(tmp_path)] == [End.SIGNALLED, End.SIGNALLED]
 
 
 def test_ranks_that_all_ended_well_are_no_hang(tmp_path: Path) -> None:
@@ -379,12 +381,12 @@ def test_own_stacks_and_faulthandlers_are_read_alike(tmp_path: Path) -> None:
         faulthandler.dump_traceback(file)
         file.seek(0)
         theirs = mark_main_thread(file.read(), threading.main_thread().ident)
-    one, other = find_main_stack(own), find_main_stack(theirs)
-    assert len(one) > 5
+    frames, other = find_main_stack(own), find_main_stack(theirs)
+    assert len(frames) > 5
     function = "test_own_stacks_and_faulthandlers_are_read_alike"
-    mine = [frame.function for frame in one].index(function)
+    mine = [frame.function for frame in frames].index(function)
     assert other[0].function == function
-    assert [frame.function for frame in one[mine : mine + 5]] == [frame.function for frame in other[:5]]
+    assert [frame.function for frame in frames[mine : mine + 5]] == [frame.function for frame in other[:5]]
 
 
 @pytest.mark.parametrize(

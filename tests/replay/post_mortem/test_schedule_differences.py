@@ -21,12 +21,16 @@ HELD = Planned(steps=False)  # a pass of an accumulation window, not its last
 Plan = Sequence[Planned]
 
 
-def lengths(*padded: int, real: Sequence[int]) -> Plan:
-    return [Planned(length=one, num_real=own) for one, own in zip(padded, real, strict=True)]
+def plan_lengths(*padded: int, real: Sequence[int]) -> Plan:
+    return [Planned(length=length, num_real=num_real) for length, num_real in zip(padded, real, strict=True)]
 
 
-def parts_of(folder: Path, **settings: Any) -> list[ScheduleDifference]:
-    return [one for schedule in read_schedules(folder) for one in find_schedule_differences(schedule, **settings)]
+def find_differences(folder: Path, **settings: Any) -> list[ScheduleDifference]:
+    return [
+        difference
+        for schedule in read_schedules(folder)
+        for difference in find_schedule_differences(schedule, **settings)
+    ]
 
 
 PADDED = (12, 9, 11, 10, 8)  # by the longest row of both ranks
@@ -52,19 +56,19 @@ PLANTED: dict[str, tuple[Sequence[Plan], dict[str, Any], dict[str, Any], tuple[s
     ),
     "a head frozen on one rank": ([[TRAIN] * 2] * 2, {"of_rank": {1: {"freezes": True}}}, {}, ("trained", 0, (1,))),
     "padded to its own longest row": (
-        [lengths(*PADDED, real=(12, 7, 11, 6, 8)), lengths(12, 9, 11, 9, 8, real=(8, 9, 5, 9, 4))],
+        [plan_lengths(*PADDED, real=(12, 7, 11, 6, 8)), plan_lengths(12, 9, 11, 9, 8, real=(8, 9, 5, 9, 4))],
         {},
         {},
         ("shapes", 3, (1,)),
     ),
     "gathered and not padded": (
-        [lengths(8, 8, real=(8, 8)), lengths(8, 9, real=(8, 9))],
+        [plan_lengths(8, 8, real=(8, 8)), plan_lengths(8, 9, real=(8, 9))],
         {},
         {"equal_shapes": True},
         ("shapes", 1, (1,)),
     ),
     "peers with other tokens": (
-        [[Planned(seed=one) for one in (1, 2, 3, 4, 5)], [Planned(seed=one) for one in (1, 2, 3, 9, 5)]],
+        [[Planned(seed=seed) for seed in (1, 2, 3, 4, 5)], [Planned(seed=seed) for seed in (1, 2, 3, 9, 5)]],
         {},
         {},
         ("inputs", 3, (0, 1)),
@@ -76,12 +80,12 @@ PLANTED: dict[str, tuple[Sequence[Plan], dict[str, Any], dict[str, Any], tuple[s
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_schedule_parts_where_it_was_planted(name: str, tmp_path: Path) -> None:
     plans, settings, given, (kind, number, ranks) = PLANTED[name]
-    found = parts_of(record_job(tmp_path, plans, **settings), **given)
+    found = find_differences(record_job(tmp_path, plans, **settings), **given)
     assert (found[0].kind, found[0].number, found[0].ranks) == (kind, number, ranks)
     assert found[0].remedy
 
 
-def made(*kinds: str) -> Callable[[Path], Path]:
+def write_kinds(*kinds: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         write_passes(folder, dict(enumerate(kinds)))
         return folder
@@ -89,18 +93,18 @@ def made(*kinds: str) -> Callable[[Path], Path]:
     return write
 
 
-def recorded(*plans: Plan, **settings: Any) -> Callable[[Path], Path]:
+def record_plans(*plans: Plan, **settings: Any) -> Callable[[Path], Path]:
     return lambda folder: record_job(folder, plans, **settings)
 
 
-def of_unequal_lengths(folder: Path) -> Path:
+def write_unequal_lengths(folder: Path) -> Path:
     for rank in (0, 1):
         for step in range(5):
             write_pass(folder, rank=rank, step=step, length=10 + 3 * rank + step, num_real=8)
     return folder
 
 
-def recorded_twice(folder: Path) -> Path:
+def record_twice(folder: Path) -> Path:
     for _ in range(2):
         record_job(folder, [[TRAIN] * 2] * 2)
     return folder
@@ -114,7 +118,7 @@ def with_a_gap(folder: Path) -> Path:
 
 
 def with_a_dump_of_another_name(folder: Path) -> Path:
-    made("tt", "tt")(folder)
+    write_kinds("tt", "tt")(folder)
     first = min(folder.glob("actor_inputs_rank0_*"))
     first.with_name("actor_inputs_rank0_dummy_20260301_091244_000000.pkl").write_bytes(first.read_bytes())
     return folder
@@ -124,33 +128,33 @@ CLEAN: dict[str, Callable[[Path], Path]] = {
     "the sample": lambda folder: ROOT / "inputs" / "sample",
     "edge shapes, one rank": lambda folder: ROOT / "inputs" / "edges" / "rows",
     "edge documents, one rank": lambda folder: ROOT / "inputs" / "edges" / "documents",
-    "rollouts and training": made("rrttt", "rrttt"),
-    "three ranks": made("tttt", "tttt", "tttt"),
-    "one rank": made("ttt"),
-    "unequal lengths": of_unequal_lengths,
-    "a step a pass": recorded([TRAIN] * 4, [TRAIN] * 4),
-    "accumulation": recorded([HELD, TRAIN] * 3, [HELD, TRAIN] * 3),
-    "a window that is cut short on both ranks": recorded([HELD, TRAIN, HELD], [HELD, TRAIN, HELD]),
-    "rows of unequal lengths": recorded([Planned(length=9)] * 3, [Planned(length=7)] * 3),
-    "a smaller last batch on one rank": recorded([TRAIN] * 4, [*[TRAIN] * 3, Planned(rows=1)]),
-    "padded to the longest row of both": recorded(
-        lengths(*PADDED, real=(12, 7, 11, 6, 8)), lengths(*PADDED, real=(8, 9, 5, 10, 4))
+    "rollouts and training": write_kinds("rrttt", "rrttt"),
+    "three ranks": write_kinds("tttt", "tttt", "tttt"),
+    "one rank": write_kinds("ttt"),
+    "unequal lengths": write_unequal_lengths,
+    "a step a pass": record_plans([TRAIN] * 4, [TRAIN] * 4),
+    "accumulation": record_plans([HELD, TRAIN] * 3, [HELD, TRAIN] * 3),
+    "a window that is cut short on both ranks": record_plans([HELD, TRAIN, HELD], [HELD, TRAIN, HELD]),
+    "rows of unequal lengths": record_plans([Planned(length=9)] * 3, [Planned(length=7)] * 3),
+    "a smaller last batch on one rank": record_plans([TRAIN] * 4, [*[TRAIN] * 3, Planned(rows=1)]),
+    "padded to the longest row of both": record_plans(
+        plan_lengths(*PADDED, real=(12, 7, 11, 6, 8)), plan_lengths(*PADDED, real=(8, 9, 5, 10, 4))
     ),
-    "one fixed length": recorded([Planned(num_real=5)] * 4, [Planned(num_real=8)] * 4),
-    "clipping": recorded([Planned(clips=True)] * 3, [Planned(clips=True)] * 3),
-    "a head without gradient on both": recorded(
+    "one fixed length": record_plans([Planned(num_real=5)] * 4, [Planned(num_real=8)] * 4),
+    "clipping": record_plans([Planned(clips=True)] * 3, [Planned(clips=True)] * 3),
+    "a head without gradient on both": record_plans(
         [TRAIN, Planned(with_second=False)], [TRAIN, Planned(with_second=False)]
     ),
-    "peers of the same tokens": recorded(*[[Planned(seed=one) for one in range(5)]] * 2),
-    "every second pass": recorded([TRAIN] * 6, [TRAIN] * 6, every=2),
-    "a limit that rows of other lengths reach elsewhere": recorded(
+    "peers of the same tokens": record_plans(*[[Planned(seed=seed) for seed in range(5)]] * 2),
+    "every second pass": record_plans([TRAIN] * 6, [TRAIN] * 6, every=2),
+    "a limit that rows of other lengths reach elsewhere": record_plans(
         [replace(TRAIN, length=400)] * 6, [TRAIN] * 6, max_bytes=40_000
     ),
-    "segments": recorded([HELD, TRAIN] * 2, [HELD, TRAIN] * 2, segment="1MB"),
-    "two recordings": recorded_twice,
+    "segments": record_plans([HELD, TRAIN] * 2, [HELD, TRAIN] * 2, segment="1MB"),
+    "two recordings": record_twice,
     "a pass that was not kept": with_a_gap,
     "a dump beside": with_a_dump_of_another_name,
-    "some ranks of many": recorded([TRAIN] * 3, [TRAIN] * 3, world_size=8),
+    "some ranks of many": record_plans([TRAIN] * 3, [TRAIN] * 3, world_size=8),
 }
 
 
@@ -158,6 +162,6 @@ CLEAN: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_schedule_is_no_alarm(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = CLEAN[name](tmp_path)
-    assert parts_of(folder) == []
+    assert find_differences(folder) == []
     assert print_report(folder, equal_shapes=False) == 0
     assert "part at" not in capsys.readouterr().out

@@ -22,7 +22,7 @@ from replay.resolution import selection
 from replay.resolution.selection import select
 from tests.helpers.made_captures import write_config, write_passes
 from tests.helpers.small_jobs import TinyModel
-from tests.replay.verdict.test_judge import FP32, replayed, train
+from tests.replay.verdict.test_judge import FP32, replay_captures, train
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_damage_in_a_segment_is_named(sample: Path, tmp_path: Path) -> None:
 def test_a_job_recorded_into_segments_is_reproduced(tmp_path: Path, one_world: None) -> None:
     job = train(tmp_path / "job", reproduce=True, segment="30kB")
     assert sorted({path.suffix for path in (job / "captures").rglob("*.*")}) == [".idx", ".json", ".seg"]
-    code, verdict, _ = replayed(job, tmp_path / "all", *FP32, "--verdict", "strict")
+    code, verdict, _ = replay_captures(job, tmp_path / "all", *FP32, "--verdict", "strict")
     assert (code, verdict["outcome"], verdict["counts"]) == (0, "REPRODUCED", {"REPRODUCED": 3})
     [_, second, _] = capture_files(job / "captures")
     typed = ["--input-file", str(second), "--model", str(job / "model"), "--loss", "sft"]

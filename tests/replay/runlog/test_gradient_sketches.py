@@ -26,8 +26,8 @@ def rows(**gradients: Tensor) -> dict[str, Tensor]:
     return {name.replace("_at_", "@"): make_row(gradient) for name, gradient in gradients.items()}
 
 
-def between(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, ParameterDistance]:
-    return {found.name: found for found in compare(one, other)}
+def compare_by_name(rows: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, ParameterDistance]:
+    return {distance.name: distance for distance in compare(rows, other)}
 
 
 class World:
@@ -53,14 +53,14 @@ def test_a_row_holds_the_norm_and_changes_with_the_gradient_by_as_much_as_it() -
 
 def test_a_transposed_gradient_is_far_though_as_long() -> None:
     gradient = random(32, 32)
-    found = between(rows(q=gradient), rows(q=gradient.T.contiguous()))["q"]
+    found = compare_by_name(rows(q=gradient), rows(q=gradient.T.contiguous()))["q"]
     assert found.other_norm == pytest.approx(found.size)
     assert found.distance > 0.7 * found.size
 
 
 def test_a_small_parameter_is_measured_by_itself_down_to_a_share_of_the_whole() -> None:
     large, small, tiny = random(64, 64), 0.2 * random(64, seed=1), 1e-9 * random(8, seed=2)
-    found = between(rows(w=large, b=small, k=tiny), rows(w=large, b=2 * small, k=-tiny))
+    found = compare_by_name(rows(w=large, b=small, k=tiny), rows(w=large, b=2 * small, k=-tiny))
     assert found["w"].distance == 0
     assert found["b"].distance >= small.norm().item() * 0.99  # its length alone says so
     assert found["k"].size == pytest.approx(LEAST_SHARE * large.norm().item(), rel=1e-2)
@@ -68,25 +68,25 @@ def test_a_small_parameter_is_measured_by_itself_down_to_a_share_of_the_whole() 
 
 
 def test_a_gradient_that_is_missing_counts_as_zero() -> None:
-    found = between(rows(w=random(8, 8), b=random(8)), rows(w=random(8, 8)))
+    found = compare_by_name(rows(w=random(8, 8), b=random(8)), rows(w=random(8, 8)))
     assert found["b"].other_norm == 0
     assert found["b"].distance >= found["b"].size * 0.99
 
 
 def test_what_is_not_finite_is_equal_to_its_like_alone() -> None:
     broken = torch.full((4, 4), torch.inf)
-    assert between(rows(w=broken), rows(w=broken))["w"].distance == 0
-    assert between(rows(w=random(4, 4)), rows(w=broken))["w"].distance == torch.inf
+    assert compare_by_name(rows(w=broken), rows(w=broken))["w"].distance == 0
+    assert compare_by_name(rows(w=random(4, 4)), rows(w=broken))["w"].distance == torch.inf
 
 
 def test_a_rank_that_holds_other_gradients_is_kept_and_counts(tmp_path: Path) -> None:
     gradient = random(16, 16)
-    agrees, differs = ({"w": make_row(one).numpy().tobytes()} for one in (gradient, 2 * gradient))
+    agrees, differs = ({"w": make_row(tensor).numpy().tobytes()} for tensor in (gradient, 2 * gradient))
     made: Any = World([agrees, differs])
     write(tmp_path, 3, [("w", gradient)], made)
     kept = read(tmp_path, 3)
     assert sorted(kept) == ["w", "w@2"]
-    assert between(rows(w=gradient), dict(kept))["w"].distance > 0.9 * gradient.norm().item()
+    assert compare_by_name(rows(w=gradient), dict(kept))["w"].distance > 0.9 * gradient.norm().item()
 
 
 def test_sketches_that_are_gone_are_said_to_be(tmp_path: Path) -> None:

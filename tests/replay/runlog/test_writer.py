@@ -136,8 +136,8 @@ def test_a_log_can_be_read_back_whole(logbook: Logbook) -> None:
         record(1, error='two\nlines and "quotes"', error_type="RuntimeError", loss=None, trains=None),
         record(0, rank=1, new_graphs=2, warmup=True),
     ]
-    for one in written:
-        (logbook if one.rank == 0 else other).write(one)
+    for pass_record in written:
+        (logbook if pass_record.rank == 0 else other).write(pass_record)
     logbook.finish(RunEnd(statistics=summarize(written)), exit_code=1)
     run, records = read_log(logbook.folder)
     assert run["status"] == "failed"

@@ -8,7 +8,7 @@ import pytest
 
 from capture import capture_files, recording
 from replay.command_line.cli import main as replay_main
-from tests.replay.verdict.test_judge import FP32, replayed
+from tests.replay.verdict.test_judge import FP32, replay_captures
 from tests.trainers.common import make_batches, make_model
 
 RAISED = "the job broke off in the forward of this pass: RuntimeError: the kernel is not there"
@@ -33,15 +33,15 @@ def train(folder: Path, *, num_whole: int, **kept: Any) -> Path:
 def test_a_recording_whose_first_forward_raised_names_the_incident(
     kept: dict[str, Any], tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, verdict, _ = replayed(train(tmp_path, num_whole=0, **kept), tmp_path / "logs", *FP32)
+    _, verdict, _ = replay_captures(train(tmp_path, num_whole=0, **kept), tmp_path / "logs", *FP32)
     assert (verdict["outcome"], verdict["reason"]) == ("CANNOT TELL", RAISED)
     assert f"verdict    CANNOT TELL: {RAISED}" in capsys.readouterr().out
 
 
 def test_passes_before_the_one_that_raised_are_judged(tmp_path: Path, one_world: None) -> None:
-    _, verdict, _ = replayed(train(tmp_path, num_whole=2, reproduce=True), tmp_path / "logs", *FP32)
-    assert [one["outcome"] for one in verdict["passes"]] == ["REPRODUCED", "REPRODUCED", "CANNOT TELL"]
-    assert [one["reason"] for one in verdict["passes"]] == [None, None, RAISED]
+    _, verdict, _ = replay_captures(train(tmp_path, num_whole=2, reproduce=True), tmp_path / "logs", *FP32)
+    assert [judged_pass["outcome"] for judged_pass in verdict["passes"]] == ["REPRODUCED", "REPRODUCED", "CANNOT TELL"]
+    assert [judged_pass["reason"] for judged_pass in verdict["passes"]] == [None, None, RAISED]
 
 
 def test_of_a_folder_without_a_capture_the_incident_is_named(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from capture import recording
-from tests.replay.verdict.test_judge import FP32, replayed
+from tests.replay.verdict.test_judge import FP32, replay_captures
 from tests.trainers.common import make_batches, make_model
 
 AS_THE_JOB = [*FP32, "--step", "--optimizer", "sgd", "--learning-rate", "0.1", "--verdict", "strict"]
@@ -44,7 +44,7 @@ def train(folder: Path, limits: list[float]) -> Path:
 def test_a_limit_above_the_norm_is_no_clipping(
     limits: list[float], typed: list[str], said: str | None, tmp_path: Path, one_world: None
 ) -> None:
-    code, verdict, _ = replayed(train(tmp_path, limits), tmp_path / "logs", *AS_THE_JOB, *typed)
+    code, verdict, _ = replay_captures(train(tmp_path, limits), tmp_path / "logs", *AS_THE_JOB, *typed)
     if said is None:
         assert (code, verdict["counts"], verdict["window_counts"]) == (0, {"REPRODUCED": 3}, {"REPRODUCED": 3})
     else:

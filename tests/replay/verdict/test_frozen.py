@@ -69,7 +69,7 @@ def test_what_the_job_froze_is_frozen_and_its_steps_are_reproduced(
     typed: str, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = verdict_of(job, tmp_path, *typed.split())
-    assert [one["outcome"] for one in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
+    assert [judged["outcome"] for judged in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
     assert f"frozen     {FROZEN} and 9 more, as in the job" in capsys.readouterr().out
 
 
@@ -77,7 +77,7 @@ def test_a_trained_parameter_without_a_gradient_is_a_finding(tmp_path: Path) -> 
     verdict = verdict_of(train(tmp_path, with_query_detached), tmp_path / "logs")
     first = verdict["windows"][0]
     assert first["outcome"] == "DIFFERS"
-    assert f"{LOST}, which has no gradient in the job" in [one["where"] for one in first["findings"]]
+    assert f"{LOST}, which has no gradient in the job" in [finding["where"] for finding in first["findings"]]
 
 
 def test_a_redacted_recording_still_says_what_was_frozen(job: Path, tmp_path: Path) -> None:

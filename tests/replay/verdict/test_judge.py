@@ -83,7 +83,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("job"), reproduce=True)
 
 
-def replayed(job: Path, logs: Path, *typed: str, captures: Path | None = None) -> tuple[int, Any, Path]:
+def replay_captures(job: Path, logs: Path, *typed: str, captures: Path | None = None) -> tuple[int, Any, Path]:
     """Exit code, run.json's verdict, and the log's folder."""
     command = ["--inputs", str(captures or job / "captures"), "--log-folder", str(logs), "--loss", "sft"]
     command += [] if "--model" in typed else ["--model", str(job / "model")]
@@ -92,7 +92,7 @@ def replayed(job: Path, logs: Path, *typed: str, captures: Path | None = None) -
     return code, json.loads(run.read_text())["verdict"], run.parent
 
 
-def changed(job: Path, folder: Path, change: Callable[[Call], Call], number: int = 1) -> Path:
+def change_capture(job: Path, folder: Path, change: Callable[[Call], Call], number: int = 1) -> Path:
     """The job's captures with one of them changed."""
     folder.mkdir()
     for index, path in enumerate(capture_files(job / "captures")):
@@ -104,9 +104,9 @@ def changed(job: Path, folder: Path, change: Callable[[Call], Call], number: int
 def test_a_job_replayed_from_its_weights_is_reproduced(
     job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, verdict, log = replayed(job, tmp_path, *FP32, "--verdict", "strict")
+    code, verdict, log = replay_captures(job, tmp_path, *FP32, "--verdict", "strict")
     assert (code, verdict["outcome"], verdict["counts"]) == (0, "REPRODUCED", {"REPRODUCED": 3})
-    found = {one["name"]: one for one in verdict["worst"]}
+    found = {finding["name"]: finding for finding in verdict["worst"]}
     assert found.keys() == {LOSS, TOKENS, GRAD_NORM, GRADIENT}
     assert 0 <= found[LOSS]["difference"] < found[LOSS]["bound"] == 1e-5  # fp32 sums in another order
     said = capsys.readouterr().out
@@ -121,9 +121,9 @@ def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path:
     assert replay_main([*inputs, *FP32, "--verdict", "strict", "--log-folder", str(tmp_path)]) == 0
     [run] = tmp_path.glob("*/run.json")
     verdict = json.loads(run.read_text())["verdict"]
-    assert [one["outcome"] for one in verdict["passes"]] == ["REPRODUCED"] * 5 + ["CANNOT TELL"]
+    assert [judged_pass["outcome"] for judged_pass in verdict["passes"]] == ["REPRODUCED"] * 5 + ["CANNOT TELL"]
     assert (verdict["outcome"], verdict["reason"]) == ("REPRODUCED", "other weights")
-    assert [one["name"] for one in verdict["worst"]] == [LOG_PROBS]
+    assert [finding["name"] for finding in verdict["worst"]] == [LOG_PROBS]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -133,13 +133,13 @@ def test_a_job_with_dropout_is_reproduced_where_its_masks_can_be_drawn_again(
 ) -> None:
     job = train(tmp_path / "job", dropout=0.3, device=device, reproduce=True)
     typed = ["--dtype", "fp32", "--backend", backend, "--attention", "sdpa"]
-    _, verdict, _ = replayed(job, tmp_path / "same", *typed, "--no-packing", "--gradient-checkpointing")
+    _, verdict, _ = replay_captures(job, tmp_path / "same", *typed, "--no-packing", "--gradient-checkpointing")
     assert verdict["counts"] == {"REPRODUCED": 3}
     assert "dropout    attention_dropout, from the job's random states" in capsys.readouterr().out
-    _, verdict, _ = replayed(job, tmp_path / "packed", *typed)  # rows of another length draw other masks
+    _, verdict, _ = replay_captures(job, tmp_path / "packed", *typed)  # rows of another length draw other masks
     assert (verdict["outcome"], "by chance" in verdict["reason"]) == ("CANNOT TELL", True)
-    bare = changed(job, tmp_path / "bare", lambda call: replace(call, random={}), number=0)
-    _, verdict, _ = replayed(job, tmp_path / "none", *typed, "--no-packing", "--max-inputs", "1", captures=bare)
+    bare = change_capture(job, tmp_path / "bare", lambda call: replace(call, random={}), number=0)
+    _, verdict, _ = replay_captures(job, tmp_path / "none", *typed, "--no-packing", "--max-inputs", "1", captures=bare)
     assert (verdict["outcome"], "by chance" in verdict["reason"]) == ("CANNOT TELL", True)
     assert "dropout    attention_dropout, by chance: no random states were recorded" in capsys.readouterr().out
 
@@ -147,35 +147,37 @@ def test_a_job_with_dropout_is_reproduced_where_its_masks_can_be_drawn_again(
 @pytest.mark.parametrize("job_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_is_held_to_its_own_bound(job_dtype: torch.dtype, tmp_path: Path, one_world: None) -> None:
     job = train(tmp_path / "job", dtype=job_dtype, reproduce=True)
-    _, verdict, _ = replayed(job, tmp_path / "logs", "--dtype", "bf16")
+    _, verdict, _ = replay_captures(job, tmp_path / "logs", "--dtype", "bf16")
     assert verdict["outcome"] == "REPRODUCED"
     assert verdict["dtypes"] == [str(job_dtype).partition(".")[2], "bfloat16"]
     assert verdict["environment"].keys() == ({"dtype"} if job_dtype is torch.float32 else set())
-    assert {one["name"] for one in verdict["worst"]} == {LOSS, TOKENS, TOKENS_RMS, GRAD_NORM, GRADIENT}
+    assert {finding["name"] for finding in verdict["worst"]} == {LOSS, TOKENS, TOKENS_RMS, GRAD_NORM, GRADIENT}
     assert verdict["floors"].keys() == {LOSS, LOG_PROBS, TOKENS, TOKENS_RMS, GRAD_NORM, GRADIENT}
-    assert all(1e-3 < one["bound"] < 0.7 for one in verdict["worst"])
+    assert all(1e-3 < finding["bound"] < 0.7 for finding in verdict["worst"])
 
 
 def test_in_bf16_a_token_that_is_off_by_five_times_the_floor_is_found(tmp_path: Path, one_world: None) -> None:
     job = train(tmp_path / "job", dtype=torch.bfloat16, reproduce=True)
-    _, verdict, _ = replayed(job, tmp_path / "logs")
+    _, verdict, _ = replay_captures(job, tmp_path / "logs")
     floor = verdict["floors"][TOKENS]["value"]
 
-    def planted(call: Call) -> Call:
+    def plant_fault(call: Call) -> Call:
         values = call.output_numbers("token_log_probs") or []
         values[-1] += 6 * floor * max(1.0, abs(values[-1]))  # 5, and what rounding may take away from it
         return replace(call, outputs={**call.outputs, "token_log_probs": values})
 
-    _, verdict, _ = replayed(job, tmp_path / "more", captures=changed(job, tmp_path / "planted", planted))
+    _, verdict, _ = replay_captures(
+        job, tmp_path / "more", captures=change_capture(job, tmp_path / "planted", plant_fault)
+    )
     assert (verdict["outcome"], verdict["first"]["index"]) == ("DIFFERS", 1)
-    assert TOKENS in [one["name"] for one in verdict["first"]["findings"] if one["status"] == "differs"]
+    assert TOKENS in [finding["name"] for finding in verdict["first"]["findings"] if finding["status"] == "differs"]
 
 
 def test_a_second_opinion_is_of_a_replay_in_fp32(
     tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = train(tmp_path / "job", reproduce=True)
-    _, verdict, _ = replayed(job, tmp_path / "logs", "--dtype", "bf16", "--second-opinion")
+    _, verdict, _ = replay_captures(job, tmp_path / "logs", "--dtype", "bf16", "--second-opinion")
     assert verdict["outcome"] == "REPRODUCED"
     said = capsys.readouterr().out
     assert "in fp32    REPRODUCED: 3 of 3 passes and 3 of 3 gradients; loss to " in said
@@ -194,7 +196,7 @@ def test_other_weights_are_named_before_the_first_pass(
         save_file(weights, tmp_path / "stale" / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "stale" / "config.json").write_bytes((job / "model" / "config.json").read_bytes())
         typed = ["--model", str(tmp_path / "stale")]
-    code, verdict, _ = replayed(job, tmp_path / "logs", *FP32, *typed, "--verdict", "strict")
+    code, verdict, _ = replay_captures(job, tmp_path / "logs", *FP32, *typed, "--verdict", "strict")
     assert (code, verdict["outcome"], verdict["reason"]) == (0, "CANNOT TELL", "other weights")
     assert verdict["weights"]["first"]["name"] == name
     header, _, summary = capsys.readouterr().out.partition("pass 1 of 3")
@@ -212,11 +214,11 @@ def test_a_loss_that_is_not_the_jobs_differs(
         assert isinstance(loss, float)
         return replace(call, outputs={**call.outputs, "loss": loss * 1.001})
 
-    captures = changed(job, tmp_path / "wrong", wrong)
-    code, verdict, _ = replayed(job, tmp_path / "logs", *FP32, "--verdict", rule, captures=captures)
+    captures = change_capture(job, tmp_path / "wrong", wrong)
+    code, verdict, _ = replay_captures(job, tmp_path / "logs", *FP32, "--verdict", rule, captures=captures)
     assert (code, verdict["outcome"], verdict["counts"]) == (expected, "DIFFERS", {"REPRODUCED": 2, "DIFFERS": 1})
     source = capture_files(captures)[1].name
-    [loss] = [one for one in verdict["first"]["findings"] if one["name"] == LOSS]
+    [loss] = [finding for finding in verdict["first"]["findings"] if finding["name"] == LOSS]
     assert (verdict["first"]["index"], verdict["first"]["source"]) == (1, source)
     assert loss["difference"] == pytest.approx(1e-3, rel=0.01)
     assert loss["bound"] == 1e-5
@@ -233,7 +235,9 @@ def test_a_loss_that_is_not_the_jobs_differs(
 def test_what_was_not_recorded_cannot_be_told(
     kept: dict[str, Any], typed: list[str], reason: str | None, tmp_path: Path, one_world: None
 ) -> None:
-    _, verdict, _ = replayed(train(tmp_path / "job", **kept), tmp_path / "logs", *FP32, *typed, "--max-inputs", "1")
+    _, verdict, _ = replay_captures(
+        train(tmp_path / "job", **kept), tmp_path / "logs", *FP32, *typed, "--max-inputs", "1"
+    )
     assert verdict["outcome"] == ("REPRODUCED" if reason is None else "CANNOT TELL")
     assert verdict["reason"] == reason
 
@@ -244,10 +248,10 @@ def test_a_replay_that_steps_as_the_job_did_is_judged_in_every_pass(
     """With the job's optimizer and clipping; with another learning rate it says so before the first pass."""
     job = train(tmp_path / "job", learning_rate=0.1, reproduce=True)
     as_the_job = ["--step", "--optimizer", "sgd", "--max-norm", "1.0", "--learning-rate"]
-    code, verdict, _ = replayed(job, tmp_path / "same", *FP32, *as_the_job, "0.1", "--verdict", "strict")
+    code, verdict, _ = replay_captures(job, tmp_path / "same", *FP32, *as_the_job, "0.1", "--verdict", "strict")
     assert (code, verdict["counts"], verdict["window_counts"]) == (0, {"REPRODUCED": 3}, {"REPRODUCED": 3})
     assert "optimizer  as the job's" in capsys.readouterr().out
-    code, verdict, _ = replayed(job, tmp_path / "other", *FP32, *as_the_job, "0.2", "--verdict", "strict")
+    code, verdict, _ = replay_captures(job, tmp_path / "other", *FP32, *as_the_job, "0.2", "--verdict", "strict")
     assert (code, verdict["outcome"]) == (1, "UNSETTLED")
     header, _, _ = capsys.readouterr().out.partition("pass 1 of 3")
     assert "optimizer  other than the job's: learning rate 0.1 in the job, 0.2 here" in header
@@ -259,15 +263,15 @@ def test_of_a_job_that_trains_on_the_passes_with_the_same_weights_are_judged(
 ) -> None:
     """The replay's first weights are the job's first; then the one steps, or both do, each its own way."""
     job = train(tmp_path / "job", learning_rate=0.1, reproduce=True)
-    _, verdict, _ = replayed(job, tmp_path / "logs", *FP32, *typed)
+    _, verdict, _ = replay_captures(job, tmp_path / "logs", *FP32, *typed)
     expected = (
         ("UNSETTLED", {"REPRODUCED": 1, "UNSETTLED": 2})
         if typed
         else ("REPRODUCED", {"REPRODUCED": 1, "CANNOT TELL": 2})
     )
     assert (verdict["outcome"], verdict["counts"]) == expected
-    reasons = {one["reason"] for one in verdict["passes"][1:]}
-    assert all("SGD in the job, AdamW here" in one for one in reasons) if typed else reasons == {"other weights"}
+    reasons = {judged_pass["reason"] for judged_pass in verdict["passes"][1:]}
+    assert all("SGD in the job, AdamW here" in reason for reason in reasons) if typed else reasons == {"other weights"}
 
 
 @pytest.mark.parametrize(("temperature", "outcome"), [(1.0, "REPRODUCED"), (1.01, "DIFFERS")])
@@ -281,9 +285,9 @@ def test_action_log_probs_are_compared_row_by_row(
     with recording(actor, tmp_path / "captures", reproduce=True):
         for batch in make_batches():
             actor(batch["input_ids"], batch["attention_mask"], batch["labels"][:, -4:] != -100)
-    _, verdict, _ = replayed(tmp_path, tmp_path / "logs", *FP32, "--loss", "stand-in")
+    _, verdict, _ = replay_captures(tmp_path, tmp_path / "logs", *FP32, "--loss", "stand-in")
     assert verdict["outcome"] == outcome
-    assert {one["name"] for one in verdict["worst"]} == {LOG_PROBS, ACTION_TOKENS}
+    assert {finding["name"] for finding in verdict["worst"]} == {LOG_PROBS, ACTION_TOKENS}
     assert len(verdict["weights"]["compared"]) == 21
 
 
@@ -300,42 +304,50 @@ RIGHT, WRONG, VAGUE = (
 )
 
 
-def recorded(*claims: Claim, step: int = 0, **changes: Any) -> RecordedPass:
+def make_recorded(*claims: Claim, step: int = 0, **changes: Any) -> RecordedPass:
     values: dict[str, Any] = {"rank": 0, "world_size": 1, "trains": True, "weights": SAME, "num_frozen": 0}
     return RecordedPass(**{**values, "step": step, "claims": claims, "dtypes": ["float32"], **changes})
 
 
-def judged(*passes: RecordedPass, setting: VerdictSettings = SETTING, **changes: Any) -> Verdict:
+def judge_passes(*passes: RecordedPass, setting: VerdictSettings = SETTING, **changes: Any) -> Verdict:
     """Each pass beside a replay's loss of 1.5 over 80 tokens, and a gradient norm of 4."""
     values = {"row_action_tokens": [30, 50], "grad_norm": 4.0, "row_log_probs": [-30.0, -100.0], **changes}
     return judge(
-        [PassEvidence(record(index, **values), one, ReplayedPass()) for index, one in enumerate(passes)], setting
+        [
+            PassEvidence(record(index, **values), recorded_pass, ReplayedPass())
+            for index, recorded_pass in enumerate(passes)
+        ],
+        setting,
     )
 
 
 @pytest.mark.parametrize(
     ("passes", "outcome", "reason"),
     [
-        ([recorded(RIGHT)], Outcome.REPRODUCED, None),
-        ([recorded(WRONG)], Outcome.DIFFERS, None),
-        ([recorded(RIGHT), recorded(WRONG, step=1)], Outcome.DIFFERS, None),
-        ([recorded(WRONG, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
-        ([recorded(RIGHT, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
-        ([recorded(RIGHT, weights=UNKNOWN)], Outcome.REPRODUCED, None),
-        ([recorded(WRONG, weights=UNKNOWN)], Outcome.UNSETTLED, "loss is off by 0.063, but the capture holds no"),
-        ([recorded(VAGUE)], Outcome.UNSETTLED, "another objective"),
-        ([recorded(RIGHT, VAGUE)], Outcome.UNSETTLED, "another objective"),
-        ([recorded(RIGHT, VAGUE), recorded(WRONG, step=1)], Outcome.DIFFERS, None),
-        ([recorded(replace(VAGUE, values=[1.5]))], Outcome.CANNOT_TELL, "another objective"),  # by chance, perhaps
-        ([recorded(RIGHT, replace(VAGUE, values=[1.5]))], Outcome.REPRODUCED, None),
-        ([recorded(replace(WRONG, num_tokens=[79]))], Outcome.UNSETTLED, "loss is of 79 tokens, the replay's of 80"),
-        ([recorded(replace(WRONG, values=[math.nan]))], Outcome.DIFFERS, None),
-        ([recorded()], Outcome.CANNOT_TELL, "nothing was recorded"),
+        ([make_recorded(RIGHT)], Outcome.REPRODUCED, None),
+        ([make_recorded(WRONG)], Outcome.DIFFERS, None),
+        ([make_recorded(RIGHT), make_recorded(WRONG, step=1)], Outcome.DIFFERS, None),
+        ([make_recorded(WRONG, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
+        ([make_recorded(RIGHT, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
+        ([make_recorded(RIGHT, weights=UNKNOWN)], Outcome.REPRODUCED, None),
+        ([make_recorded(WRONG, weights=UNKNOWN)], Outcome.UNSETTLED, "loss is off by 0.063, but the capture holds no"),
+        ([make_recorded(VAGUE)], Outcome.UNSETTLED, "another objective"),
+        ([make_recorded(RIGHT, VAGUE)], Outcome.UNSETTLED, "another objective"),
+        ([make_recorded(RIGHT, VAGUE), make_recorded(WRONG, step=1)], Outcome.DIFFERS, None),
+        ([make_recorded(replace(VAGUE, values=[1.5]))], Outcome.CANNOT_TELL, "another objective"),  # by chance, perhaps
+        ([make_recorded(RIGHT, replace(VAGUE, values=[1.5]))], Outcome.REPRODUCED, None),
+        (
+            [make_recorded(replace(WRONG, num_tokens=[79]))],
+            Outcome.UNSETTLED,
+            "loss is of 79 tokens, the replay's of 80",
+        ),
+        ([make_recorded(replace(WRONG, values=[math.nan]))], Outcome.DIFFERS, None),
+        ([make_recorded()], Outcome.CANNOT_TELL, "nothing was recorded"),
         ([], Outcome.CANNOT_TELL, "no pass was replayed"),
     ],
 )
 def test_the_rules(passes: Sequence[RecordedPass], outcome: Outcome, reason: str | None) -> None:
-    verdict = judged(*passes)
+    verdict = judge_passes(*passes)
     assert verdict.outcome is outcome
     assert (verdict.reason or "") == (reason or "") or str(reason) in str(verdict.reason)
     assert format_verdict(verdict)[0][1].startswith(f"{outcome}: ")
@@ -358,42 +370,47 @@ def test_a_pass_answers_for_parameters_that_it_has_no_sample_of(
     other = replace(OTHER, compared=("a", "b", "c"), differing=differing)
     own = WeightComparison(compared=("a", "b"), num_parameters=3)
     for step, expected in ((1, outcome), (0, outcome_before)):
-        found = judged(recorded(claim, weights=own, step=step), recorded(claim, weights=other, step=1 - step))
+        found = judge_passes(
+            make_recorded(claim, weights=own, step=step), make_recorded(claim, weights=other, step=1 - step)
+        )
         assert found.passes[0].outcome is expected
         assert found.weights is not None
         assert found.weights.first is not None
 
 
 def test_a_model_with_dropout_differs_by_chance() -> None:
-    verdict = judged(recorded(WRONG), setting=replace(SETTING, dropout=["attention_dropout"]))
+    verdict = judge_passes(make_recorded(WRONG), setting=replace(SETTING, dropout=["attention_dropout"]))
     assert (verdict.outcome, "by chance" in str(verdict.reason)) == (Outcome.CANNOT_TELL, True)
-    rollout = recorded(WRONG, trains=False)
-    assert judged(rollout, setting=replace(SETTING, dropout=["attention_dropout"])).outcome is Outcome.DIFFERS
+    rollout = make_recorded(WRONG, trains=False)
+    assert judge_passes(rollout, setting=replace(SETTING, dropout=["attention_dropout"])).outcome is Outcome.DIFFERS
 
 
 def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
     """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
     dropout = replace(SETTING, dropout=["attention_dropout"])
-    verdict = judged(recorded(RIGHT), recorded(WRONG, step=1), setting=dropout)
+    verdict = judge_passes(make_recorded(RIGHT), make_recorded(WRONG, step=1), setting=dropout)
     assert (verdict.outcome, verdict.counts) == (Outcome.UNSETTLED, {Outcome.REPRODUCED: 1, Outcome.UNSETTLED: 1})
     assert "in other passes its masks are the job's" in str(verdict.reason)
-    assert judged(recorded(RIGHT, trains=False), recorded(WRONG, step=1), setting=dropout).outcome is Outcome.REPRODUCED
+    assert (
+        judge_passes(make_recorded(RIGHT, trains=False), make_recorded(WRONG, step=1), setting=dropout).outcome
+        is Outcome.REPRODUCED
+    )
     right_norm, wrong_norm = (Claim(name=GRAD_NORM, values=[value]) for value in (4.0, 8.0))
     for norm, outcome in ((right_norm, Outcome.REPRODUCED), (wrong_norm, Outcome.DIFFERS)):
-        passes = recorded(RIGHT, right_norm), recorded(RIGHT, norm, step=1)
-        assert judged(*passes, setting=dropout).outcome is outcome
-    by_chance = recorded(WRONG, wrong_norm), recorded(WRONG, wrong_norm, step=1)
-    assert judged(*by_chance, setting=dropout).outcome is Outcome.CANNOT_TELL
+        passes = make_recorded(RIGHT, right_norm), make_recorded(RIGHT, norm, step=1)
+        assert judge_passes(*passes, setting=dropout).outcome is outcome
+    by_chance = make_recorded(WRONG, wrong_norm), make_recorded(WRONG, wrong_norm, step=1)
+    assert judge_passes(*by_chance, setting=dropout).outcome is Outcome.CANNOT_TELL
 
 
 def test_a_row_of_few_tokens_has_a_wider_bound_and_is_named() -> None:
     rows = Claim(name=LOG_PROBS, values=[-30.0, -100.1], num_tokens=[30, 50])
-    verdict = judged(recorded(rows))
+    verdict = judge_passes(make_recorded(rows))
     assert verdict.first is not None
     [finding] = verdict.first.findings
     assert finding.where == "row 1"
     assert finding.recorded == pytest.approx(-2.002)
-    assert judged(recorded(rows, dtypes=["bfloat16"])).outcome is Outcome.REPRODUCED
+    assert judge_passes(make_recorded(rows, dtypes=["bfloat16"])).outcome is Outcome.REPRODUCED
     assert compute_bound(LOG_PROBS, ["bfloat16"], 32, 1) > 20 * compute_bound(LOG_PROBS, ["bfloat16"], 32, 4000)
 
 
@@ -403,19 +420,27 @@ NORM = Claim(name=GRAD_NORM, values=[5.0])
 @pytest.mark.parametrize(
     ("first", "changes", "outcome"),
     [
-        (recorded(RIGHT, NORM), {}, Outcome.DIFFERS),  # the second pass; what one pass alone tells is not enough
-        (recorded(RIGHT), {}, Outcome.UNSETTLED),  # the norm may be of two passes
-        (recorded(RIGHT, NORM), {"step": 2}, Outcome.UNSETTLED),  # of two passes, of which every second was recorded
-        (recorded(RIGHT, NORM), {"num_frozen": 2}, Outcome.UNSETTLED),
-        (recorded(RIGHT), {"world_size": 2}, Outcome.UNSETTLED),  # of two ranks' gradients, and no other was judged
-        (recorded(RIGHT, NORM), {"claims": [VAGUE, NORM]}, Outcome.UNSETTLED),
+        (make_recorded(RIGHT, NORM), {}, Outcome.DIFFERS),  # the second pass; what one pass alone tells is not enough
+        (make_recorded(RIGHT), {}, Outcome.UNSETTLED),  # the norm may be of two passes
+        (
+            make_recorded(RIGHT, NORM),
+            {"step": 2},
+            Outcome.UNSETTLED,
+        ),  # of two passes, of which every second was recorded
+        (make_recorded(RIGHT, NORM), {"num_frozen": 2}, Outcome.UNSETTLED),
+        (
+            make_recorded(RIGHT),
+            {"world_size": 2},
+            Outcome.UNSETTLED,
+        ),  # of two ranks' gradients, and no other was judged
+        (make_recorded(RIGHT, NORM), {"claims": [VAGUE, NORM]}, Outcome.UNSETTLED),
     ],
 )
 def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
     first: RecordedPass, changes: dict[str, Any], outcome: Outcome
 ) -> None:
-    second = replace(recorded(RIGHT, NORM, step=1), **changes)
-    assert judged(first, second).outcome is outcome
+    second = replace(make_recorded(RIGHT, NORM, step=1), **changes)
+    assert judge_passes(first, second).outcome is outcome
 
 
 def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
@@ -423,16 +448,22 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
     half = WeightComparison(compared=("b",), num_parameters=3, is_sharded=True)
     none = WeightComparison(num_parameters=3, is_sharded=True)
     wrong = replace(OTHER, is_sharded=True, compared=("a",))
-    assert judged(recorded(WRONG, weights=half), recorded(WRONG, weights=none, rank=1)).counts == {Outcome.DIFFERS: 2}
-    other = judged(recorded(RIGHT, weights=half), recorded(RIGHT, weights=wrong, rank=1), recorded(RIGHT, step=1))
+    assert judge_passes(make_recorded(WRONG, weights=half), make_recorded(WRONG, weights=none, rank=1)).counts == {
+        Outcome.DIFFERS: 2
+    }
+    other = judge_passes(
+        make_recorded(RIGHT, weights=half), make_recorded(RIGHT, weights=wrong, rank=1), make_recorded(RIGHT, step=1)
+    )
     assert other.counts == {Outcome.CANNOT_TELL: 2, Outcome.REPRODUCED: 1}
-    assert judged(recorded(WRONG, weights=none)).outcome is Outcome.UNSETTLED
+    assert judge_passes(make_recorded(WRONG, weights=none)).outcome is Outcome.UNSETTLED
 
 
 def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
-    one = recorded(RIGHT)
+    recorded_pass = make_recorded(RIGHT)
     pair = [
-        PassEvidence(record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), one, ReplayedPass())
+        PassEvidence(
+            record(0, rank=rank, data_rank=0, loss=loss, row_action_tokens=[80]), recorded_pass, ReplayedPass()
+        )
         for rank, loss in ((0, 1.5), (1, 1.6))
     ]
     verdict = judge(pair, SETTING)
@@ -442,7 +473,7 @@ def test_peers_of_one_input_count_once_and_the_farthest_decides() -> None:
 def test_what_differs_in_the_environment_is_listed_beside() -> None:
     settings = {"torch": "2.11.0", "device": "NVIDIA H200", "NCCL_ALGO": "Ring"}
     here = {"torch": "2.13.0", "device": "NVIDIA H200", "dtype": "float32"}
-    verdict = judged(recorded(RIGHT, settings=settings), setting=replace(SETTING, environment=here))
+    verdict = judge_passes(make_recorded(RIGHT, settings=settings), setting=replace(SETTING, environment=here))
     assert verdict.environment == {"torch": ("2.11.0", "2.13.0")}
     assert ("here", "torch 2.13.0 (2.11.0 in the job)") in format_verdict(verdict)
 

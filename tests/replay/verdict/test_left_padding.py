@@ -86,7 +86,7 @@ def test_a_job_padded_on_the_left_is_reproduced_through_its_steps(
 ) -> None:
     """What a token of padding attends to is the kernel's own: nothing under sdpa, everything under eager."""
     verdict = verdict_of(train(tmp_path, make(kernel)), tmp_path / "logs", *STEP)
-    assert [one["outcome"] for one in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
+    assert [judged["outcome"] for judged in (*verdict["passes"], *verdict["windows"])] == ["REPRODUCED"] * 4
 
 
 @pytest.mark.parametrize("loss_of", [twice_the_loss, loss_of_labels_shifted_twice])

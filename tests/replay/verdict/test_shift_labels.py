@@ -66,7 +66,7 @@ def test_a_plain_gpt_with_targets_is_reproduced(tmp_path: Path, backend: str, re
     verdict = verdict_of(train(tmp_path), tmp_path / "logs", "--backend", backend, reverse_rows=reverse_rows)
     assert verdict["outcome"] == "REPRODUCED", verdict
     assert verdict["window_counts"] == {"REPRODUCED": NUM_STEPS}
-    assert {one["name"] for one in verdict["worst"]} >= {LOSS, TOKENS, GRADIENT}
+    assert {finding["name"] for finding in verdict["worst"]} >= {LOSS, TOKENS, GRADIENT}
 
 
 def test_a_loss_of_other_tokens_than_the_targets_is_not_reproduced(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_where_a_target_is_another_token_no_log_prob_of_the_rows_own_is_compared
 def test_a_redacted_capture_keeps_which_tokens_have_a_target(tmp_path: Path) -> None:
     job = train(tmp_path)
     redact_folder(job / "captures", tmp_path / "redacted", TokenRedaction.PERMUTE)
-    [one, *_] = (read_call(path).micro_batch().shift_labels for path in capture_files(tmp_path / "redacted"))
-    assert one is not None
-    assert one.unique().tolist() == [-100, 0]
-    assert (one == -100).sum() == 4
+    [labels_BS, *_] = (read_call(path).micro_batch().shift_labels for path in capture_files(tmp_path / "redacted"))
+    assert labels_BS is not None
+    assert labels_BS.unique().tolist() == [-100, 0]
+    assert (labels_BS == -100).sum() == 4

@@ -60,7 +60,7 @@ def train(folder: Path, prepare: Prepare) -> Path:
     return folder
 
 
-def said_of(job: Path, capsys: pytest.CaptureFixture[str], *typed: str) -> list[str]:
+def read_remarks(job: Path, capsys: pytest.CaptureFixture[str], *typed: str) -> list[str]:
     command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--loss", "sft", "--backend", "ddp"]
     assert main([*command, "--log-folder", str(job / "logs"), *typed]) == 0
     said = capsys.readouterr().out
@@ -85,13 +85,13 @@ def said_of(job: Path, capsys: pytest.CaptureFixture[str], *typed: str) -> list[
 def test_what_a_job_did_not_train_is_said(
     prepare: Prepare, says: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said_of(train(tmp_path, prepare), capsys) == ([] if says is None else [says])
+    assert read_remarks(train(tmp_path, prepare), capsys) == ([] if says is None else [says])
 
 
 def test_a_part_of_a_recording_does_not_say_that_there_was_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said_of(train(tmp_path, made_before_sharding), capsys, "--max-inputs", "2") == []
+    assert read_remarks(train(tmp_path, made_before_sharding), capsys, "--max-inputs", "2") == []
 
 
 def test_of_flat_parameters_a_step_counts_those_that_are_in_them(tmp_path: Path, one_world: None) -> None:

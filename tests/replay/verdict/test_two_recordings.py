@@ -10,7 +10,7 @@ from capture.file_format.capture_file import read_call
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.pass_values import Claim, RecordedPass, WeightComparison, describe_mixed_recordings
 from tests.helpers.made_records import record
-from tests.replay.verdict.test_judge import FP32, replayed, train
+from tests.replay.verdict.test_judge import FP32, replay_captures, train
 
 
 @pytest.mark.parametrize("kept", [{}, {"segment": "1MB"}])
@@ -22,11 +22,11 @@ def test_two_recordings_in_one_folder_are_not_judged_together_and_each_is_alone(
     with pytest.warns(RuntimeWarning, match="captures has passes of another recording"):
         train(tmp_path, learning_rate=0.1, reproduce=True, **kept)
     first, second = sorted({str(read_call(path).recording) for path in capture_files(tmp_path / "captures")})
-    code, verdict, _ = replayed(tmp_path, tmp_path / "both", *FP32, "--verdict", "strict")
+    code, verdict, _ = replay_captures(tmp_path, tmp_path / "both", *FP32, "--verdict", "strict")
     assert (code, verdict["outcome"], verdict["counts"]) == (0, "CANNOT TELL", {"CANNOT TELL": 6})
     assert f"which began {first} and {second}. Try: --max-inputs 3, for those of one" in capsys.readouterr().out
     for typed in (["--max-inputs", "3"], ["--skip-inputs", "3"]):
-        code, verdict, _ = replayed(tmp_path, tmp_path / typed[0], *FP32, "--verdict", "strict", *typed)
+        code, verdict, _ = replay_captures(tmp_path, tmp_path / typed[0], *FP32, "--verdict", "strict", *typed)
         assert (code, verdict["outcome"], verdict["counts"]) == (0, "REPRODUCED", {"REPRODUCED": 1, "CANNOT TELL": 2})
 
 

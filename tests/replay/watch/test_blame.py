@@ -8,7 +8,7 @@ from replay.watch.blame import Sighting, find_missing_ranks, report_hang, report
 from replay.watch.progress import Phase, RankPosition
 
 
-def seen(
+def make_sighting(
     rank: int,
     phase: Phase = Phase.FORWARD,
     *,
@@ -36,108 +36,151 @@ def seen(
 
 
 CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
-    "the only rank": ([seen(0)], (0,)),
+    "the only rank": ([make_sighting(0)], (0,)),
     "one does not answer, whatever the others do": (
-        [seen(0, Phase.READING, inside=False), seen(1, answers=False, inside=False), seen(2, Phase.WAITING)],
+        [
+            make_sighting(0, Phase.READING, inside=False),
+            make_sighting(1, answers=False, inside=False),
+            make_sighting(2, Phase.WAITING),
+        ],
         (1,),
     ),
     "one still reads its file": (
-        [seen(0, Phase.STARTING), seen(1, Phase.READING, inside=False), seen(2, Phase.STARTING)],
+        [
+            make_sighting(0, Phase.STARTING),
+            make_sighting(1, Phase.READING, inside=False),
+            make_sighting(2, Phase.STARTING),
+        ],
         (1,),
     ),
-    "one is a whole pass behind": ([seen(0, index=4), seen(1, index=3, inside=False), seen(2, index=4)], (1,)),
+    "one is a whole pass behind": (
+        [make_sighting(0, index=4), make_sighting(1, index=3, inside=False), make_sighting(2, index=4)],
+        (1,),
+    ),
     "one opens the actor, the others wait to begin": (
         [
-            seen(0, Phase.OPENING, index=-1, inside=False),
-            seen(1, Phase.STARTING, index=0),
-            seen(2, Phase.STARTING, index=0),
+            make_sighting(0, Phase.OPENING, index=-1, inside=False),
+            make_sighting(1, Phase.STARTING, index=0),
+            make_sighting(2, Phase.STARTING, index=0),
         ],
         (0,),
     ),
     "one ran out of inputs": (
         [
-            seen(0, Phase.STARTING, index=5),
-            seen(1, Phase.OUT_OF_INPUTS, index=5, inside=False),
-            seen(2, Phase.STARTING, index=5),
+            make_sighting(0, Phase.STARTING, index=5),
+            make_sighting(1, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(2, Phase.STARTING, index=5),
         ],
         (1,),
     ),
     "two ran out of inputs, at different times": (
         [
-            seen(0, Phase.OUT_OF_INPUTS, index=3, inside=False),
-            seen(1, Phase.OUT_OF_INPUTS, index=4, inside=False),
-            seen(2, Phase.STARTING, index=4),
+            make_sighting(0, Phase.OUT_OF_INPUTS, index=3, inside=False),
+            make_sighting(1, Phase.OUT_OF_INPUTS, index=4, inside=False),
+            make_sighting(2, Phase.STARTING, index=4),
         ],
         (0, 1),
     ),
     "one is still in the last pass, the others are through": (
         [
-            seen(0, Phase.OUT_OF_INPUTS, index=5, inside=False),
-            seen(1, Phase.GATHERING, index=4, inside=False),
-            seen(2, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(0, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(1, Phase.GATHERING, index=4, inside=False),
+            make_sighting(2, Phase.OUT_OF_INPUTS, index=5, inside=False),
         ],
         (1,),
     ),
     "two behind, of whom one waits for the other": (
-        [seen(0), seen(1, inside=False), seen(2, Phase.WAITING), seen(3, Phase.WAITING)],
+        [
+            make_sighting(0),
+            make_sighting(1, inside=False),
+            make_sighting(2, Phase.WAITING),
+            make_sighting(3, Phase.WAITING),
+        ],
         (1,),
     ),
     "one went past a collective in which the others wait": (
-        [seen(0), seen(1), seen(2, Phase.BACKWARD)],
+        [make_sighting(0), make_sighting(1), make_sighting(2, Phase.BACKWARD)],
         (2,),
     ),
     "one waits in a collective that the others never reach": (
-        [seen(0, Phase.BACKWARD), seen(1), seen(2, Phase.BACKWARD)],
+        [make_sighting(0, Phase.BACKWARD), make_sighting(1), make_sighting(2, Phase.BACKWARD)],
         (1,),
     ),
     "fewer collectives in the same phase": (
-        [seen(0, counts={"0": 8}), seen(1, counts={"0": 7}, inside=False), seen(2, counts={"0": 8})],
+        [
+            make_sighting(0, counts={"0": 8}),
+            make_sighting(1, counts={"0": 7}, inside=False),
+            make_sighting(2, counts={"0": 8}),
+        ],
         (1,),
     ),
     "fewer collectives in a group of which one rank is no member": (
-        [seen(0, counts={"a": 8}), seen(1, counts={"a": 7}), seen(2, counts={"b": 3}), seen(3, counts={"b": 3})],
+        [
+            make_sighting(0, counts={"a": 8}),
+            make_sighting(1, counts={"a": 7}),
+            make_sighting(2, counts={"b": 3}),
+            make_sighting(3, counts={"b": 3}),
+        ],
         (1,),
     ),
     "a rank that complains first has arrived, and is not named": (
-        [seen(0, counts={"0": 9}), seen(1, counts={"0": 8}, inside=False), seen(2, counts={"0": 9})],
+        [
+            make_sighting(0, counts={"0": 9}),
+            make_sighting(1, counts={"0": 8}, inside=False),
+            make_sighting(2, counts={"0": 9}),
+        ],
         (1,),
     ),
     "one more than in any pass before, and all wait for their devices": (
         [
-            seen(0, Phase.SETTLING, counts={"0": 7}, inside=False),
-            seen(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, Phase.SETTLING, counts={"0": 7}, inside=False),
+            make_sighting(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one more than in any pass before, and the other is stuck in an earlier phase": (
         [
-            seen(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
-            seen(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
+            make_sighting(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one's collective failed, two more returned in the same phase": (
         [
-            seen(0, Phase.WAITING, failed=True),
-            seen(1, Phase.WAITING, counts={"0": 8}, inside=False),
-            seen(2, Phase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
+            make_sighting(0, Phase.WAITING, failed=True),
+            make_sighting(1, Phase.WAITING, counts={"0": 8}, inside=False),
+            make_sighting(2, Phase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
         ],
         (2,),
     ),
     "all ranks reach a collective that no pass before had": (
-        [seen(0, counts={"0": 8}, unforeseen=1), seen(1, counts={"0": 9}, unforeseen=1)],
+        [make_sighting(0, counts={"0": 8}, unforeseen=1), make_sighting(1, counts={"0": 9}, unforeseen=1)],
         (0,),
     ),
     "equal numbers, and one outside": (
-        [seen(0, counts={"0": 8}), seen(1, counts={"0": 8}), seen(2, counts={"0": 8}, inside=False)],
+        [
+            make_sighting(0, counts={"0": 8}),
+            make_sighting(1, counts={"0": 8}),
+            make_sighting(2, counts={"0": 8}, inside=False),
+        ],
         (2,),
     ),
     "contradicting numbers, all inside": (
-        [seen(0, counts={"0": 8, "1": 3}), seen(1, counts={"0": 7, "1": 4}), seen(2, counts={"0": 8, "1": 4})],
+        [
+            make_sighting(0, counts={"0": 8, "1": 3}),
+            make_sighting(1, counts={"0": 7, "1": 4}),
+            make_sighting(2, counts={"0": 8, "1": 4}),
+        ],
         (),
     ),
-    "no difference": ([seen(0, counts={"0": 8}), seen(1, counts={"0": 8}), seen(2, counts={"0": 8})], ()),
-    "none answers but for one's own": ([seen(0), seen(1, answers=False), seen(2, answers=False)], (1, 2)),
+    "no difference": (
+        [make_sighting(0, counts={"0": 8}), make_sighting(1, counts={"0": 8}), make_sighting(2, counts={"0": 8})],
+        (),
+    ),
+    "none answers but for one's own": (
+        [make_sighting(0), make_sighting(1, answers=False), make_sighting(2, answers=False)],
+        (1, 2),
+    ),
 }
 
 
@@ -154,7 +197,7 @@ def test_the_order_in_which_ranks_are_heard_decides_nothing(name: str) -> None:
 
 
 def test_where_it_cannot_be_told_nobody_is_named() -> None:
-    failure = report_hang([seen(0), seen(1)], "no progress for 120 s")
+    failure = report_hang([make_sighting(0), make_sighting(1)], "no progress for 120 s")
     assert failure.rank is None
     assert "which rank did not arrive cannot be told" in failure.headline
     assert "did not arrive: " not in failure.headline
@@ -162,7 +205,9 @@ def test_where_it_cannot_be_told_nobody_is_named() -> None:
 
 def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
     failure = report_hang(
-        [seen(0, Phase.WAITING), seen(1, inside=False)], "no progress for 120 s", advice=". Try: --timeout 600"
+        [make_sighting(0, Phase.WAITING), make_sighting(1, inside=False)],
+        "no progress for 120 s",
+        advice=". Try: --timeout 600",
     )
     assert failure.text("logs/x").splitlines() == [
         "replay: no progress for 120 s: rank 1 did not arrive: it has not reached the phase of the others "
@@ -175,7 +220,7 @@ def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
 
 
 def test_a_signal_to_all_ranks_names_none_of_them() -> None:
-    positions = {rank: seen(rank).position for rank in range(3)}
+    positions = {rank: make_sighting(rank).position for rank in range(3)}
     assert report_termination([0, 1, 2], positions).rank is None
     assert report_termination([1], positions).rank == 1
-    assert report_termination([0], {0: seen(0).position}).rank == 0
+    assert report_termination([0], {0: make_sighting(0).position}).rank == 0

@@ -147,7 +147,7 @@ class Outcome:
     processes_left: list[str]
 
 
-def replayed(case: Case, home: Path) -> Outcome:
+def run_case(case: Case, home: Path) -> Outcome:
     """Lengths differ from rank to rank and pass to pass, so that shapes tell which input is named."""
     lengths = [20, 21, 22, 23, 24, 25]
     if case.uneven:  # that rank has two inputs, the other three
@@ -200,7 +200,7 @@ def outcomes(
     wanted = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         yield {
-            case.named: pool.submit(replayed, case, tmp_path_factory.mktemp("fault"))
+            case.named: pool.submit(run_case, case, tmp_path_factory.mktemp("fault"))
             for case in CASES
             if case in wanted
         }
