@@ -33,7 +33,7 @@ def each_document(
     outs = []
     for begin, end in zip(borders.tolist(), borders.tolist()[1:], strict=False):
         if end > begin:
-            query, key, value = (one[begin:end].transpose(0, 1) for one in (query_THD, key_TKD, value_TKD))
+            query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in (query_THD, key_TKD, value_TKD))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
             outs.append(out.transpose(0, 1))
     return torch.cat(outs)
@@ -150,7 +150,7 @@ def test_rows_padded_on_either_side_are_as_each_document_by_itself() -> None:
         found = out_BSHD[row, start : start + length]
         torch.testing.assert_close(found, wanted)
         gradients = [
-            torch.autograd.grad(one.square().sum(), heads_BHSD, retain_graph=True)[0] for one in (found, wanted)
+            torch.autograd.grad(result.square().sum(), heads_BHSD, retain_graph=True)[0] for result in (found, wanted)
         ]
         torch.testing.assert_close(*gradients)
 
@@ -171,7 +171,7 @@ def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
         )
 
 
-@pytest.mark.parametrize("typed", [one for one in Attention if one not in ("auto", "flash", "sdpa")])
+@pytest.mark.parametrize("typed", [name for name in Attention if name not in ("auto", "flash", "sdpa")])
 def test_a_kernel_without_a_ring_is_refused_with_one(typed: Attention) -> None:
     with pytest.raises(UsageError, match=f"^attention='{typed}' has no ring. Try: ring=2, attention='flash', or sdpa"):
         ActorSpec(attention=typed, parallel=ParallelSpec(ring=2))
@@ -205,14 +205,14 @@ def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeyp
     monkeypatch.setattr(kernels, "LONG", 10)
     kernel = kernels._wrap_with_cudnn(flash_attn_varlen)
 
-    def attended(heads: Tensor, borders: Tensor) -> Tensor:
+    def attend_packed(heads: Tensor, borders: Tensor) -> Tensor:
         out: Tensor = kernel(torch.nn.Identity(), heads * 2, heads[:, :2], heads[:, 2:], None, **of(borders))[0]
         return out * 2
 
     def of(borders: Tensor) -> dict[str, Any]:
         return {"cu_seq_lens_q": borders, "max_length_q": 256}
 
-    compiled = torch.compile(attended, fullgraph=True, backend="eager", dynamic=True)
+    compiled = torch.compile(attend_packed, fullgraph=True, backend="eager", dynamic=True)
     for num_tokens in (10, 17):
         heads = torch.randn(1, 4, num_tokens, 16, requires_grad=True)
         borders = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -220,17 +220,17 @@ def test_a_compiled_row_of_one_document_has_no_graph_break_at_any_length(monkeyp
         own = (heads * 2)[0].transpose(0, 1), heads[0, :2].transpose(0, 1), heads[0, 2:].transpose(0, 1)
         wanted = each_document(*own, borders)[None] * 2
         torch.testing.assert_close(out, wanted)
-        gradients = [torch.autograd.grad(one.square().sum(), heads)[0] for one in (out, wanted)]
+        gradients = [torch.autograd.grad(result.square().sum(), heads)[0] for result in (out, wanted)]
         torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_compiled_row_of_other_documents_needs_no_new_graph() -> None:
-    def attended(heads: Tensor, borders: Tensor) -> Tensor:
+    def attend_packed(heads: Tensor, borders: Tensor) -> Tensor:
         own = heads[:, :2], heads[:, 2:]
         return cudnn_packed(torch.nn.Identity(), heads * 2, *own, None, cu_seq_lens_q=borders, max_length_q=256)[0] * 2
 
-    compiled = torch.compile(attended, backend="eager", dynamic=True)
+    compiled = torch.compile(attend_packed, backend="eager", dynamic=True)
     graphs: list[int] = []
     for lengths in ([3, 1, 6], [5, 9], [2, 2, 2, 2, 9], [4, 1, 1]):
         heads = torch.randn(1, 4, sum(lengths), 16)
@@ -287,8 +287,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Attention]]:
     """Stands for a GPU; the kernels in `installed` are there, and those in `right` are right."""
     known = {"installed": {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}}
     known["right"] = {*known["installed"]}
-    monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in known["installed"])
-    monkeypatch.setattr(kernel_choice, "is_right", lambda one, where: one in known["right"])
+    monkeypatch.setattr(kernel_choice, "is_installed", lambda name: name in known["installed"])
+    monkeypatch.setattr(kernel_choice, "is_right", lambda name, where: name in known["right"])
     return known
 
 

@@ -47,7 +47,7 @@ def slices_of(borders: list[int], num_ranks: int, *, zigzag: bool = False) -> li
     ]
 
 
-def document_of(token: int, borders: list[int]) -> int:
+def find_document(token: int, borders: list[int]) -> int:
     """The last document goes on to the end of the rounded row."""
     return max(i for i, border in enumerate(borders[:-1]) if border <= token)
 
@@ -66,8 +66,8 @@ def test_llama3_slices(borders: list[int], num_ranks: int) -> None:
         seen = keys_that_flash_sees(ring)
         visible_LT = _compute_llama3_mask(ring, None)
         for place, token in enumerate(ring.local_index_L.tolist()):
-            document = document_of(token, borders)
-            expected = [key for key in range(token + 1) if document_of(key, borders) == document]
+            document = find_document(token, borders)
+            expected = [key for key in range(token + 1) if find_document(key, borders) == document]
             assert seen[place] == expected
             assert (visible_LT[place].nonzero().flatten() + ring.first_key).tolist() == expected
 

@@ -37,7 +37,7 @@ LLAMA = LlamaConfig(num_hidden_layers=1)
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, KERNEL.word, KERNEL)
 
 
@@ -48,7 +48,7 @@ def losses(kernel: str, logs: Path, *typed: str) -> list[float | None]:
     return [record.result.loss for record in read_log(log)[1]]
 
 
-@pytest.mark.usefixtures("one_world", "registered")
+@pytest.mark.usefixtures("one_world", "register")
 @pytest.mark.parametrize("typed", [[], ["--no-packing"]], ids=" ".join)
 def test_it_replays_the_sample_with_eager_s_losses_and_is_named(
     typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -66,13 +66,13 @@ def test_it_replays_the_sample_with_eager_s_losses_and_is_named(
     assert found == pytest.approx(losses("eager", tmp_path, *typed), rel=1e-5)
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register")
 def test_the_kernel_check_finds_it_right() -> None:
     assert kernel_choice.measure_error("toy", CPU) < kernel_choice.BOUND / 3
     assert "toy" in list_checked_kernels()  # by the doctor
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register")
 def test_what_it_does_not_declare_is_refused() -> None:
     with pytest.raises(UsageError) as refusal:
         ActorSpec(attention="toy", parallel=ParallelSpec(ring=2))
@@ -81,7 +81,7 @@ def test_what_it_does_not_declare_is_refused() -> None:
         build_replay_spec({"attention": "foo"})
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register")
 def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
     spec = build_replay_spec({"attention": "toy"})
     assert format_command_line(spec) == ["--attention", "toy"]

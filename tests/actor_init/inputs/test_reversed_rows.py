@@ -19,7 +19,7 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.read_logs import read_log
 
 
-def replayed(tmp_path: Path, name: str, *, reverse_rows: bool = False) -> list[PassRecord]:
+def replay(tmp_path: Path, name: str, *, reverse_rows: bool = False) -> list[PassRecord]:
     common = ["--input-file", str(next((tmp_path / "in").glob("*.pkl")))]
     typed = [*common, "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / name)]
     assert run_with(typed, reverse_rows=reverse_rows) == 0
@@ -48,16 +48,16 @@ def test_the_log_keeps_the_captured_order(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copy(find_sample_folder() / "actor.json", tmp_path / "in")
     fed: list[Any] = []
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watch_inputs(*args: Any, **kwargs: Any) -> Any:
         fed.append(args[0].sequences_BS.tolist())
         return prepare_inputs(*args, **kwargs)
 
-    monkeypatch.setattr("replay.runner.run_pass.prepare_inputs", watched)
-    [plain] = replayed(tmp_path, "plain")
-    [turned] = replayed(tmp_path, "turned", reverse_rows=True)
+    monkeypatch.setattr("replay.runner.run_pass.prepare_inputs", watch_inputs)
+    [plain] = replay(tmp_path, "plain")
+    [turned] = replay(tmp_path, "turned", reverse_rows=True)
     assert fed[1] == fed[0][::-1]
     assert turned.result.row_log_probs == pytest.approx(plain.result.row_log_probs, rel=1e-6)
-    assert len({round(one, 3) for one in plain.result.row_log_probs}) == 3  # so that an order shows
+    assert len({round(log_prob, 3) for log_prob in plain.result.row_log_probs}) == 3  # so that an order shows
     assert (turned.input.input_digest, turned.input.row_tokens) == (plain.input.input_digest, plain.input.row_tokens)
     assert turned.result.loss == pytest.approx(plain.result.loss, rel=1e-6)
 

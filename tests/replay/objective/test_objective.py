@@ -108,7 +108,7 @@ def test_entropy_is_subtracted() -> None:
     entropies_BA = torch.distributions.Categorical(logits=logits).entropy()
     expected = compute_policy_loss(inputs, ObjectiveSpec()) - 0.5 * entropies_BA[inputs.action_mask_BA].mean()
     torch.testing.assert_close(with_entropy, expected, rtol=BOUND, atol=BOUND)
-    ours, theirs = (torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (with_entropy, expected))
+    ours, theirs = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (with_entropy, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
@@ -137,8 +137,8 @@ def test_the_dpo_loss_is_the_papers(smoothing: float, averages: bool, pairs: Pai
         "tokens": {"ref_log_probs": ref_BA},
         "sequences": {"ref_log_probs": numbers},
         "pairs": {
-            "ref_chosen_logps": numbers[[one for one, _ in order]],
-            "ref_rejected_logps": numbers[[one for _, one in order]],
+            "ref_chosen_logps": numbers[[chosen for chosen, _ in order]],
+            "ref_rejected_logps": numbers[[rejected for _, rejected in order]],
         },
     }[reference]
     inputs = made(0, **noted)
@@ -159,7 +159,7 @@ def test_sequences_of_a_packed_row_are_its_documents() -> None:
         recorded=ObjectiveRecord(
             **{
                 **fields_of(rows),
-                "tensors": {name: one.reshape(1, -1) for name, one in rows.tensors.items()},
+                "tensors": {name: tensor.reshape(1, -1) for name, tensor in rows.tensors.items()},
                 "sequence_BA": rows.sequence_BA.reshape(1, -1),
             }
         ),
@@ -249,7 +249,7 @@ def test_the_gain_of_a_mean_is_one_and_that_of_a_policy_grows_with_its_advantage
     assert measure_gain(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA) == pytest.approx(1)
     large = made(advantages=100 * inputs.tensors["advantages"])
     spec = ObjectiveSpec(on_policy=True)
-    ours, hundredfold = (measure_gain(compute_policy_loss(one, spec), one.log_probs_BA) for one in (inputs, large))
+    ours, hundredfold = (measure_gain(compute_policy_loss(case, spec), case.log_probs_BA) for case in (inputs, large))
     assert hundredfold == pytest.approx(100 * ours)
 
 

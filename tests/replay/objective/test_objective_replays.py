@@ -53,7 +53,7 @@ def whole_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("whole"), whole_policy)
 
 
-def replayed(job: Path, logs: Path, *typed: str, reverse_rows: bool = False) -> tuple[int, dict[str, Any]]:
+def run_replay(job: Path, logs: Path, *typed: str, reverse_rows: bool = False) -> tuple[int, dict[str, Any]]:
     """Exit code and run.json."""
     command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--log-folder", str(logs)]
     code = run_with(
@@ -68,14 +68,14 @@ def as_typed(options: dict[str, str]) -> list[str]:
     return [word for option in options.items() for word in option]
 
 
-def reproduced(run: dict[str, Any]) -> None:
+def check_reproduced(run: dict[str, Any]) -> None:
     verdict = run["verdict"]
     assert (verdict["outcome"], verdict["counts"], verdict["window_counts"]) == (
         "REPRODUCED",
         {"REPRODUCED": 4},
         {"REPRODUCED": 2},
     )
-    found = {one["name"]: one for one in verdict["worst"]}
+    found = {finding["name"]: finding for finding in verdict["worst"]}
     assert found.keys() == {LOSS, TOKENS, GRAD_NORM, GRADIENT}
 
 
@@ -91,8 +91,8 @@ def test_a_job_with_all_terms_is_reproduced(
     whole_job: Path, tmp_path: Path, typed: str, reverse_rows: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--loss", "policy", *as_typed(WHOLE), *typed.split()]
-    code, run = replayed(whole_job, tmp_path, *words, reverse_rows=reverse_rows)
-    reproduced(run)
+    code, run = run_replay(whole_job, tmp_path, *words, reverse_rows=reverse_rows)
+    check_reproduced(run)
     assert code == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "loss policy, ratio clipped to 0.9 ... 1.3, reduction sequences, dual clip 1.05, KL k3 x 0.05" in said
@@ -104,7 +104,7 @@ def test_a_job_with_all_terms_is_reproduced(
     ids=str,
 )
 def test_another_setting_differs(whole_job: Path, tmp_path: Path, other: dict[str, str]) -> None:
-    code, run = replayed(whole_job, tmp_path, "--loss", "policy", *as_typed(WHOLE | other))
+    code, run = run_replay(whole_job, tmp_path, "--loss", "policy", *as_typed(WHOLE | other))
     assert (code, run["verdict"]["outcome"]) == (1, "DIFFERS")
     assert run["verdict"]["first"]["findings"][0]["name"] == LOSS
 
@@ -112,7 +112,7 @@ def test_another_setting_differs(whole_job: Path, tmp_path: Path, other: dict[st
 def test_without_a_loss_the_header_says_what_is_computed(
     plain_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replayed(plain_job, tmp_path)
+    run_replay(plain_job, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "loss stand-in, by default: the negated mean log-prob of the action tokens" in said
 
@@ -137,7 +137,7 @@ def test_the_header_says_of_which_tokens_the_loss_is(
     with recording(model, tmp_path / "captures", reproduce=True):
         output = model(**batch, **({"labels": labels_BS, **more} if given else {}))
         (output.logits.mean() if given is None else output.loss).backward()
-    _, run = replayed(tmp_path, tmp_path / "logs", *typed)
+    _, run = run_replay(tmp_path, tmp_path / "logs", *typed)
     assert f"loss       {says}" in capsys.readouterr().out.splitlines()
     if given is not None:  # what the header says is what the model computed
         assert run["verdict"]["counts"] == {"REPRODUCED": 1}
@@ -152,13 +152,13 @@ def test_a_noted_divisor_is_used_and_a_typed_one_goes_before(tmp_path: Path, div
     names = ("advantages", "action_mask", "old_log_probs", "divisor")
     job = train(tmp_path / "job", by_divisor, notes=names, notes_first=True)
     typed = [] if divisor is None else ["--divisor", divisor]
-    _, run = replayed(job, tmp_path / "logs", "--loss", "policy", "--reduction", "divisor", *typed)
+    _, run = run_replay(job, tmp_path / "logs", "--loss", "policy", "--reduction", "divisor", *typed)
     assert run["verdict"]["outcome"] == outcome
 
 
 def test_tokens_of_a_window_add_up(tmp_path: Path) -> None:
     """The passes of a step share one divisor, and their losses are differentiated as they are."""
-    numbers = [int(one["action_mask"].sum()) for one in make_rollouts()]
+    numbers = [int(rollout["action_mask"].sum()) for rollout in make_rollouts()]
     totals = iter([sum(numbers[:2])] * 2 + [sum(numbers[2:])] * 2)
 
     def share(log_probs_BA: Tensor, _: Tensor, rollout: dict[str, Tensor]) -> Tensor:
@@ -167,16 +167,16 @@ def test_tokens_of_a_window_add_up(tmp_path: Path) -> None:
 
     assert numbers[0] != numbers[1]
     job = train(tmp_path / "job", share, weigh=lambda loss, _: loss)
-    _, run = replayed(job, tmp_path / "logs", "--loss", "policy", "--reduction", "window-tokens")
-    reproduced(run)
+    _, run = run_replay(job, tmp_path / "logs", "--loss", "policy", "--reduction", "window-tokens")
+    check_reproduced(run)
 
 
 def test_passes_that_weigh_otherwise_are_unsettled(tmp_path: Path) -> None:
     job = train(tmp_path / "job", weigh=lambda loss, number: loss * (0.5 + number % 2))
-    _, run = replayed(job, tmp_path / "logs", "--loss", "policy")
+    _, run = run_replay(job, tmp_path / "logs", "--loss", "policy")
     verdict = run["verdict"]
     assert (verdict["outcome"], verdict["counts"]) == ("UNSETTLED", {"REPRODUCED": 4})
-    assert any("weighed its passes otherwise" in one["doubt"] for one in verdict["open"])
+    assert any("weighed its passes otherwise" in finding["doubt"] for finding in verdict["open"])
 
 
 def test_what_was_not_noted_is_named_before_the_model_is_opened(
@@ -197,10 +197,10 @@ def test_action_tokens_without_a_log_prob_are_counted_where_the_loss_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that gives padding an advantage has another loss, and the reason is said."""
-    rollouts = [one | {"action_mask": torch.ones_like(one["action_mask"])} for one in make_rollouts()]
+    rollouts = [rollout | {"action_mask": torch.ones_like(rollout["action_mask"])} for rollout in make_rollouts()]
     monkeypatch.setattr("tests.helpers.policy_job.make_rollouts", lambda _: rollouts)
     job = train(tmp_path / "job")
-    _, run = replayed(job, tmp_path / "logs", "--loss", "policy")
+    _, run = run_replay(job, tmp_path / "logs", "--loss", "policy")
     verdict = run["verdict"]
     assert verdict["outcome"] == "UNSETTLED"
     assert "3 of the job's 12 action tokens are padding or follow no token" in verdict["open"][0]["doubt"]
@@ -219,9 +219,9 @@ def test_a_job_with_pairs_is_reproduced_as_dpo(tmp_path: Path) -> None:
         return -F.logsigmoid(0.3 * (chosen - rejected))
 
     job = train(tmp_path / "job", dpo)
-    _, run = replayed(job, tmp_path / "logs", "--loss", "dpo", "--dpo-beta", "0.3")
-    reproduced(run)
-    _, run = replayed(job, tmp_path / "others", "--loss", "dpo")
+    _, run = run_replay(job, tmp_path / "logs", "--loss", "dpo", "--dpo-beta", "0.3")
+    check_reproduced(run)
+    _, run = run_replay(job, tmp_path / "others", "--loss", "dpo")
     assert run["verdict"]["outcome"] == "DIFFERS"
 
 
@@ -246,8 +246,8 @@ def test_a_function_of_the_users_is_reproduced_and_its_file_named(tmp_path: Path
 
     (tmp_path / "own.py").write_text(OWN)
     job = train(tmp_path / "job", own)
-    _, run = replayed(job, tmp_path / "logs", "--loss", f"{tmp_path}/own.py:own", reverse_rows=True)
-    reproduced(run)
+    _, run = run_replay(job, tmp_path / "logs", "--loss", f"{tmp_path}/own.py:own", reverse_rows=True)
+    check_reproduced(run)
     assert run["facts"]["loss_sha256"] == hashlib.sha256(OWN.encode()).hexdigest()
 
 
@@ -273,14 +273,14 @@ def test_notes_are_kept_however_passes_are(tmp_path: Path, settings: dict[str, A
     else:
         train(tmp_path, settings=settings, notes_first=notes_first)
     calls = [read_call(path) for path in capture_files(tmp_path / "captures")]
-    noted = [one for one in calls if one.trains]
+    noted = [call for call in calls if call.trains]
     late = [] if settings.get("reproduce", True) or notes_first else noted[:1]
     assert len(noted) >= 3
-    assert all(not one.notes for one in late)
-    for one in noted[len(late) :]:
-        assert one.notes.keys() == {"advantages", "action_mask", "old_log_probs", "ref_log_probs"}
-        assert one.micro_batch().action_mask_BA is not None
-    assert all(not one.notes for one in calls if not one.trains)
+    assert all(not call.notes for call in late)
+    for call in noted[len(late) :]:
+        assert call.notes.keys() == {"advantages", "action_mask", "old_log_probs", "ref_log_probs"}
+        assert call.micro_batch().action_mask_BA is not None
+    assert all(not call.notes for call in calls if not call.trains)
 
 
 class FailsAtLast:
@@ -307,4 +307,4 @@ def test_ranks_that_share_a_replica_reproduce_it_too(whole_job: Path, tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     [written] = tmp_path.glob("*/run.json")
-    reproduced(json.loads(written.read_text()))
+    check_reproduced(json.loads(written.read_text()))

@@ -130,10 +130,10 @@ def test_trls_dpo_has_the_same_loss() -> None:
     given = {"input_ids": ids_BS, "attention_mask": ids_BS, "completion_mask": completion_mask, **noted}
     theirs: Tensor = trainer._compute_loss(own, lambda **_: outputs, given, False)
     assert torch.is_tensor(theirs)
-    agree(compute_dpo_loss(made_again(inputs, noted), ObjectiveSpec(dpo_beta=0.3)), theirs, inputs)
+    agree(compute_dpo_loss(replace_tensors(inputs, noted), ObjectiveSpec(dpo_beta=0.3)), theirs, inputs)
 
 
-def made_again(inputs: ObjectiveInputs, noted: dict[str, Tensor]) -> ObjectiveInputs:
+def replace_tensors(inputs: ObjectiveInputs, noted: dict[str, Tensor]) -> ObjectiveInputs:
     recorded = ObjectiveRecord(**{**fields_of(inputs.recorded), "tensors": noted})
     return ObjectiveInputs(**{**fields_of(inputs), "recorded": recorded})
 
@@ -177,7 +177,7 @@ def openrlhf_loss() -> Iterator[Any]:
     try:
         yield pytest.importorskip("openrlhf.models.loss", exc_type=ImportError)
     finally:
-        for name in [one for one in sys.modules if one not in before and one.startswith("flash_attn")]:
+        for name in [module for module in sys.modules if module not in before and module.startswith("flash_attn")]:
             del sys.modules[name]
 
 
@@ -197,8 +197,8 @@ def test_openrlhfs_policy_loss_is_the_same(openrlhf_loss: Any, by_token: bool, d
 def test_openrlhfs_dpo_loss_is_the_same(openrlhf_loss: Any, smoothing: float) -> None:
     inputs = made(5)
     ours, ref = (
-        torch.where(inputs.action_mask_BA, one, 0.0).sum(1)
-        for one in (inputs.log_probs_BA, inputs.tensors["ref_log_probs"])
+        torch.where(inputs.action_mask_BA, log_probs_BA, 0.0).sum(1)
+        for log_probs_BA in (inputs.log_probs_BA, inputs.tensors["ref_log_probs"])
     )
     theirs, *_ = openrlhf_loss.DPOLoss(0.2, smoothing)(ours[:2], ours[2:], ref[:2], ref[2:])
     agree(compute_dpo_loss(inputs, ObjectiveSpec(dpo_beta=0.2, label_smoothing=smoothing)), theirs, inputs)

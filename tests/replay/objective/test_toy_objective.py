@@ -35,7 +35,7 @@ def loss(inputs):
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, TOY.name, TOY)
 
 
@@ -44,7 +44,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("job"))
 
 
-def replayed(job: Path, logs: Path, *typed: str) -> tuple[list[float], list[float], dict[str, Any]]:
+def replay(job: Path, logs: Path, *typed: str) -> tuple[list[float], list[float], dict[str, Any]]:
     """Losses, gradient norms and run.json."""
     command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp", "--dtype", "fp32"]
     assert main([*command, "--grad-accumulation", "2", "--log-folder", str(logs), *typed]) == 0
@@ -55,23 +55,23 @@ def replayed(job: Path, logs: Path, *typed: str) -> tuple[list[float], list[floa
     return losses, norms, json.loads((log / "run.json").read_text())
 
 
-@pytest.mark.usefixtures("one_world", "registered")
+@pytest.mark.usefixtures("one_world", "register")
 def test_it_is_computed_as_the_same_function_of_a_user_s_and_is_named(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    losses, norms, run = replayed(job, tmp_path / "toy", "--loss", "toy", "--kl-coefficient", "3")
+    losses, norms, run = replay(job, tmp_path / "toy", "--loss", "toy", "--kl-coefficient", "3")
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("loss"))
     assert header.split(maxsplit=1)[1] == "toy, times 3"
     assert run["spec"]["measure"]["loss"] == "toy"
     (tmp_path / "own.py").write_text(OWN)
-    of_user, norms_of_user, _ = replayed(job, tmp_path / "own", "--loss", f"{tmp_path}/own.py:loss")
+    of_user, norms_of_user, _ = replay(job, tmp_path / "own", "--loss", f"{tmp_path}/own.py:loss")
     assert (len(losses), len(norms)) == (4, 2)
     # fp32 sums of some twenty tokens' log-probs, in another order
     assert [2 * loss for loss in losses] == pytest.approx(of_user, rel=1e-5)
     assert norms == pytest.approx(norms_of_user, rel=1e-5)
 
 
-@pytest.mark.usefixtures("one_world", "registered")
+@pytest.mark.usefixtures("one_world", "register")
 def test_what_a_capture_lacks_is_said_before_a_model_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--inputs", "inputs/sample", "--loss", "toy"]) == 2
     said = capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_what_a_capture_lacks_is_said_before_a_model_is_opened(capsys: pytest.Ca
     assert said.endswith("(docs/objectives.md); or --loss sft\n")
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register")
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -96,7 +96,7 @@ def test_settings_that_it_does_not_take_are_refused(typed: dict[str, str], said:
     assert said in spell_flags(refusal.value)
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("register")
 def test_specs_know_it() -> None:
     spec = build_replay_spec({"loss": "toy", "kl_coefficient": "2"})
     assert format_command_line(spec) == ["--loss", "toy", "--kl-coefficient", "2.0"]

@@ -15,14 +15,14 @@ from replay.processes.child_job import ChildJob
 pytestmark = pytest.mark.quick
 
 
-def parsed(*arguments: str) -> ReplaySpec:
+def parse(*arguments: str) -> ReplaySpec:
     spec = parse_command_line(list(arguments)).args[0].spec
     assert isinstance(spec, ReplaySpec)
     return spec
 
 
 def test_without_options_the_dataclasses_defaults_hold() -> None:
-    assert parsed() == ReplaySpec()
+    assert parse() == ReplaySpec()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_without_options_the_dataclasses_defaults_hold() -> None:
     ],
 )
 def test_what_is_typed_arrives_in_its_field(typed: str, spec: ReplaySpec) -> None:
-    assert parsed(*typed.split()) == spec
+    assert parse(*typed.split()) == spec
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_typed_arrives_in_its_field(typed: str, spec: ReplaySpec) -> Non
 )
 def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tuple[str, str]) -> None:
     with pytest.raises(UsageError) as refusal:
-        parsed(*typed.split())
+        parse(*typed.split())
     assert str(refusal.value).startswith(f"{both[0]} and {both[1]} exclude each other")
 
 
@@ -92,7 +92,7 @@ def test_two_ways_to_contradict_oneself_are_refused_by_name(typed: str, both: tu
 )
 def test_a_bad_value_is_refused_with_what_is_allowed(typed: str, allowed: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        parsed(*typed.split())
+        parse(*typed.split())
     assert allowed in str(refusal.value)
     assert typed.replace("=", " ").split()[0] in str(refusal.value)
 
@@ -119,13 +119,13 @@ FULL = ReplaySpec(
 @pytest.mark.parametrize("spec", [ReplaySpec(), FULL, ReplaySpec(actor=ActorSpec(attention=Attention.FLASH))])
 def test_a_spec_can_be_repeated_from_its_log_and_from_its_command_line(spec: ReplaySpec) -> None:
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
-    assert parsed(*format_command_line(spec)) == spec
+    assert parse(*format_command_line(spec)) == spec
     assert ChildJob.parse(ChildJob(spec=spec).text, source="a job").spec == spec
 
 
 def test_the_command_line_of_a_spec_is_the_shortest() -> None:
     assert format_command_line(ReplaySpec()) == []
-    assert format_command_line(parsed("--compile", "--tp", "1", "--max-inputs", "5")) == [
+    assert format_command_line(parse("--compile", "--tp", "1", "--max-inputs", "5")) == [
         "--compile",
         "--max-inputs",
         "5",

@@ -48,7 +48,7 @@ START = RunStart(
 )
 
 
-def said(
+def print_run(
     records: list[PassRecord],
     selection: Selection = ALL_REPLAYED,
     *,
@@ -59,8 +59,8 @@ def said(
     file = io.StringIO()
     console = Console(quiet=quiet, full_names=full_names, file=file)
     console.print_header({"model": "llama, 2 layers", "device": "1 x CPU"}, num_passes=len(records))
-    for index in dict.fromkeys(r.index for r in records):
-        console.show_pass([r for r in records if r.index == index])
+    for index in dict.fromkeys(run_record.index for run_record in records):
+        console.show_pass([run_record for run_record in records if run_record.index == index])
     console.finish(
         Run(folder=Path("logs/x"), file=RunFile(status="finished", start=START), records=records),
         selection,
@@ -86,8 +86,8 @@ def test_ddp_has_no_stage() -> None:
 
 
 def test_a_pass_is_a_row_with_its_numbers() -> None:
-    one = record(0, 0.0312, 1.055, grad_norm=12.3456, new_graphs=1)
-    text = said([one, record(1)])
+    first_record = record(0, 0.0312, 1.055, grad_norm=12.3456, new_graphs=1)
+    text = print_run([first_record, record(1)])
     assert cells(text, "pass") == [
         *("pass", "input", "rows", "padded", "real", "fwd ms", "bwd ms", "peak GiB", "loss", "grad norm", "note"),
     ]
@@ -96,7 +96,7 @@ def test_a_pass_is_a_row_with_its_numbers() -> None:
 
 
 def test_the_summary_holds_what_was_measured() -> None:
-    text = said(
+    text = print_run(
         [
             record(0, warmup=True),
             record(1),
@@ -117,7 +117,7 @@ def test_the_summary_holds_what_was_measured() -> None:
 
 
 def test_a_row_is_one_line_and_no_name_is_cut() -> None:
-    text = said([record(0, source=LONG), record(1)])
+    text = print_run([record(0, source=LONG), record(1)])
     rows = [line for line in text.splitlines() if LONG in line]
     assert len([row for row in rows if row.startswith("   1  ")]) == 1
     assert "…" not in text
@@ -143,13 +143,15 @@ def test_words_stand_left_and_numbers_right_however_wide_a_character_is() -> Non
 def test_in_a_file_there_are_no_control_characters(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    text = said([record(0, error="[red]no[/red]\n\x1b[31mnot so\r", error_type="RuntimeError", source=LONG), record(1)])
+    text = print_run(
+        [record(0, error="[red]no[/red]\n\x1b[31mnot so\r", error_type="RuntimeError", source=LONG), record(1)]
+    )
     assert set(re.findall(r"[\x00-\x1f\x7f]", text)) == {"\n"}
     assert "[red]no[/red]" in text
 
 
 def test_in_a_file_each_pass_has_a_line_while_it_runs() -> None:
-    text = said([record(0, warmup=True), record(1)])
+    text = print_run([record(0, warmup=True), record(1)])
     assert "pass 1 of 2: forward 100.0 ms, backward 200.0 ms, loss 1.50000, warm-up, input_0.pkl\n" in text
     assert "pass 2 of 2: forward 100.0 ms, backward 200.0 ms, loss 1.50000, input_1.pkl\n" in text
 
@@ -160,24 +162,26 @@ def test_captures_have_short_names_and_the_table_of_passes_fits_a_hundred_column
     large = {"padded_tokens": 131_072, "real_tokens": 131_072, "wait_seconds": 12.5, "grad_norm": 0.012345}
     records = [record(0, 11.0, 22.0, rank=rank, source=names[rank], warmup=True, **large) for rank in (0, 1)]
     records += [record(1, 11.0, 22.0, rank=rank, source=old, new_graphs=2, **large) for rank in (0, 1)]
-    text = said(records)
+    text = print_run(records)
     rows = [line for line in text.splitlines() if line.startswith(("pass  ", "   1  ", "   2  "))]
     assert max(map(len, rows)) <= 100
     assert [name in rows[1] + rows[2] for name in ("rank0 #120", "rank1 #121")] == [True, True]
     assert "rank0 091244_430740" in rows[3]
-    assert cells(said([*records, record(2, source=names[0])]), "slowest")[1].endswith("rank 0, rank0 #120")
-    assert names[0] in said(records, full_names=True)
+    assert cells(print_run([*records, record(2, source=names[0])]), "slowest")[1].endswith("rank 0, rank0 #120")
+    assert names[0] in print_run(records, full_names=True)
 
 
 def test_the_answer_comes_before_the_table_of_passes() -> None:
-    text = said([record(0), record(1, error="no", error_type="RuntimeError")], verdict=[("verdict", "DIFFERS: loss")])
+    text = print_run(
+        [record(0), record(1, error="no", error_type="RuntimeError")], verdict=[("verdict", "DIFFERS: loss")]
+    )
     order = [text.index(f"\n{word} ") for word in ("verdict", "failed", "slowest", "pass  input", "counted")]
     assert order == sorted(order)
 
 
 def test_a_spread_of_more_than_a_tenth_is_warned_of() -> None:
-    assert "\nspread " not in said([record(0), record(1)])
-    text = said([record(index, 0.1 + 0.05 * index, 0.1) for index in range(4)])
+    assert "\nspread " not in print_run([record(0), record(1)])
+    text = print_run([record(index, 0.1 + 0.05 * index, 0.1) for index in range(4)])
     assert cells(text, "spread")[1].startswith("half of the passes lie 27% of the median apart")
 
 
@@ -194,7 +198,7 @@ class Terminal(io.StringIO):
 
 
 def test_quiet_prints_the_summary_alone() -> None:
-    text = said([record(0), record(1)], quiet=True)
+    text = print_run([record(0), record(1)], quiet=True)
     assert text.splitlines()[0].startswith("slowest    ")
     assert text.splitlines()[1] == "counted    2 of 2 passes"
     assert "loss" not in text
@@ -202,7 +206,7 @@ def test_quiet_prints_the_summary_alone() -> None:
 
 def test_several_ranks_show_their_lengths_and_who_waited() -> None:
     records = [record(0, rank=rank, real_tokens=60 + rank, wait_seconds=0.1 * rank) for rank in (0, 1)]
-    text = said(records)
+    text = print_run(records)
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.startswith("   1  ")]
     assert [row[:6] for row in rows] == [["1", str(k), "input_0.pkl", "2", "100", str(60 + k)] for k in (0, 1)]
     assert [row[8] for row in rows] == ["0.00", "100.0"]
@@ -211,13 +215,13 @@ def test_several_ranks_show_their_lengths_and_who_waited() -> None:
 
 def test_a_failed_pass_is_marked_and_explained() -> None:
     failed = record(1, phases={}, loss=None, error="CUDA out of\nmemory", error_type="OutOfMemoryError")
-    text = said([record(0), failed])
+    text = print_run([record(0), failed])
     assert cells(text, "2")[-1] == "failed: OutOfMemoryError"
     assert cells(text, "failed")[1] == "pass 2, rank 0, input_1.pkl: OutOfMemoryError: CUDA out of memory"
 
 
 def test_without_a_counted_pass_that_is_said_instead_of_numbers() -> None:
-    text = said([record(0, warmup=True)])
+    text = print_run([record(0, warmup=True)])
     assert cells(text, "counted")[1].endswith("so there are no statistics. Try: more inputs, or --warmup 0")
     for name in ("median ms", "speed", "slowest"):
         assert name not in text
@@ -226,7 +230,7 @@ def test_without_a_counted_pass_that_is_said_instead_of_numbers() -> None:
 def test_what_was_not_replayed_is_said() -> None:
     damaged = [(Path("inputs/bad.pkl"), "bad.pkl: truncated")]
     selection = Selection(inputs=[], num_left_out_passes=4, num_left_over=1, damaged=damaged, dealing="")
-    text = said([record(0)], selection, quiet=True)
+    text = print_run([record(0)], selection, quiet=True)
     lines = text.splitlines()
     assert "damaged    bad.pkl: truncated" in lines
     assert "left out   4 passes of the other kind, met on the way (see --passes)" in lines
@@ -267,9 +271,9 @@ def on_a_terminal(write: Callable[[Console], None]) -> bytes:
 
 
 def test_short_names_are_whole_where_two_captures_would_share_one() -> None:
-    one, other = (f"actor_inputs_rank0_{day}_012150_163029_00000004.pkl" for day in ("20261121", "20261122"))
-    assert have_distinct_short_names([one, one])
-    assert not have_distinct_short_names([one, other])
+    name, other = (f"actor_inputs_rank0_{day}_012150_163029_00000004.pkl" for day in ("20261121", "20261122"))
+    assert have_distinct_short_names([name, name])
+    assert not have_distinct_short_names([name, other])
 
 
 def test_the_facts_of_a_folder_are_a_table() -> None:
@@ -305,7 +309,7 @@ def test_the_facts_of_a_folder_are_a_table() -> None:
 
 def test_sizes_keep_their_digits() -> None:
     peaks = {"forward": cost(0.00512, 123.456), "backward": cost(0.01, 0.0126)}
-    row = cells(said([record(0, phases=peaks), record(1, phases={"forward": cost(0.01, 0.0126)})]), "1")
+    row = cells(print_run([record(0, phases=peaks), record(1, phases={"forward": cost(0.01, 0.0126)})]), "1")
     assert row[5:8] == ["5.12", "10.0", "123.46"]
     assert format_milliseconds(12.3456) == "12,345.6"
     assert (format_gibibytes(0.0126 * GIB), format_gibibytes(12.5 * GIB)) == ("0.013", "12.50")

@@ -27,14 +27,14 @@ def number(text: str) -> float:
     return float(base) ** int(power or 1)
 
 
-def held(value: Any) -> tuple[float, ...]:
+def read_numbers(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value)) if isinstance(value, tuple) else (float(value),)
 
 
 @pytest.mark.parametrize(("file", "name", "key", "value"), rows(), ids=lambda part: str(part).rpartition("/")[2])
 def test_a_constant_has_the_value_that_the_page_gives(file: str, name: str, key: str | None, value: str) -> None:
     found = getattr(module_of(file), name)
-    assert held(found if key is None else found[key]) == tuple(map(number, value.split(", ")))
+    assert read_numbers(found if key is None else found[key]) == tuple(map(number, value.split(", ")))
 
 
 def constants(module: ModuleType) -> Iterator[tuple[str, str | None]]:
@@ -46,7 +46,7 @@ def constants(module: ModuleType) -> Iterator[tuple[str, str | None]]:
         if isinstance(value, float):
             yield name, None
         elif isinstance(value, Mapping):
-            yield from ((name, str(key)) for key, one in value.items() if isinstance(one, float | tuple))
+            yield from ((name, str(key)) for key, number in value.items() if isinstance(number, float | tuple))
 
 
 @pytest.mark.parametrize("file", sorted({file for file, *_ in rows()}))
