@@ -145,6 +145,7 @@ class Recorder:
         )
         atexit.register(self.close)
         call_at_child_exit(self.close, priority=1)
+        # The hooks come last: if the folder cannot be made, or anything else fails, the job runs as if not recorded.
         try:
             model_name = prepare_folder(folder, model)
             self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=retention.reproduce, names=names)
