@@ -69,7 +69,7 @@ class ForwardHooks:
             self._on_begin(module, args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        # The depth is 0 if the hooks were attached while this forward was running: its begin was not seen.
+        # The depth is 0 if the hooks were attached while this forward was running: its beginning was not seen.
         if not self._may_be_pass() or self._depth == 0:
             return
         self._depth -= 1

@@ -37,7 +37,7 @@ class JobPosition:
 class Recording(Protocol):
     """A recording as an observer sees it.
 
-    opened         the time of its begin (ISO 8601, UTC), which its files have in their names
+    opened         the time of its beginning (ISO 8601, UTC), which its files have in their names
     rank_and_folder  the rank, and the folder of its files, as the writer's thread knows them
     """
 

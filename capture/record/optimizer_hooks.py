@@ -99,7 +99,7 @@ class RunningStepHook:
     """Calls `before_step` for hooks that are attached inside a step's closure, until `remove`.
 
     A closure runs the pass. A recording that is opened by the first pass is therefore opened while a step runs, and its
-    own hooks have missed the begin of that step.
+    own hooks have missed the beginning of that step.
     """
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ class SnapshotMaker:
         )
 
     def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
-        """Return the settings that the pass has shown, and samples of the weights if not taken at its begin."""
+        """Return the settings that the pass has shown, and samples of the weights if not taken at its beginning."""
         begins_window, self._begins_window = self._begins_window, None
         weights = None if begins_window is None else self._sample_weights(begins_window)
         return {} if self._compute_dtype is None else self._compute_dtype.end(), weights
