@@ -170,7 +170,14 @@ def _merge_incidents(rank: int, incidents: Sequence[Incident], closed: EndRecord
         frames = parse_traceback(cause.traceback)
     if not frames:
         # A rank that was killed may have written its stacks in the same pass before, as on a signal.
-        frames = next((known for incident in reversed(same_pass) if (known := find_main_stack(incident.stacks))), [])
+        frames = next(
+            (
+                earlier_frames
+                for incident in reversed(same_pass)
+                if (earlier_frames := find_main_stack(incident.stacks))
+            ),
+            [],
+        )
     return LastSighting(
         rank=rank,
         end=_classify_end(cause, frames),
@@ -338,8 +345,10 @@ def _find_fewest_collectives(sightings: Sequence[LastSighting]) -> Blame | None:
 
 
 def _find_in_own_code(sightings: Sequence[LastSighting]) -> Blame | None:
-    own = [sighting for sighting in sightings if sighting.waits is False]
-    return blame_some(sightings, own, "the others wait in a collective or a backward, and it stands in code of its own")
+    in_job_code = [sighting for sighting in sightings if sighting.waits is False]
+    return blame_some(
+        sightings, in_job_code, "the others wait in a collective or a backward, and it stands in code of its own"
+    )
 
 
 def _find_aborted(sightings: Sequence[LastSighting]) -> Blame | None:

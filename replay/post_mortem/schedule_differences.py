@@ -109,13 +109,13 @@ def _compare_pass_counts(schedule: Schedule) -> ScheduleDifference | None:
     if fewest == most:
         return None
     ranks = tuple(rank for rank, count in counts if count == fewest)
-    known = all(rank.end is not None for rank in schedule.ranks)
+    all_ended = all(rank.end is not None for rank in schedule.ranks)
     return ScheduleDifference(
         kind="passes",
         number=fewest,
         ranks=ranks,
         text=f"{_format_ranks(ranks)} {_has(ranks)} {fewest} passes, and others up to {most}"
-        + ("" if known else " (as far as captured)"),
+        + ("" if all_ended else " (as far as captured)"),
         remedy="give every rank as many batches: drop_last=True in the sampler, or a pass of weight 0; DDP also: "
         "with model.join()",
     )
@@ -141,11 +141,11 @@ def _compare_final_step_counts(schedule: Schedule) -> ScheduleDifference | None:
     if _compare_step_counts(schedule) is not None:
         return None
     ends = [(rank.rank, rank.end.num_steps) for rank in schedule.ranks if rank.end is not None]
-    known = [(rank, steps) for rank, steps in ends if steps is not None]
+    step_counts = [(rank, steps) for rank, steps in ends if steps is not None]
     is_as_long = len({rank.num_passes for rank in schedule.ranks}) == 1
-    if is_as_long and len(known) == len(schedule.ranks) and (ranks := _find_unusual_ranks(known)):
-        usual = next(steps for rank, steps in known if rank not in ranks)
-        return _describe_step_difference(schedule.num_passes - 1, ranks, dict(known)[ranks[0]], usual)
+    if is_as_long and len(step_counts) == len(schedule.ranks) and (ranks := _find_unusual_ranks(step_counts)):
+        usual = next(steps for rank, steps in step_counts if rank not in ranks)
+        return _describe_step_difference(schedule.num_passes - 1, ranks, dict(step_counts)[ranks[0]], usual)
     last = _list_last_steps(schedule)
     if last and (ranks := _find_unusual_ranks(last)):
         has_step = dict(last)[ranks[0]]
@@ -298,10 +298,10 @@ def _compare_inputs(schedule: Schedule) -> ScheduleDifference | None:
                 for number, passes in zip(numbers, common, strict=True)
                 if rank in passes and other in passes
             ]
-            equal = [digest for _, digest, others in shared if digest == others and digest is not None]
+            equal = [digest for _, digest, other_digest in shared if digest == other_digest and digest is not None]
             if len(set(equal)) < MIN_ALIKE or len(equal) < MIN_SHARE_ALIKE * len(shared):
                 continue
-            number_apart = next((number for number, mine, theirs in shared if mine != theirs), None)
+            number_apart = next((number for number, digest, other_digest in shared if digest != other_digest), None)
             if number_apart is not None:
                 return ScheduleDifference(
                     kind="inputs",

@@ -41,7 +41,7 @@ from replay.tolerances.job_bounds import (
     measure_difference,
 )
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.gradient_findings import scale_of
+from replay.verdict.gradient_findings import compute_scale
 from replay.verdict.judge import PassEvidence
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
@@ -222,7 +222,7 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
         if gradient is not None and other_gradient is not None:
             for sample in gradient.values.keys() & other_gradient.values.keys():
                 parameter, _ = sample
-                scale = scale_of(gradient, parameter)
+                scale = compute_scale(gradient, parameter)
                 elements = zip(gradient.values[sample], other_gradient.values[sample], strict=True)
                 differences.setdefault(GRADIENT, []).extend(
                     abs(element - other_element) / scale if scale else 0.0 for element, other_element in elements

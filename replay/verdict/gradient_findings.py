@@ -394,7 +394,7 @@ def _find_missing_gradients(
     job_names = dict.fromkeys(name for step in steps for name in step.without_gradient)
     matches = [match_parameter_name(job_name, gradient.norms) for job_name in job_names]
     sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in matches if name is not None}
-    missing = [name for name, size in sizes.items() if size >= scale_of(gradient, name) > 0]
+    missing = [name for name, size in sizes.items() if size >= compute_scale(gradient, name) > 0]
     if not missing:
         return []
     others = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
@@ -506,7 +506,7 @@ def _pair_samples(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_S
             continue
         differences = [absolute_difference(*values) for values in zip(replayed, sample.values, strict=True)]
         worst = max(range(len(differences)), key=differences.__getitem__)
-        yield _SamplePair(name=name, sample=sample, replayed=replayed, scale=scale_of(gradient, name), worst=worst)
+        yield _SamplePair(name=name, sample=sample, replayed=replayed, scale=compute_scale(gradient, name), worst=worst)
 
 
 def _some_agree(steps: Sequence[OptimizerStep], gradient: GradientSamples, bound: float) -> bool:
@@ -521,8 +521,8 @@ def _some_agree(steps: Sequence[OptimizerStep], gradient: GradientSamples, bound
     )
 
 
-def scale_of(gradient: GradientSamples, name: str) -> float:
-    """Return the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
+def compute_scale(gradient: GradientSamples, name: str) -> float:
+    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
     whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
     return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)
 

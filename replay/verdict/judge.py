@@ -207,7 +207,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
 def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
     """Return the verdict on passes that cannot be judged together."""
     verdicts = [
-        _verdict_on(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason)
+        _make_pass_verdict(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason)
         for compared_pass in compared_passes
     ]
     verdicts = _keep_worst_of_peers(compared_passes, verdicts)
@@ -236,7 +236,7 @@ def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass
     have sampled a parameter that another pass or rank found to be other than the job's: that counts here too.
     """
     groups: dict[Hashable, list[WeightComparison]] = {}
-    keys = [_same_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
+    keys = [_make_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
     for key, compared_pass in zip(keys, compared_passes, strict=True):
         groups.setdefault(key, []).append(compared_pass.recorded.weights)
     merged = [
@@ -244,28 +244,28 @@ def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass
         for key in keys
     ]
     differing = [
-        (_model_of(compared_pass.recorded), compared_pass.recorded.step or 0, name)
+        (_find_model_rank(compared_pass.recorded), compared_pass.recorded.step or 0, name)
         for compared_pass, weights in zip(compared_passes, merged, strict=True)
         for name in weights.differing
     ]
     checked = []
     for compared_pass, weights in zip(compared_passes, merged, strict=True):
-        model = _model_of(compared_pass.recorded)
+        model = _find_model_rank(compared_pass.recorded)
         in_model = [(step, name) for other_model, step, name in differing if other_model == model]
         weights = _infer_unsampled(weights, compared_pass.recorded.step or 0, in_model)
         checked.append(replace(compared_pass, weights=weights))
     return checked
 
 
-def _model_of(recorded: RecordedPass) -> int | None:
-    """Return the rank whose whole model a pass ran on; None where the ranks of the job shard one model."""
+def _find_model_rank(recorded: RecordedPass) -> int | None:
+    """Find the rank whose whole model a pass ran on; None where the ranks of the job shard one model."""
     return None if recorded.weights.is_sharded else recorded.rank
 
 
-def _same_weights_key(recorded: RecordedPass, number: int) -> Hashable:
-    """Return a key that is equal for passes on the same weights; without a known step no two passes are."""
+def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
+    """Make a key that is equal for passes on the same weights; without a known step no two passes are."""
     if recorded.optimizer_step is not None:
-        return "step", _model_of(recorded), recorded.optimizer_step
+        return "step", _find_model_rank(recorded), recorded.optimizer_step
     return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", number)
 
 
@@ -376,7 +376,7 @@ def _mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: V
 def _judge_passes(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
     replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
     return [
-        _verdict_on(
+        _make_pass_verdict(
             compared_pass, *_decide_outcome(compared_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
         )
         for compared_pass in compared_passes
@@ -428,7 +428,7 @@ def _decide_outcome(
     return Outcome.CANNOT_TELL, findings[0].doubt
 
 
-def _verdict_on(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
+def _make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
     record = compared_pass.record
     return PassVerdict(
         index=record.index,
@@ -468,7 +468,9 @@ def _judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSet
     ]
     if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
         return verdicts
-    return [replace(verdict, outcome=Outcome.UNSETTLED) if _is_open(verdict) else verdict for verdict in verdicts]
+    return [
+        replace(verdict, outcome=Outcome.UNSETTLED) if _is_open_gradient(verdict) else verdict for verdict in verdicts
+    ]
 
 
 def _judge_window(
@@ -485,10 +487,12 @@ def _judge_window(
     if all(compared_pass.has_job_dropout_masks for compared_pass in window):
         settings = replace(settings, dropout=())
     weights = _merge_comparisons([compared_pass.weights for compared_pass in window])
-    whole = replace(window[-1], findings=findings, weights=weights)
+    window_as_pass = replace(window[-1], findings=findings, weights=weights)
     replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
-    outcome, reason = _decide_outcome(whole, settings, replay_draws_job_masks=replay_draws_job_masks)
-    return replace(_verdict_on(whole, outcome, reason), optimizer_step=whole.recorded.optimizer_step or 0)
+    outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
+    return replace(
+        _make_pass_verdict(window_as_pass, outcome, reason), optimizer_step=window_as_pass.recorded.optimizer_step or 0
+    )
 
 
 def _find_unmoved_weights(
@@ -516,7 +520,7 @@ def _find_unmoved_weights(
     return [report_unmoved_weights(len(after.weights.compared), rate)]
 
 
-def _is_open(verdict: PassVerdict) -> bool:
+def _is_open_gradient(verdict: PassVerdict) -> bool:
     """Tell whether a recorded gradient could not be judged, for another reason than that rounding hides it."""
     return (
         verdict.outcome is Outcome.CANNOT_TELL

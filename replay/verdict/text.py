@@ -76,7 +76,7 @@ def _describe_outcome(verdict: Verdict) -> str:
         case _:
             first = verdict.first
             assert first is not None
-            wrong, *others = sorted(first.findings, key=_headline_rank, reverse=True)
+            wrong, *others = sorted(first.findings, key=_headline_sort_key, reverse=True)
             others = [finding for finding in others if finding.status is wrong.status and finding.doubt == wrong.doubt]
             why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""
             also = "".join(
@@ -87,7 +87,7 @@ def _describe_outcome(verdict: Verdict) -> str:
             return f"{headline}; {share}; computed in {_describe_dtypes(verdict)}"
 
 
-def _headline_rank(finding: Finding) -> tuple[int, int]:
+def _headline_sort_key(finding: Finding) -> tuple[int, int]:
     """Return what the headline is chosen by: how wrong a number is, then whether it names a parameter."""
     names_parameter = finding.name in PARAMETER_FINDINGS
     return SEVERITY.index(finding.status), PARAMETER_FINDINGS.index(finding.name) if names_parameter else -1
