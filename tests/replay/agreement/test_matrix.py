@@ -111,17 +111,17 @@ def test_full_is_the_whole_product_of_what_fits_on_the_devices() -> None:
     num_folded = sum(stages.values()) * layouts * 2 * 4
     num_plain = (sum(stages.values()) * layouts + layouts_of_ddp) * num_variants
     assert len(found) == num_plain + num_deepcompile + num_folded
-    assert {one["dtype"] for one in found} == {Dtype.FP32, Dtype.BF16, Dtype.FP16}
+    assert {setting["dtype"] for setting in found} == {Dtype.FP32, Dtype.BF16, Dtype.FP16}
 
 
 def test_the_first_cells_of_a_full_matrix_hold_every_pair_of_values() -> None:
     settings = read_settings("full", 2)
     ordered, num_covering = order_by_pairs(settings)
-    pairs = {pair for one in settings for pair in combinations(sorted(one.items()), 2)}
-    early = {pair for one in ordered[:num_covering] for pair in combinations(sorted(one.items()), 2)}
+    pairs = {pair for setting in settings for pair in combinations(sorted(setting.items()), 2)}
+    early = {pair for setting in ordered[:num_covering] for pair in combinations(sorted(setting.items()), 2)}
     assert early == pairs
     assert len(ordered) == len(settings)
-    assert all(one in ordered for one in settings)
+    assert all(setting in ordered for setting in settings)
     assert arrange_settings("pairs", settings) == ordered[:num_covering]
     assert arrange_settings("full", settings) == ordered
     assert arrange_settings("quick", settings) == settings
@@ -132,7 +132,7 @@ def test_wherever_a_full_matrix_is_broken_off_each_value_was_seen_about_as_often
     settings = read_settings("full", 4)
     ordered, _ = order_by_pairs(settings)
     for option, values in (("backend", ("deepspeed", "fsdp2")), ("tp", (1, 2, 4)), ("zero_stage", (0, 1, 2, 3))):
-        seen = Counter(one.get(option) for one in ordered[:200])
+        seen = Counter(setting.get(option) for setting in ordered[:200])
         assert min(seen[value] for value in values) > 20, seen
 
 

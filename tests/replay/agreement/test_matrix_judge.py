@@ -29,7 +29,7 @@ def test_a_clean_run_has_no_remarks(made: Made) -> None:
     result = made.judged()
     assert result.is_clean
     assert result.remarks == []
-    assert {name: one.result for name, one in result.cells.items()} == {
+    assert {name: cell.result for name, cell in result.cells.items()} == {
         "again": "EQUAL",
         "eager": "WITHIN NOISE",
         "near": "WITHIN NOISE",
@@ -77,7 +77,7 @@ def test_a_reference_that_does_not_repeat_itself_is_not_noise(tmp_path: Path) ->
     result = made.judged()
     assert not result.is_clean
     assert "The reference does not repeat itself: look for dropout, or memory" in result.remarks[0]
-    assert {one.result for one in result.cells.values()} == {CellResult.DIFFERS}
+    assert {cell.result for cell in result.cells.values()} == {CellResult.DIFFERS}
 
 
 def test_a_reference_that_all_others_are_far_from_is_named(tmp_path: Path) -> None:

@@ -145,12 +145,12 @@ def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_
         measured = {
             str(scale): far(max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8)), 8) for scale in (0.2, 1, 0.5, 1)
         }
-        one = measure_noise(Dtype.BF16, "loss", measured, estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100))
+        noise = measure_noise(Dtype.BF16, "loss", measured, estimate_rounding_ceiling(Dtype.BF16, CONFIG, 100))
         for _, scale in product(range(40), (0.2, 1)):
             clean = max(abs(draw.gauss(0, scale * 1e-5)) for _ in range(8))
-            assert judge_distances({"loss": far(clean)}, {"loss": one})[0] in (
+            assert judge_distances({"loss": far(clean)}, {"loss": noise})[0] in (
                 CellResult.EQUAL,
                 CellResult.WITHIN_NOISE,
             )
-        num_found += judge_distances({"loss": far(4e-4)}, {"loss": one})[0] is CellResult.DIFFERS
+        num_found += judge_distances({"loss": far(4e-4)}, {"loss": noise})[0] is CellResult.DIFFERS
     assert num_found == 100

@@ -88,13 +88,13 @@ def test_a_run_that_was_asked_for_twice_is_planned_once() -> None:
 
 def test_data_ranks_are_held_against_a_reference_that_accumulates_as_many_passes() -> None:
     cells = named(planned([{"dtype": "fp32", "data": 2}]))
-    [cell] = [one for one in cells.values() if one.role is Role.CELL]
+    [cell] = [cell for cell in cells.values() if cell.role is Role.CELL]
     reference = cells[cell.reference]
     assert (cell.num_processes, cell.num_data_ranks, cell.spec.inputs.max_inputs) == (2, 2, 4)
     assert (reference.num_processes, reference.spec.inputs.max_inputs) == (1, 8)
     assert reference.spec.actor.grad_accumulation == 2
     assert cells[reference.reference].spec.actor.grad_accumulation == 1
-    assert {one.spec.inputs.shuffle_inputs for one in cells.values()} == {True}  # dealt in turn: the same windows
+    assert {cell.spec.inputs.shuffle_inputs for cell in cells.values()} == {True}  # dealt in turn: the same windows
 
 
 def test_rows_of_several_documents_are_packed_in_the_reference_too() -> None:
@@ -158,24 +158,28 @@ def test_a_model_without_sdpa_has_an_eager_reference_and_no_equivalent_of_a_kern
 
 def test_the_quick_matrix_has_every_stage_accumulation_and_checkpointing_of_every_backend() -> None:
     actors = [cell.spec.actor for cell in planned(read_settings("quick", 2)).cells if cell.role is Role.CELL]
-    assert {(one.backend, one.resolved_zero_stage) for one in actors} == {
+    assert {(actor.backend, actor.resolved_zero_stage) for actor in actors} == {
         *(("deepspeed", stage) for stage in range(4)),
         *(("fsdp2", stage) for stage in (2, 3)),
         ("ddp", 0),
     }
-    for is_asked in (lambda one: one.grad_accumulation > 1, lambda one: one.gradient_checkpointing):
-        assert {one.backend for one in actors if is_asked(one)} == {"deepspeed", "fsdp2", "ddp"}
+    for is_asked in (lambda actor: actor.grad_accumulation > 1, lambda actor: actor.gradient_checkpointing):
+        assert {actor.backend for actor in actors if is_asked(actor)} == {"deepspeed", "fsdp2", "ddp"}
 
 
 def test_fp16_is_in_full_where_the_device_and_the_backend_have_it() -> None:
-    settings = [one for one in read_settings("full", 1) if one["dtype"] == Dtype.FP16 and one["attention"] == "sdpa"]
+    settings = [
+        setting
+        for setting in read_settings("full", 1)
+        if setting["dtype"] == Dtype.FP16 and setting["attention"] == "sdpa"
+    ]
     found = planned(settings, num_devices=1)
     assert {cell.spec.actor.backend for cell in found.cells} == {"fsdp2", "ddp"}
     assert any("DeepSpeed has no fp16 on a CPU" in reason for reason in found.refused.values())
 
 
 def test_a_group_has_names_references_and_a_ground_of_its_own() -> None:
-    [cell, *_] = [one for one in planned([{"dtype": "fp32"}], group="edge rows").cells if one.role is Role.CELL]
+    [cell, *_] = [cell for cell in planned([{"dtype": "fp32"}], group="edge rows").cells if cell.role is Role.CELL]
     assert cell.name == "edge rows: deepspeed fp32 packed auto"
     assert cell.reference == "edge rows: fsdp2 fp32 padded sdpa"
     assert cell.baseline == ("edge rows", Dtype.FP32)
@@ -187,13 +191,13 @@ def test_matrices_without_a_file_run_the_edge_shapes_too(tmp_path: Path) -> None
     spec = build_replay_spec({"dtype": "fp32", "model": "somewhere"})
     here = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=CONFIG, must_pack=False)
     plans = list(_plan_edges("quick", {"dtype": "fp32", "model": "somewhere"}, spec, here))
-    assert [{cell.group for cell in one.cells} for one in plans] == [{"edge rows"}, {"edge documents"}]
-    rows, documents = ([cell.spec for cell in one.cells] for one in plans)
-    assert {one.actor.packing for one in rows} == {True, False}
-    assert {one.actor.packing for one in documents} == {True}
-    assert {one.actor.model for one in [*rows, *documents]} == {"somewhere"}
+    assert [{cell.group for cell in plan.cells} for plan in plans] == [{"edge rows"}, {"edge documents"}]
+    rows, documents = ([cell.spec for cell in plan.cells] for plan in plans)
+    assert {spec.actor.packing for spec in rows} == {True, False}
+    assert {spec.actor.packing for spec in documents} == {True}
+    assert {spec.actor.model for spec in [*rows, *documents]} == {"somewhere"}
     few = MatrixContext(device="cpu", num_devices=2, num_inputs=8, config=LlamaConfig(vocab_size=20), must_pack=False)
-    said = [reason for one in _plan_edges("quick", {}, spec, few) for reason in one.refused.values()]
+    said = [reason for plan in _plan_edges("quick", {}, spec, few) for reason in plan.refused.values()]
     assert [reason.partition(" go up to ")[0] for reason in said] == ["their token ids"] * 2
     assert all(reason.endswith("and the model's vocabulary is of 20") for reason in said)
     assert list(_plan_edges(str(tmp_path), {}, spec, here)) == []

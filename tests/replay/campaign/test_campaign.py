@@ -19,7 +19,7 @@ LIMITS = RunLimits(run_seconds=9.0, total_seconds=None, at_once=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ToyPlan:
     """Ask for as many jobs, which differ in the input that they replay."""
 
     spec: ReplaySpec
@@ -37,8 +37,8 @@ class Plan:
 
 
 @dataclass
-class Where(ThisMachine):
-    """In the place of processes: each job ends with the exit code for its place; KeyboardInterrupt comes before it."""
+class FakeMachine(ThisMachine):
+    """Ends each job with the exit code for its position, without processes, or raises KeyboardInterrupt before it."""
 
     codes: dict[int, int | None] = field(default_factory=dict)
     breaks_at: int | None = None
@@ -54,38 +54,48 @@ class Where(ThisMachine):
     num_running = 0
 
     def __call__(self, tasks: Any, *, until: float = math.inf) -> Iterator[tuple[int, Child]]:
-        for place, task in tasks:
-            if place == self.breaks_at:
+        for position, task in tasks:
+            if position == self.breaks_at:
                 raise KeyboardInterrupt
             assert isinstance(task, Task)
             task.output.parent.mkdir(parents=True, exist_ok=True)
             task.output.write_text("replay: out of memory\n")
             self.ran.append(str(task.job.spec.inputs.skip_inputs))
-            yield place, Child(exit_code=self.codes.get(place, 0), seconds=1.5, output=task.output, logs=task.logs)
+            yield (
+                position,
+                Child(exit_code=self.codes.get(position, 0), seconds=1.5, output=task.output, logs=task.logs),
+            )
 
 
-def begun(tmp_path: Path, num_jobs: int = 4) -> Campaign[Plan]:
-    plan = Plan(spec=ReplaySpec(), num_jobs=num_jobs)
+def begin_campaign(tmp_path: Path, num_jobs: int = 4) -> Campaign[ToyPlan]:
+    plan = ToyPlan(spec=ReplaySpec(), num_jobs=num_jobs)
     machine = Machine(num_devices=2, has_gpus=False)
     return Campaign.begin("scan", tmp_path, plan, words=[], machine=machine)
 
 
-def settled(campaign: Campaign[Plan], where: Where, jobs: Sequence[Job] | None = None) -> dict[int, tuple[Any, ...]]:
-    campaign.open(where, LIMITS)
+def settle_all(
+    campaign: Campaign[ToyPlan], machine: FakeMachine, jobs: Sequence[Job] | None = None
+) -> dict[int, tuple[Any, ...]]:
+    campaign.open(machine, LIMITS)
     results = {}
     with catch_interruption():
-        for one in campaign.settle(campaign.plan.jobs if jobs is None else jobs):
-            results[one.position] = (one.child.exit_code, one.child.seconds, one.child.logs, one.child.error)
+        for settled in campaign.settle(campaign.plan.jobs if jobs is None else jobs):
+            results[settled.position] = (
+                settled.child.exit_code,
+                settled.child.seconds,
+                settled.child.logs,
+                settled.child.error,
+            )
     return results
 
 
 @pytest.mark.parametrize("breaks_at", range(4))
 def test_a_campaign_that_was_broken_off_goes_on_and_runs_no_job_twice(breaks_at: int, tmp_path: Path) -> None:
-    whole = settled(begun(tmp_path / "whole"), Where(codes={1: 1, 2: -9}))
-    campaign = begun(tmp_path / "logs")
-    first, second = Where(codes={1: 1, 2: -9}, breaks_at=breaks_at), Where(codes={1: 1, 2: -9})
-    before = settled(campaign, first)
-    again = settled(Campaign.read("scan", campaign.folder, Plan), second)
+    whole = settle_all(begin_campaign(tmp_path / "whole"), FakeMachine(codes={1: 1, 2: -9}))
+    campaign = begin_campaign(tmp_path / "logs")
+    first, second = FakeMachine(codes={1: 1, 2: -9}, breaks_at=breaks_at), FakeMachine(codes={1: 1, 2: -9})
+    before = settle_all(campaign, first)
+    again = settle_all(Campaign.read("scan", campaign.folder, ToyPlan), second)
     assert len(first.ran) == len(before) == breaks_at
     assert first.ran + second.ran == ["0", "1", "2", "3"]
     in_place = {
@@ -93,24 +103,24 @@ def test_a_campaign_that_was_broken_off_goes_on_and_runs_no_job_twice(breaks_at:
         for place, told in whole.items()
     }
     assert {place: told[:3] for place, told in again.items()} == in_place
-    assert settled(Campaign.read("scan", campaign.folder, Plan), third := Where()) == again
+    assert settle_all(Campaign.read("scan", campaign.folder, ToyPlan), third := FakeMachine()) == again
     assert third.ran == []
 
 
 def test_a_line_that_was_cut_short_is_as_if_it_had_not_run_and_spoils_no_other(tmp_path: Path) -> None:
-    campaign = begun(tmp_path)
-    settled(campaign, Where())
+    campaign = begin_campaign(tmp_path)
+    settle_all(campaign, FakeMachine())
     journal = campaign.folder / JOURNAL
     journal.write_text(journal.read_text()[:-9])
-    again = Where()
-    assert len(settled(Campaign.read("scan", campaign.folder, Plan), again)) == 4
+    again = FakeMachine()
+    assert len(settle_all(Campaign.read("scan", campaign.folder, ToyPlan), again)) == 4
     assert again.ran == ["3"]
     assert len([json.loads(line) for line in journal.read_text().splitlines()]) == 4
 
 
 def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path: Path) -> None:
-    campaign = begun(tmp_path)
-    settled(campaign, Where())
+    campaign = begin_campaign(tmp_path)
+    settle_all(campaign, FakeMachine())
     job = campaign.plan.jobs[2]
     elsewhere = replace(job.spec, measure=replace(job.spec.measure, log_folder=Path("elsewhere")))
     known = [replace(job, home="other", spec=elsewhere)]
@@ -119,7 +129,7 @@ def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path:
         replace(job, python="/opt/python"),
         replace(job, spec=replace(job.spec, actor=replace(job.spec.actor, num_layers=1))),
     ]
-    assert [campaign.find_settled(one) is not None for one in [*known, *others]] == [True, False, False, False]
+    assert [campaign.find_settled(job) is not None for job in [*known, *others]] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -129,46 +139,46 @@ def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path:
 def test_what_failed_beside_others_runs_again(
     exit_code: int | None, is_alone: bool, runs_again: bool, tmp_path: Path
 ) -> None:
-    campaign = begun(tmp_path, num_jobs=1)
-    settled(campaign, Where(codes={0: exit_code}, is_alone=is_alone))
-    again = Where()
-    settled(Campaign.read("scan", campaign.folder, Plan), again)
+    campaign = begin_campaign(tmp_path, num_jobs=1)
+    settle_all(campaign, FakeMachine(codes={0: exit_code}, is_alone=is_alone))
+    again = FakeMachine()
+    settle_all(Campaign.read("scan", campaign.folder, ToyPlan), again)
     assert bool(again.ran) is runs_again
 
 
-def damaged(folder: Path) -> None:
+def damage(folder: Path) -> None:
     (folder / "scan.json").write_text("{")
 
 
-def of_another_format(folder: Path) -> None:
+def change_format(folder: Path) -> None:
     path = folder / "scan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
 
 
-def of_another_plan(folder: Path) -> None:
+def change_plan(folder: Path) -> None:
     path = folder / "scan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "plan": {"num_jobs": "4"}}))
 
 
-def with_another_journal(folder: Path) -> None:
+def change_journal(folder: Path) -> None:
     (folder / JOURNAL).write_text('{"job": 3}\n')
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (damaged, "is damaged: Expecting property name"),
-        (of_another_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
-        (of_another_plan, "is damaged: plan: "),
-        (with_another_journal, "journal.jsonl is damaged in line 1: job is 3"),
+        (damage, "is damaged: Expecting property name"),
+        (change_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
+        (change_plan, "is damaged: plan: "),
+        (change_journal, "journal.jsonl is damaged in line 1: job is 3"),
     ],
 )
 def test_what_cannot_go_on_is_refused(change: Callable[[Path], None], says: str, tmp_path: Path) -> None:
-    campaign = begun(tmp_path)
-    settled(campaign, Where())
+    campaign = begin_campaign(tmp_path)
+    settle_all(campaign, FakeMachine())
     change(campaign.folder)
     with pytest.raises(UsageError) as refused:
-        Campaign.read("scan", campaign.folder, Plan)
+        Campaign.read("scan", campaign.folder, ToyPlan)
     assert says in str(refused.value)
 
 
@@ -182,11 +192,11 @@ def test_what_cannot_go_on_is_refused(change: Callable[[Path], None], says: str,
 def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywhere(
     machine: Machine, torch: str | None, says: str, tmp_path: Path
 ) -> None:
-    campaign = begun(tmp_path)
-    settled(campaign, Where(breaks_at=3))
+    campaign = begin_campaign(tmp_path)
+    settle_all(campaign, FakeMachine(breaks_at=3))
     campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
     campaign.write()
-    again = Campaign.read("scan", campaign.folder, Plan)
+    again = Campaign.read("scan", campaign.folder, ToyPlan)
     again.check_resumable(ThisMachine(), again.plan.jobs[:3])
     with pytest.raises(UsageError) as refused:
         again.check_resumable(ThisMachine(), again.plan.jobs)

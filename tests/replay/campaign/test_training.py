@@ -85,7 +85,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers(folder: Path) -> list[tuple[object, ...]]:
     return [
-        (one.index, one.rank, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(folder).records
+        (record.index, record.rank, record.source, record.result.loss, record.result.grad_norm)
+        for record in PastRun.read(folder).records
     ]
 
 
@@ -195,7 +196,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
 def taken() -> list[object]:
     from ray.util import placement_group_table
 
-    return [one for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
 def is_alive(process: int) -> bool:

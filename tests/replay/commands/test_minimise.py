@@ -102,10 +102,14 @@ def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
 
 def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
     assert mask("row 4 of /a/b/c.pkl: shape [2, 40]\n  at 0x7f2a") == mask("row 1 of x.pkl: shape [1, 7] at 0x11")
-    one = ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
-    assert one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=5))
-    assert not one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N tokens"))
-    assert not one.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="KeyError", message="N rows"))
+    failure = ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
+    assert failure.is_same_as(
+        ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=5)
+    )
+    assert not failure.is_same_as(
+        ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N tokens")
+    )
+    assert not failure.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="KeyError", message="N rows"))
     differs = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss", "log-probs"))
     assert differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("log-probs",)))
     assert not differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("gradient norm",)))
@@ -274,7 +278,7 @@ def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.M
     assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
     (path,) = capture_files(folder / "smallest" / "inputs")
     assert read_call(path).tensors["sequences"].shape == (1, 2)
-    assert {one.name for one in folder.iterdir()} == {"minimise.json", "journal.jsonl", "smallest", "trials"}
+    assert {path.name for path in folder.iterdir()} == {"minimise.json", "journal.jsonl", "smallest", "trials"}
     assert not (folder / "smallest" / "logs").exists()
 
 

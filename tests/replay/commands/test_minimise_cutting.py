@@ -126,8 +126,8 @@ def test_sampled_log_probs_stay_with_their_tokens_or_go() -> None:
 def test_what_is_left_is_written_and_read(tmp_path: Path) -> None:
     cut = cut_call(call_of(), Cut(source=0, rows=(1,), first=2, end=8))
     again = read_call(cut.write(tmp_path))
-    assert {name: one.tolist() for name, one in again.tensors.items()} == {
-        name: one.tolist() for name, one in cut.tensors.items()
+    assert {name: tensor.tolist() for name, tensor in again.tensors.items()} == {
+        name: tensor.tolist() for name, tensor in cut.tensors.items()
     }
 
 

@@ -19,11 +19,11 @@ AT = (7, 2, 40)  # file, row, column
 
 
 def has(candidate: Candidate, file: int, row: int, column: int) -> bool:
-    return any(one.source == file and row in one.rows and one.first <= column < one.end for one in candidate.cuts)
+    return any(cut.source == file and row in cut.rows and cut.first <= column < cut.end for cut in candidate.cuts)
 
 
 def num_tokens(candidate: Candidate) -> int:
-    return max((len(one.rows) * (one.end - one.first) for one in candidate.cuts), default=0)
+    return max((len(cut.rows) * (cut.end - cut.first) for cut in candidate.cuts), default=0)
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ PLANTED = {
     "the row and token are known": Planted(
         fails=lambda c: has(c, *AT), first=replace(FAILURE, index=7, row=2, token=40), runs=4
     ),
-    "a row of n tokens": Planted(fails=lambda c: any(one.end - one.first > 48 for one in c.cuts), tokens=49),
+    "a row of n tokens": Planted(fails=lambda c: any(cut.end - cut.first > 48 for cut in c.cuts), tokens=49),
     "two rows together": Planted(fails=lambda c: has(c, 7, 0, 3) and has(c, 7, 3, 60), rows=2, tokens=2 * 58),
     "two files": Planted(fails=lambda c: has(c, 3, 1, 9) and has(c, *AT), files=2, rows=2, tokens=4),
     "a tenth layer": Planted(
@@ -173,7 +173,7 @@ def test_what_ddmin_keeps_shows_it_and_no_item_of_it_can_go(seed: int) -> None:
 
     def shows(part: Sequence[int]) -> bool:
         assert list(part) == sorted(part), "the order of the files is kept"
-        return any(one <= {*part} for one in enough)
+        return any(numbers <= {*part} for numbers in enough)
 
     kept = ddmin(items, shows)
     smaller = [part for size in range(1, len(kept)) for part in combinations(kept, size)]
@@ -188,7 +188,7 @@ def test_bisection_goes_up_and_down() -> None:
 
 def test_what_was_recorded_of_all_rows_loses_no_row_token_or_layer() -> None:
     first = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss",), index=7)
-    runs = Runs(fails=lambda c: any(one.source == 7 for one in c.cuts), found=first)
+    runs = Runs(fails=lambda c: any(cut.source == 7 for cut in c.cuts), found=first)
     search = search_of(Planted(fails=runs.fails, first=first), runs)
     search.run()
     assert search.best.cuts == (Cut(source=7, rows=tuple(range(NUM_ROWS)), first=0, end=LENGTH),)
@@ -206,7 +206,7 @@ def test_a_log_prob_that_differs_keeps_the_tokens_before_it() -> None:
 
 def test_pairs_of_dpo_stay_together() -> None:
     def fails(candidate: Candidate) -> bool:
-        if any(len(one.rows) % 2 for one in candidate.cuts):
+        if any(len(cut.rows) % 2 for cut in candidate.cuts):
             raise AssertionError("a pair was torn")
         return has(candidate, 7, 3, 5)
 
@@ -228,7 +228,7 @@ def test_what_was_found_is_kept_where_the_runs_end() -> None:
 def test_options_that_need_each_other_are_not_tried_apart() -> None:
     """--step needs backward: a candidate that is refused costs no run."""
     candidate = Candidate.from_spec([], spec_of(["--step", "--learning-rate", "0.1", "--save-state", "x"]), 1)
-    [step] = [one for one in candidate.changed_options if one.flag == "--step"]
+    [step] = [toggle for toggle in candidate.changed_options if toggle.flag == "--step"]
     assert "--step" not in candidate.without_options([step]).arguments
     with pytest.raises(UsageError):
         candidate.with_option("--optimizer", "none")

@@ -153,7 +153,7 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     assert whole["result"]["finished"]
     assert {run["name"]: run["state"] for run in whole["result"]["runs"]} == states(folder)
     assert set(states(folder).values()) == {"done"}
-    loss = next(one for one in whole["result"]["noises"] if one["quantity"] == "loss")
+    loss = next(noise for noise in whole["result"]["noises"] if noise["quantity"] == "loss")
     assert loss["floor"] == pytest.approx(3e-7)
     assert loss["equivalent"] == RUNS[3]
     assert whole["result"]["cells"][RUNS[6]]["result"] == "WITHIN NOISE"
@@ -258,8 +258,8 @@ def test_what_differs_is_traced_beside_its_reference_and_the_equivalents_that_ca
 
     def first_difference(reference: Path, other: Path, equivalents: Sequence[Path]) -> None:
         specs = [PastRun.read(folder) for folder in (reference, other, *equivalents)]
-        windows.update((one.measure.trace, one.inputs.skip_inputs, one.inputs.max_inputs) for one in specs)
-        asked.append([f"{one.actor.backend} {one.actor.attention}" for one in specs])
+        windows.update((spec.measure.trace, spec.inputs.skip_inputs, spec.inputs.max_inputs) for spec in specs)
+        asked.append([f"{spec.actor.backend} {spec.actor.attention}" for spec in specs])
 
     monkeypatch.setattr(parting, "find_first_difference", first_difference)
     assert typed(tmp_path, "--first-difference") == 1
@@ -375,7 +375,7 @@ def test_real_runs_agree(tmp_path: Path, in_process: None, capsys: Captured) -> 
     assert typed(tmp_path, *small_model(tmp_path)) == 0, capsys.readouterr().out
     log = ParityLog.read(folder_in(tmp_path))
     verdicts = MatrixJudge().judge(log.rows).cells
-    assert {one.result for one in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
+    assert {cell.result for cell in verdicts.values()} <= {CellResult.EQUAL, CellResult.WITHIN_NOISE}
     assert [*verdicts] == RUNS[1:]
     for number, (line, row) in enumerate(zip(list_commands(log), log.rows, strict=True)):
         assert row.log is not None
@@ -407,7 +407,7 @@ def test_a_fault_in_packing_is_found_though_packing_is_an_equivalent(
     log = ParityLog.read(folder_in(tmp_path))
     assert {row.state for row in log.rows} == {RowState.DONE}
     verdicts = MatrixJudge().judge(log.rows).cells
-    assert [name for name, one in verdicts.items() if one.result is CellResult.DIFFERS] == [RUNS[4], RUNS[5]]
+    assert [name for name, cell in verdicts.items() if cell.result is CellResult.DIFFERS] == [RUNS[4], RUNS[5]]
     lines = capsys.readouterr().out.splitlines()
     assert any("fsdp2 fp32 packed sdpa" in line for line in lines if line.startswith("WRONG"))
     firsts = [line for line in lines if line.startswith("first")]

@@ -22,7 +22,7 @@ BOUNDS = {Dtype.FP32: 2.0, Dtype.BF16: 8.0, Dtype.FP16: 4.0}
 def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
     """The full matrix of two devices, whose nth cell is n away from its reference."""
     with liger_on_a_cpu():
-        found = planned([dict(one) for one in read_settings("full", 2)])
+        found = planned([dict(setting) for setting in read_settings("full", 2)])
     campaign = Campaign(
         folder=Path(), name="parity", command="", machine=Machine(num_devices=2, has_gpus=False), plan=found
     )

@@ -52,7 +52,7 @@ def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]
     own = ("--num-layers", "1", "--dtype", "fp32", "--max-inputs", "4", "--log-folder", str(logs))
     code = main(["recompiles", *typed, *own])
     (path,) = logs.glob("*-recompiles/recompiles.json")
-    return code, {one["policy"]: one for one in json.loads(path.read_text())["result"]["policies"]}
+    return code, {result["policy"]: result for result in json.loads(path.read_text())["result"]["policies"]}
 
 
 def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
@@ -62,7 +62,7 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     lengths = [record.input.fed_tokens for record in records[:4]]
     assert len(records) == 8
     assert len(set(lengths)) == 4  # of two rows each: more or fewer documents would make another graph
-    assert {name: one["num_graphs"] for name, one in found.items()} == {
+    assert {name: result["num_graphs"] for name, result in found.items()} == {
         "off": 0,
         "automatic": 2,
         "dynamic": 1,
@@ -80,9 +80,9 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     assert found["buckets"]["options"] == f"--pad-tokens {first},{second} --compile --compile-lengths static"
     assert found["off"]["compile_seconds"] == 0 < found["dynamic"]["compile_seconds"]
     losses = {
-        name: [record.result.loss for record in read_log(Path(one["log"]))[1]]
-        for name, one in found.items()
-        if one["log"]
+        name: [record.result.loss for record in read_log(Path(result["log"]))[1]]
+        for name, result in found.items()
+        if result["log"]
     }
     for name, own in losses.items():
         assert own == pytest.approx(losses["off"], rel=1e-5), name
@@ -109,7 +109,10 @@ def test_policies_that_have_run_are_not_run_again(here: list[Task], tmp_path: Pa
     num_runs = len(here)
     assert main(["recompiles", "--continue", str(folder)]) == code == 0
     assert [task.logs.parent.name for task in here[num_runs:]] == ["dynamic"]
-    again = {one["policy"]: one for one in json.loads((folder / "recompiles.json").read_text())["result"]["policies"]}
+    again = {
+        result["policy"]: result
+        for result in json.loads((folder / "recompiles.json").read_text())["result"]["policies"]
+    }
     assert again["off"] == found["off"]
     assert again["dynamic"]["num_graphs"] == found["dynamic"]["num_graphs"]
 

@@ -83,37 +83,43 @@ def test_every_configuration_takes_the_same_steps_whatever_its_number_of_data_ra
     plan = plan_trainings(spec, Machine(num_devices=num_devices, has_gpus=has_gpus))
     inputs_a_step = count_inputs_per_step(plan)
     steps: dict[str, list[list[Path]]] = {}
-    for one in (one for one in plan if not one.reason):
+    for training in (training for training in plan if not training.reason):
         run = build_run_spec(
-            one, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN
+            training, spec, inputs=tmp_path, num_inputs=9, inputs_a_step=inputs_a_step, loss=LossName.STAND_IN
         )
-        ranks = [select(run.inputs, rank, one.num_data_ranks).inputs for rank in range(one.num_data_ranks)]
+        ranks = [select(run.inputs, rank, training.num_data_ranks).inputs for rank in range(training.num_data_ranks)]
         rounds = list(zip(*ranks, strict=True))
         size = run.actor.num_accumulated
         windows = [rounds[i : i + size] for i in range(0, len(rounds), size)]
-        steps[one.name] = [sorted(path for members in window for path in members) for window in windows]
+        steps[training.name] = [sorted(path for members in window for path in members) for window in windows]
     assert len(steps["ddp"]) == 5
     assert [len(step) for step in steps["ddp"]] == [inputs_a_step] * 5
     assert all(taken == steps["ddp"] for taken in steps.values())
 
 
 def test_a_configuration_that_needs_more_gpus_is_not_run_and_a_cpu_has_processes_for_it() -> None:
-    on_two = {one.name: one for one in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=True))}
-    assert {one.name: one.reason for one in on_two.values() if one.reason} == {
+    on_two = {
+        training.name: training for training in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=True))
+    }
+    assert {training.name: training.reason for training in on_two.values() if training.reason} == {
         "fsdp2-tp-ring": "needs 4 GPUs, this machine has 2"
     }
-    on_cpu = {one.name: one for one in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=False))}
+    on_cpu = {
+        training.name: training for training in plan_trainings(SuiteSpec(), Machine(num_devices=2, has_gpus=False))
+    }
     assert (on_cpu["fsdp2-tp-ring"].num_processes, on_cpu["fsdp2-tp-ring"].reason) == (4, "")
     of_four = plan_trainings(SuiteSpec(processes=1), Machine(num_devices=1, has_gpus=True))
-    assert [one.reason for one in of_four if one.name == "fsdp2-ring"] == ["needs 2 GPUs, --processes is 1"]
+    assert [training.reason for training in of_four if training.name == "fsdp2-ring"] == [
+        "needs 2 GPUs, --processes is 1"
+    ]
 
 
 def test_data_ranks_are_the_same_for_all_where_they_are_asked_for() -> None:
     for machine in (Machine(num_devices=4, has_gpus=True), Machine(num_devices=2, has_gpus=False)):
-        plan = {one.name: one for one in plan_trainings(SuiteSpec(data_ranks=2), machine)}
+        plan = {training.name: training for training in plan_trainings(SuiteSpec(data_ranks=2), machine)}
         ranks = {name: plan[name].num_processes for name in ("ddp", "deepspeed-autotp", "fsdp2-tp")}
         assert ranks == {"ddp": 2, "deepspeed-autotp": 4, "fsdp2-tp": 4}
-        assert {one.num_data_ranks for one in plan.values() if not one.reason} == {2}
+        assert {training.num_data_ranks for training in plan.values() if not training.reason} == {2}
         assert plan["fsdp2-tp-ring"].reason == ("needs 8 GPUs, this machine has 4" if machine.has_gpus else "")
 
 
@@ -121,11 +127,11 @@ def test_skipping_changes_no_other_configuration() -> None:
     machine = Machine(num_devices=4, has_gpus=True)
     whole = plan_trainings(SuiteSpec(), machine)
     some = plan_trainings(SuiteSpec(skip=find_skipped(["ddp"], ["tp"])), machine)
-    assert {one.name for one in some if one.reason == "skipped"} == {
+    assert {training.name for training in some if training.reason == "skipped"} == {
         *("ddp", "fsdp2-tp", "fsdp2-tp-ring", "deepspeed-autotp")
     }
-    assert [one for one in some if not one.reason] == [
-        one for one in whole if not find_skipped(["ddp"], ["tp"]) & {one.name}
+    assert [training for training in some if not training.reason] == [
+        training for training in whole if not find_skipped(["ddp"], ["tp"]) & {training.name}
     ]
     assert count_inputs_per_step(some) == count_inputs_per_step(whole) == 4
 
@@ -230,7 +236,7 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
     no_curves = {"fsdp2-tp": refusal, "deepspeed-autotp": refusal, "fsdp2-ring": NoCurve(reason="crashed")}
     curves = {"ddp": curve(FALLING), "deepspeed": moved(0, 0, 0, 1)}
     found = judge_trainings(plan, {**curves, **no_curves}, steps_an_epoch=1)
-    assert {one.planned.name: (one.status, one.reason) for one in found} == {
+    assert {result.planned.name: (result.status, result.reason) for result in found} == {
         "ddp": (TrainingStatus.PASSED, ""),
         "deepspeed": (TrainingStatus.FAILED, ""),
         "fsdp2": (TrainingStatus.NOT_RUN, "skipped"),
@@ -277,12 +283,12 @@ def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.Mon
         ("SKIP_FSDP2", "yes", {"ddp", "deepspeed", "deepspeed-autotp"}),
         ("SKIP_TP", "true", {"ddp", "deepspeed", "fsdp2", "fsdp2-ring"}),
         ("SKIP_RING", "on", {"ddp", "deepspeed", "fsdp2", "fsdp2-tp", "deepspeed-autotp"}),
-        ("SKIP_RING", "0", {one.name for one in CONFIGURATIONS}),
+        ("SKIP_RING", "0", {configuration.name for configuration in CONFIGURATIONS}),
     ],
 )
 def test_a_variable_skips_a_group(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, left: set[str]) -> None:
     monkeypatch.setenv(variable, value)
-    assert {one.name for one in CONFIGURATIONS} - asked().skip == left
+    assert {configuration.name for configuration in CONFIGURATIONS} - asked().skip == left
 
 
 @pytest.mark.parametrize(

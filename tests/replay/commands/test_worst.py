@@ -151,20 +151,20 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     code, log = worst(tmp_path, "--check", "--passes", "all")
     assert code == 0
     assert len(log["ranking"]) == len(capture_files(find_sample_folder()))
-    for one in log["ranking"]:
-        path = find_sample_folder() / one["source"]
+    for ranking in log["ranking"]:
+        path = find_sample_folder() / ranking["source"]
         true = law.passed(spec_of([]), 1, 0, path, 1)
         for name, cost in true.cost.phases.items():
-            assert one["seconds"][name] == pytest.approx(cost.seconds, rel=1e-6)
-            assert one["peaks"][name] == pytest.approx(cost.peak_allocated_bytes, rel=1e-6)
-    totals = [sum(one["seconds"].values()) for one in log["ranking"]]
+            assert ranking["seconds"][name] == pytest.approx(cost.seconds, rel=1e-6)
+            assert ranking["peaks"][name] == pytest.approx(cost.peak_allocated_bytes, rel=1e-6)
+    totals = [sum(ranking["seconds"].values()) for ranking in log["ranking"]]
     assert totals == sorted(totals, reverse=True)
     assert log["error"]["most_of_peak"] < 1e-6
     assert log["error"]["most_of_seconds"] < 1e-6
-    kinds = [one["trains"] for one in log["measured"]]
+    kinds = [measurement["trains"] for measurement in log["measured"]]
     assert [kinds.count(True), kinds.count(False), len(log["held_out"])] == [10, 6, 5]
-    measured = {one["number"] for one in log["measured"]}
-    assert measured.isdisjoint(one["number"] for one in log["checked"]["inputs"])
+    measured = {measurement["number"] for measurement in log["measured"]}
+    assert measured.isdisjoint(check["number"] for check in log["checked"]["inputs"])
     said = capsys.readouterr().out
     assert "checked    within 5% and 10%: off by at most 0.0% of a peak and 0.0% of a time" in said
     assert [len(run.inputs.picked_numbers or []) for run in law.runs] == [
@@ -192,8 +192,8 @@ def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_pat
 
 def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path, capsys: Captured) -> None:
     _, log = worst(tmp_path / "before")
-    measured = {one["source"] for one in log["measured"]}
-    odd = next(one["source"] for one in log["ranking"] if one["source"] not in measured)
+    measured = {measurement["source"] for measurement in log["measured"]}
+    odd = next(ranking["source"] for ranking in log["ranking"] if ranking["source"] not in measured)
     law.slower = {odd: 1.25}
     code, log = worst(tmp_path / "after", "--check")
     assert code == 1
@@ -237,8 +237,8 @@ def test_what_runs_out_of_memory_is_named_and_the_rest_is_ranked(law: Law, tmp_p
     code, log = worst(tmp_path)
     assert code == 1
     assert log["failed"]
-    assert all(tokens_of(one["source"]) > 1200 for one in log["failed"])
-    assert all(one["real_tokens"] <= 1200 for one in log["measured"])
+    assert all(tokens_of(failure["source"]) > 1200 for failure in log["failed"])
+    assert all(measurement["real_tokens"] <= 1200 for measurement in log["measured"])
     assert len(log["ranking"]) == 32
     said = capsys.readouterr().out
     assert "OutOfMemoryError: out of memory" in said
@@ -261,14 +261,14 @@ def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path:
     (other,) = log["others"]
     assert len(other["passes"]) == 14  # of two inputs each, more than one rank ranked
     spec = spec_of(["--num-layers", "4", "--zero-stage", "3", "--dtype", "fp32"])
-    for one in other["passes"]:
-        true = [law.passed(spec, 1, 0, find_sample_folder() / source, 2) for source in one["sources"]]
+    for prediction in other["passes"]:
+        true = [law.passed(spec, 1, 0, find_sample_folder() / source, 2) for source in prediction["sources"]]
         for name in ("forward", "backward"):
-            assert one["most"]["seconds"][name] == pytest.approx(
+            assert prediction["most"]["seconds"][name] == pytest.approx(
                 max(r.cost.phases[name].seconds for r in true), rel=1e-6
             )
             peaks = [r.cost.phases[name].peak_allocated_bytes for r in true]
-            assert one["most"]["peaks"][name] == pytest.approx(max(peaks), rel=1e-6)
+            assert prediction["most"]["peaks"][name] == pytest.approx(max(peaks), rel=1e-6)
     ran = law.runs[-1]
     assert (ran.actor.num_layers, ran.actor.zero_stage) == (4, 3)
     assert log["others_checked"][0]["error"]["most_of_seconds"] < 1e-6
@@ -278,10 +278,10 @@ def test_layers_stages_and_ranks_are_predicted_from_one_rank(law: Law, tmp_path:
 def test_tp_is_predicted_as_bounds(law: Law, tmp_path: Path, capsys: Captured) -> None:
     _, log = worst(tmp_path, "--predict", "tp=2")
     (other,) = log["others"]
-    for one in other["passes"]:
+    for prediction in other["passes"]:
         for name in ("forward", "backward"):
-            assert one["least"]["peaks"][name] < one["most"]["peaks"][name]
-            assert one["least"]["seconds"][name] == pytest.approx(one["most"]["seconds"][name] / 2)
+            assert prediction["least"]["peaks"][name] < prediction["most"]["peaks"][name]
+            assert prediction["least"]["seconds"][name] == pytest.approx(prediction["most"]["seconds"][name] / 2)
     assert " GiB a rank" in capsys.readouterr().out
 
 
@@ -362,9 +362,11 @@ STAGING_BYTES = 2 * 500_000_000  # DeepSpeed's bucket: it lets go of it behind a
 def bytes_of_tensors() -> int:
     """The storage of all tensors that this process holds."""
     gc.collect()
-    objects = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    tensors = [one for one in objects if not one.is_meta and not isinstance(one, FakeTensor)]  # fakes of a compiler
-    local = [getattr(one, "_local_tensor", one).untyped_storage() for one in tensors]
+    objects = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor)]
+    tensors = [
+        tensor for tensor in objects if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    ]  # fakes of a compiler
+    local = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in local}
     return sum(size for size in sizes.values() if size != STAGING_BYTES)
 
@@ -420,4 +422,4 @@ def test_a_real_replay_is_measured(one_world: None, tmp_path: Path, monkeypatch:
     assert code == 0
     assert (len(log["measured"]), len(log["ranking"]), log["error"]) == (2, 4, None)
     assert log["rows"] == {"train": "packed"}
-    assert all(one["peaks"]["backward"] > 100 * MIB for one in log["ranking"])
+    assert all(ranking["peaks"]["backward"] > 100 * MIB for ranking in log["ranking"])
