@@ -50,7 +50,7 @@ class FarthestPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseFloor:
+class ParityNoise:
     """The noise floor of one quantity in one dtype."""
 
     dtype: Dtype
@@ -99,7 +99,7 @@ def _find_farthest(points: Sequence[ComparedPoint]) -> FarthestPoint:
 
 def measure_noise(
     dtype: Dtype, quantity: str, equivalents: Mapping[str, FarthestPoint], ceiling: float, *, group: str = ""
-) -> NoiseFloor:
+) -> ParityNoise:
     """Return the noise from `equivalents`, distances by run name. `ceiling` applies to a single number."""
     ceiling *= CEILINGS.get(quantity, 1.0)
     measured = {name: point.value for name, point in equivalents.items()}
@@ -107,7 +107,7 @@ def measure_noise(
     loudest = max(trusted, key=lambda name: trusted[name], default="")
     floor = max(trusted[loudest], FP32_SPACING) if trusted else None
     bound = compute_bound_from_floor(floor, equivalents[loudest].num_points if trusted else 0, ceiling)
-    return NoiseFloor(
+    return ParityNoise(
         dtype=dtype,
         group=group,
         quantity=quantity,
@@ -122,7 +122,7 @@ def measure_noise(
 
 
 def judge_distances(
-    distances: Mapping[str, FarthestPoint], noises: Mapping[str, NoiseFloor]
+    distances: Mapping[str, FarthestPoint], noises: Mapping[str, ParityNoise]
 ) -> tuple[CellResult, list[str]]:
     """Return the result of a cell and the quantities that decide it; `noises` are those of its dtype, by quantity."""
     if all(point.value <= FP32_SPACING for point in distances.values()):
@@ -155,7 +155,7 @@ class JudgedCell:
 class MatrixResult:
     # By name, without the references of each dtype and the cells that did not run.
     cells: Mapping[str, JudgedCell]
-    noises: Sequence[NoiseFloor]
+    noises: Sequence[ParityNoise]
     # Faults of a reference or of an equivalent run.
     remarks: Sequence[str]
     # By name, for every run.
@@ -199,7 +199,7 @@ class MatrixJudge:
     def judge(self, rows: Sequence[ParityRow]) -> MatrixResult:
         """Return the results that follow from the cells that are done."""
         finished = {row.cell.name: row for row in rows if row.state is RowState.DONE}
-        noises: list[NoiseFloor] = []
+        noises: list[ParityNoise] = []
         remarks: list[str] = []
         for baseline in dict.fromkeys(row.cell.baseline for row in rows):
             noises += self._measure_noises(baseline, finished)
@@ -213,7 +213,7 @@ class MatrixJudge:
         costs = {name: self._summarize_cost(row) for name, row in finished.items()}
         return MatrixResult(cells=judged_cells, noises=noises, remarks=remarks, costs=costs)
 
-    def _measure_noises(self, baseline: tuple[str, Dtype], finished: Mapping[str, ParityRow]) -> list[NoiseFloor]:
+    def _measure_noises(self, baseline: tuple[str, Dtype], finished: Mapping[str, ParityRow]) -> list[ParityNoise]:
         """Return the noise; none before an equivalent that changes rounding has run."""
         group, dtype = baseline
         equivalents = [
@@ -230,7 +230,9 @@ class MatrixJudge:
         ceiling = self._compute_ceiling(dtype, finished[equivalents[0].cell.reference])
         return [measure_noise(dtype, quantity, points, ceiling, group=group) for quantity, points in distances.items()]
 
-    def _judge_row(self, row: ParityRow, finished: Mapping[str, ParityRow], noises: Sequence[NoiseFloor]) -> JudgedCell:
+    def _judge_row(
+        self, row: ParityRow, finished: Mapping[str, ParityRow], noises: Sequence[ParityNoise]
+    ) -> JudgedCell:
         compared = self._compare_with_reference(row.cell.name, row.cell.reference, finished)
         if not compared.distances:
             return JudgedCell(result=CellResult.NOT_JUDGED, distances={}, deciding=[], notes=compared.notes)
@@ -296,7 +298,7 @@ class MatrixJudge:
         return remarks
 
 
-def _describe_distrust(noise: NoiseFloor, finished: Mapping[str, ParityRow]) -> str:
+def _describe_distrust(noise: ParityNoise, finished: Mapping[str, ParityRow]) -> str:
     distances = ", ".join(f"{name} ({noise.measured[name]:.3g})" for name in noise.distrusted)
     group = f"{noise.group}, " if noise.group else ""
     text = (

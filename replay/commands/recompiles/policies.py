@@ -79,15 +79,19 @@ def find_policy_options(actor: ActorSpec) -> list[str]:
 
 
 def choose_lengths(lengths: Iterable[int], number: int) -> list[int]:
-    """Return at most so many lengths: padding each of `lengths` to the next of them adds the fewest tokens."""
+    """Return at most `number` lengths, such that padding each of `lengths` to the next of them adds the fewest tokens.
+
+    Dynamic programming: the best choice of n lengths that ends with a value extends the best choice of n - 1 lengths
+    that ends with a smaller value.
+    """
     counts = sorted(Counter(lengths).items())
     values = [value for value, _ in counts]
     # For each value, the number of lengths below it.
     before = [0]
     for _, count in counts:
         before.append(before[-1] + count)
+    # For each value as the last length, the tokens after padding.
     best = [values[end] * before[end + 1] for end in range(len(values))]
-    # tokens after padding, if values[end] is the last length; the fewest of them add the least
     choices = [[values[end]] for end in range(len(values))]
     for _ in range(number - 1):
         next_best, next_choices = list(best), list(choices)

@@ -11,7 +11,7 @@ from actor_init.spec import Dtype
 from replay.agreement.noise_floor import (
     CellResult,
     FarthestPoint,
-    NoiseFloor,
+    ParityNoise,
     judge_distances,
     measure_distances,
     measure_noise,
@@ -31,7 +31,7 @@ def far(value: float, num_points: int = 16) -> FarthestPoint:
     return FarthestPoint(value=value, source="x.pkl", place=0, num_points=num_points)
 
 
-def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> NoiseFloor:
+def noise(*values: float, dtype: Dtype = Dtype.BF16, num_points: int = 16) -> ParityNoise:
     named = {f"equivalent {number}": far(value, num_points) for number, value in enumerate(values)}
     return measure_noise(dtype, "loss", named, estimate_rounding_ceiling(dtype, CONFIG, 100))
 

@@ -6,7 +6,7 @@ import pytest
 
 from actor_init.spec import Dtype
 from replay.agreement.matrix import read_settings
-from replay.agreement.noise_floor import CellResult, FarthestPoint, JudgedCell, MatrixResult, NoiseFloor
+from replay.agreement.noise_floor import CellResult, FarthestPoint, JudgedCell, MatrixResult, ParityNoise
 from replay.agreement.plan import Cell, Role
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
@@ -37,7 +37,7 @@ def made() -> tuple[list[Cell], ParityLog, MatrixResult]:
         for number, cell in enumerate(cells)
     }
     noises = [
-        NoiseFloor(
+        ParityNoise(
             dtype=dtype,
             quantity="loss",
             floor=1.0,
