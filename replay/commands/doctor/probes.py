@@ -76,12 +76,12 @@ def _choose_device() -> Any:
 def compile_function() -> Facts:
     import torch
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() * x
+    def function(values: torch.Tensor) -> torch.Tensor:
+        return values.sin() * values
 
-    x = torch.linspace(-3, 3, 1000, device=_choose_device())
-    compiled: torch.Tensor = torch.compile(function)(x)
-    error = float((compiled - function(x)).abs().max())
+    values = torch.linspace(-3, 3, 1000, device=_choose_device())
+    compiled: torch.Tensor = torch.compile(function)(values)
+    error = float((compiled - function(values)).abs().max())
     # The values go up to 3, in fp32. Two implementations of sine differ by about 1e-7.
     if not error < 1e-5:
         raise ProbeError(f"the compiled function is off by {error:.2g}")
