@@ -205,7 +205,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
 
 
 def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
-    """Return the verdict on passes that cannot be judged together."""
+    """Return the verdict CANNOT TELL on passes that cannot be judged together."""
     verdicts = [
         _make_pass_verdict(replace(compared_pass, findings=()), Outcome.CANNOT_TELL, reason)
         for compared_pass in compared_passes
@@ -232,29 +232,33 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
 def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
     """Give each pass the comparison of all samples that were taken of the weights it ran on.
 
-    A capture samples some of a model's parameters, and a sharded job's ranks sample their shards. So a pass may not
-    have sampled a parameter that another pass or rank found to be other than the job's: that counts here too.
+    A capture has samples of some of a model's parameters, and each rank of a sharded job samples its own shards. So
+    first merge what all passes on the same weights sampled. Then a pass may still lack a sample of a parameter that
+    differed from the job's in another pass of the same model.
     """
-    groups: dict[Hashable, list[WeightComparison]] = {}
     keys = [_make_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
+    by_key: dict[Hashable, list[WeightComparison]] = {}
     for key, compared_pass in zip(keys, compared_passes, strict=True):
-        groups.setdefault(key, []).append(compared_pass.recorded.weights)
-    merged = [
-        _merge_comparisons(groups[key]) if len(groups[key]) > 1 or groups[key][0].is_sharded else groups[key][0]
-        for key in keys
+        by_key.setdefault(key, []).append(compared_pass.recorded.weights)
+    # A single whole comparison keeps its doubt; a single one of a shard may have sampled nothing, which merging doubts.
+    merged = {
+        key: _merge_comparisons(comparisons) if len(comparisons) > 1 or comparisons[0].is_sharded else comparisons[0]
+        for key, comparisons in by_key.items()
+    }
+    differing: dict[int | None, list[tuple[int, str]]] = {}
+    for key, compared_pass in zip(keys, compared_passes, strict=True):
+        recorded = compared_pass.recorded
+        in_model = differing.setdefault(_find_model_rank(recorded), [])
+        in_model += [(recorded.step or 0, name) for name in merged[key].differing]
+    return [
+        replace(
+            compared_pass,
+            weights=_infer_unsampled_parameters(
+                merged[key], compared_pass.recorded.step or 0, differing[_find_model_rank(compared_pass.recorded)]
+            ),
+        )
+        for key, compared_pass in zip(keys, compared_passes, strict=True)
     ]
-    differing = [
-        (_find_model_rank(compared_pass.recorded), compared_pass.recorded.step or 0, name)
-        for compared_pass, weights in zip(compared_passes, merged, strict=True)
-        for name in weights.differing
-    ]
-    checked = []
-    for compared_pass, weights in zip(compared_passes, merged, strict=True):
-        model = _find_model_rank(compared_pass.recorded)
-        in_model = [(step, name) for other_model, step, name in differing if other_model == model]
-        weights = _infer_unsampled(weights, compared_pass.recorded.step or 0, in_model)
-        checked.append(replace(compared_pass, weights=weights))
-    return checked
 
 
 def _find_model_rank(recorded: RecordedPass) -> int | None:
@@ -269,33 +273,36 @@ def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
     return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", number)
 
 
-def _infer_unsampled(weights: WeightComparison, step: int, differing: Sequence[tuple[int, str]]) -> WeightComparison:
-    """Conclude from the parameters that differ in any pass of a model what those are that this pass did not sample.
+def _infer_unsampled_parameters(
+    weights: WeightComparison, forward: int, differing: Sequence[tuple[int, str]]
+) -> WeightComparison:
+    """Conclude what the parameters are that a pass did not sample, and that differ from the job's in other passes.
 
-    A parameter that differed before differs here too, unless this pass sampled one that differed and found it to be the
-    job's: then the job has moved its weights in between. That leaves a doubt, as a difference in a later pass does.
+    A parameter that differed in an earlier pass differs in this pass too. But if this pass sampled any parameter that
+    differs elsewhere, and found it to be the job's, then the job has moved its weights in between. That leaves a doubt,
+    as a difference in a later pass does.
 
-    step       of this pass
-    differing  the step of the other pass and the parameter's name
+    forward    the number of this pass in the job
+    differing  of the same model: the number of a pass, and the parameter that differed in it
     """
-    unsampled = [(other_step, name) for other_step, name in differing if name not in weights.compared]
+    unsampled = [(other_forward, name) for other_forward, name in differing if name not in weights.compared]
     if not unsampled or not weights.are_same:
         return weights
-    before = tuple(dict.fromkeys(name for other_step, name in unsampled if other_step <= step))
-    if before and not any(name in weights.compared for _, name in differing):
-        return replace(weights, differing=before)
+    earlier = tuple(dict.fromkeys(name for other_forward, name in unsampled if other_forward <= forward))
+    if earlier and not any(name in weights.compared for _, name in differing):
+        return replace(weights, differing=earlier)
     doubt = f"in another pass {unsampled[0][1]} is not the job's, and this one has no sample of it"
     return replace(weights, doubt=doubt)
 
 
 def _merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparison:
-    """Put together the samples of the same weights."""
+    """Merge what several passes sampled of the same weights."""
     doubt = next((weights.doubt for weights in comparisons if weights.doubt is not None), None)
-    compared_passes = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
-    if doubt is None and not compared_passes:
+    compared_names = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
+    if doubt is None and not compared_names:
         doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
     return WeightComparison(
-        compared=compared_passes,
+        compared=compared_names,
         differing=tuple(dict.fromkeys(name for weights in comparisons for name in weights.differing)),
         num_parameters=max(weights.num_parameters for weights in comparisons),
         first=next((weights.first for weights in comparisons if weights.first is not None), None),
