@@ -39,7 +39,7 @@ def at_once_option(help: str) -> Any:
     return typer.Option(None, min=1, metavar="N", help=help)
 
 
-def action_to_begin(command: str, inputs: InputsSpec | None, *arguments: Any, **options: Any) -> CommandAction:
+def make_begin_action(command: str, inputs: InputsSpec | None, *arguments: Any, **options: Any) -> CommandAction:
     """Return the work of a new campaign: `begin(*arguments, **options)` of the command's `runs.py`.
 
     inputs  must be on this machine; None: they may be elsewhere
@@ -55,7 +55,7 @@ def action_to_begin(command: str, inputs: InputsSpec | None, *arguments: Any, **
     return begin
 
 
-def action_to_continue(
+def make_continue_action(
     command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> CommandAction:
     """Return the work of --continue: `resume(folder, *arguments, **options)` of the command's `runs.py`.
@@ -75,7 +75,7 @@ def action_to_continue(
     return resume
 
 
-def words_for(options: Mapping[str, Any]) -> list[str]:
+def list_words(options: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line that set options, by parameter name; None and False set nothing."""
     words: list[str] = []
     for name, values in options.items():

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.command_options import action_to_begin, action_to_continue
+from replay.campaign.command_options import make_begin_action, make_continue_action
 from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec, refuse_typed
 from replay.options.spec import check_result_folder
 from replay.processes.launch import refuse_launcher
@@ -71,7 +71,7 @@ def minimise(
     limits = {name: value for name, value in typed_limits.items() if value is not None}
     own_options = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if continued_folder is not None:
-        return action_to_continue("minimise", continued_folder, {**own_options, **given}, limits)
+        return make_continue_action("minimise", continued_folder, {**own_options, **given}, limits)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
@@ -83,7 +83,7 @@ def minimise(
             _minimise_cell, parity, cell, build_replay_spec(given).measure.log_folder, DEFAULTS | limits, redact
         )
     spec = build_replay_spec(given)
-    return action_to_begin("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)
+    return make_begin_action("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:

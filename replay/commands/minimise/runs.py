@@ -12,7 +12,7 @@ from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
 from replay.campaign.campaign import Campaign, Job, catch_interruption
-from replay.campaign.command_options import words_for
+from replay.campaign.command_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.commands.minimise.console import MinimiseConsole
 from replay.commands.minimise.cutting import Candidate, CaptureShape, Cut, read_source, write_inputs
@@ -50,7 +50,7 @@ def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any]
         raise UsageError(
             f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
         )
-    words = words_for({"processes": num_processes if num_processes > ranks else None})
+    words = list_words({"processes": num_processes if num_processes > ranks else None})
     return _begin(spec, num_processes, limits, redact=redact, words=[*words, *format_command_line(spec)])
 
 
@@ -61,7 +61,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, An
     """
     cell, num_processes = read_cell(parity, name)
     spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
-    words = words_for({"parity": parity, "cell": name})
+    words = list_words({"parity": parity, "cell": name})
     return _begin(spec, num_processes, limits, redact=redact, words=words, cell=cell)
 
 
@@ -93,7 +93,7 @@ def _begin(
         # The path is absolute because trials also run in other working folders.
         spec.measure.log_folder.absolute(),
         plan,
-        words=[*words_for({"redact": redact}), *words],
+        words=[*list_words({"redact": redact}), *words],
         machine=Machine.detect(num_processes),
     )
     return _run(campaign)

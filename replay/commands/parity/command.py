@@ -6,10 +6,10 @@ from typing import Any
 import typer
 
 from replay.campaign.command_options import (
-    action_to_begin,
-    action_to_continue,
     at_once_option,
     continue_option,
+    make_begin_action,
+    make_continue_action,
     run_limit_option,
     time_limit_option,
 )
@@ -58,9 +58,9 @@ def parity(
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
-        return action_to_continue("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
+        return make_continue_action("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
     inputs = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs
-    return action_to_begin(
+    return make_begin_action(
         "parity",
         # The nodes of a cluster may have inputs that this machine lacks.
         inputs if ray is None else None,

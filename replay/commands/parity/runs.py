@@ -12,7 +12,7 @@ from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, Matrix
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
 from replay.agreement.rows import ParityLog, RowState, folder_name_of
 from replay.campaign.campaign import Campaign, Job, catch_interruption
-from replay.campaign.command_options import words_for
+from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import describe_first_difference
@@ -85,7 +85,7 @@ def _begin_campaign(
         "processes": num_devices,
         "python": [environment.python for environment in environments],
     }
-    words = [*words_for(options), *format_command_line(spec)]
+    words = [*list_words(options), *format_command_line(spec)]
     return Campaign.begin("parity", spec.measure.log_folder, plan, words=words, machine=machine)
 
 

@@ -8,11 +8,11 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.campaign.command_options import (
-    action_to_begin,
-    action_to_continue,
     continue_option,
+    list_words,
+    make_begin_action,
+    make_continue_action,
     run_limit_option,
-    words_for,
 )
 from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, parse_buckets
 from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
@@ -62,7 +62,7 @@ def recompiles(
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
     if continued_folder is not None:
-        return action_to_continue("recompiles", continued_folder, {**own_options, **given}, limits)
+        return make_continue_action("recompiles", continued_folder, {**own_options, **given}, limits)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError(
@@ -75,4 +75,4 @@ def recompiles(
         multiple=multiple or MULTIPLE,
         num_passes=num_passes or NUM_PASSES,
     )
-    return action_to_begin("recompiles", plan.spec.inputs, plan, words_for(own_options), limits)
+    return make_begin_action("recompiles", plan.spec.inputs, plan, list_words(own_options), limits)

@@ -7,10 +7,10 @@ from typing import Any
 import typer
 
 from replay.campaign.command_options import (
-    action_to_begin,
-    action_to_continue,
     at_once_option,
     continue_option,
+    make_begin_action,
+    make_continue_action,
     run_limit_option,
     time_limit_option,
 )
@@ -48,8 +48,8 @@ def scan(
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
-        return action_to_continue("scan", continued_folder, {"group": group, **given}, limits, ray)
+        return make_continue_action("scan", continued_folder, {"group": group, **given}, limits, ray)
     spec = build_replay_spec(given)
     # The nodes of a cluster may have inputs that this machine lacks.
     inputs = spec.inputs if ray is None else None
-    return action_to_begin("scan", inputs, spec, group or GROUP_SIZE, limits, ray)
+    return make_begin_action("scan", inputs, spec, group or GROUP_SIZE, limits, ray)

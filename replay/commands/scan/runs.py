@@ -17,7 +17,7 @@ from typing import IO
 from actor_init.spec import UsageError
 from capture.progress_bar import ProgressBar
 from replay.campaign.campaign import Campaign, Job, catch_interruption
-from replay.campaign.command_options import words_for
+from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.options.option_parsing import format_command_line
 from replay.options.ray_options import RayOptions
@@ -150,7 +150,7 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
             "scan",
             spec.measure.log_folder,
             plan,
-            words=[*words_for({"group": plan.size}), *format_command_line(spec)],
+            words=[*list_words({"group": plan.size}), *format_command_line(spec)],
             machine=machine,
         )
         return _run(campaign, executor, limits)

@@ -12,7 +12,7 @@ import typer
 
 from actor_init.spec import UsageError
 from capture.facts import flag_of
-from replay.campaign.command_options import words_for
+from replay.campaign.command_options import list_words
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
 from replay.options.option_parsing import CommandAction, with_parameters
 from replay.options.ray_options import RayOptions, with_ray_options
@@ -89,7 +89,9 @@ def suite(
         save_every=(save_every or SAVE_EVERY) if save_state else None,
         storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
     )
-    return partial(_begin, spec, log_folder, words_for(_read_options(context, "COMMANDLINE", "ENVIRONMENT")), ray, plot)
+    return partial(
+        _begin, spec, log_folder, list_words(_read_options(context, "COMMANDLINE", "ENVIRONMENT")), ray, plot
+    )
 
 
 def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import typer
 
 from replay.campaign.command_options import (
-    action_to_begin,
-    action_to_continue,
     continue_option,
+    list_words,
+    make_begin_action,
+    make_continue_action,
     run_limit_option,
-    words_for,
 )
 from replay.commands.worst.configuration import WorstPlan
 from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
@@ -67,7 +67,7 @@ def worst(
             "show": show,
             **given,
         }
-        return action_to_continue("worst", continued_folder, typed_options, limits)
+        return make_continue_action("worst", continued_folder, typed_options, limits)
     plan = WorstPlan(
         spec=build_replay_spec(given),
         num_measured=measured or NUM_MEASURED,
@@ -77,5 +77,7 @@ def worst(
     )
     # Reading them refuses configurations that cannot be.
     other_configurations = plan.others
-    words = words_for({"measured": measured, "check": check, "predict": [other.text for other in other_configurations]})
-    return action_to_begin("worst", plan.spec.inputs, plan, words, limits)
+    words = list_words(
+        {"measured": measured, "check": check, "predict": [other.text for other in other_configurations]}
+    )
+    return make_begin_action("worst", plan.spec.inputs, plan, words, limits)
