@@ -203,7 +203,7 @@ runner: Replayer(spec, world, source, actor, meter, tracker, weight_checker)
 runner: rounding_floor.make_fp32_variant(spec)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
 tracing: TraceWriter.open(path, spec, source, world, backend)
-profiling: profiled(lambda: True, backend.model, spec, world.device, path)
+profiling: profile_pass(lambda: True, backend.model, spec, world.device, path)
 verdict: judge([], spec)
 watch: Tracker(path, spec)
 """
@@ -212,7 +212,7 @@ from pathlib import Path
 from actor_init.backends.protocol import Backend
 from actor_init.model import ModelSource
 from actor_init.world import World
-from replay.profiling.profiler import profiled
+from replay.profiling.profiler import profile_pass
 from replay.runlog.writer import Logbook
 from replay.options.resolved import ResolvedReplay
 from replay.runner import rounding_floor
