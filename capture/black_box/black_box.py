@@ -23,7 +23,7 @@ from capture.black_box.incidents import (
 )
 from capture.black_box.position_page import PositionPage
 from capture.black_box.salvage import salvage
-from capture.black_box.signal_handlers import add_listener, remove_listener
+from capture.black_box.signal_handlers import SignalReport, add_listener, remove_listener
 from capture.file_format.capture_file import EncodedCall
 from capture.file_format.manifest import format_stamp
 from capture.file_format.tensor_codec import Output
@@ -166,8 +166,8 @@ class BlackBox(RecordingObserver):
 
     # The signal handlers and exception hooks call these, in any thread.
 
-    def on_signal(self, number: int) -> None:
-        self._report(make_incident("signal", signal.Signals(number).name, self._forward))
+    def on_signal(self, number: int, report: SignalReport) -> None:
+        self._report(make_incident("signal", signal.Signals(number).name, self._forward), report)
 
     def on_exception(self, error: BaseException, where: str) -> None:
         is_ordinary = isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and self.handles_signals)
@@ -177,14 +177,14 @@ class BlackBox(RecordingObserver):
     def flush(self, *, max_seconds: float) -> bool:
         return self._recording.flush(max_seconds=max_seconds)
 
-    def _report(self, incident: Incident) -> None:
-        """Have the writer's thread write an incident that happens now."""
+    def _report(self, incident: Incident, report: SignalReport | None = None) -> None:
+        """Have the writer's thread write an incident that happens now; `report` is that of a signal."""
         # Reading stacks and collectives may fail. An incident without them is better than none.
         with suppress(Exception):
             incident = add_position(incident, self._recording)
         self._position_page.was_reported = incident.ends_job
         self._position_page.write(self._recording)
-        self._recording.run_in_writer(partial(self._write, incident))
+        self._recording.run_in_writer(partial(self._write, incident, report))
 
     @property
     def _forward(self) -> int | None:
@@ -248,8 +248,10 @@ class BlackBox(RecordingObserver):
             if self._shared is not None:
                 self._shared.close()
 
-    def _write(self, incident: Incident) -> None:
+    def _write(self, incident: Incident, report: SignalReport | None = None) -> None:
         """Write the passes that are held, and the incident beside them."""
+        if report is not None and not report.claim(self):
+            return
         kind = incident.what, incident.where
         self._num_by_kind[kind] += 1
         if self._num_by_kind[kind] > (MAX_SIGNALS_PER_KIND if incident.is_signal else MAX_INCIDENTS_PER_KIND):

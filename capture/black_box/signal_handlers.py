@@ -22,10 +22,30 @@ MAX_SIGNAL_SECONDS = 10.0
 HEAD_START_SECONDS = 2.0
 
 
+class SignalReport:
+    """One signal, which two threads may report: the one that reads the pipe, and the main thread if that is too slow.
+
+    A listener writes it once. Its writer's thread decides, since either report may come late: the other thread may hold
+    a lock that the report needs.
+    """
+
+    def __init__(self) -> None:
+        # Set once the main thread no longer waits for the thread that reads the pipe.
+        self.is_late = False
+        self._written_by: list[object] = []
+
+    def claim(self, listener: object) -> bool:
+        """Tell a listener whether it is the first time that it writes this signal. For its writer's thread to call."""
+        if any(other is listener for other in self._written_by):
+            return False
+        self._written_by.append(listener)
+        return True
+
+
 class IncidentListener(Protocol):
     """Gets signals and uncaught exceptions. Its methods do not raise."""
 
-    def on_signal(self, number: int) -> None: ...
+    def on_signal(self, number: int, report: SignalReport) -> None: ...
 
     def on_exception(self, error: BaseException, where: str) -> None: ...
 
@@ -37,6 +57,7 @@ class _Handlers:
 
     previous  the handlers before ours, by the signal's number
     wakeup    both ends of the pipe, while it is in use
+    reports   of signals that came through the pipe and are being reported
     reported  set while a signal has been reported to the listeners, but Python's handler has not run for it
     handled   set once Python's handler has run for a signal
     """
@@ -48,6 +69,7 @@ class _Handlers:
         self.previous_excepthook: Any = None
         self.previous_thread_excepthook: Any = None
         self.wakeup: tuple[int, int] | None = None
+        self.reports: dict[int, SignalReport] = {}
         self.reported = {number: threading.Event() for number in SIGNALS}
         self.handled = {number: threading.Event() for number in SIGNALS}
 
@@ -125,9 +147,9 @@ def remove_listener(listener: IncidentListener) -> None:
         _handlers.listeners = remaining
 
 
-def _report_signal(number: int) -> None:
+def _report_signal(number: int, report: SignalReport) -> None:
     for listener in _handlers.listeners:
-        listener.on_signal(number)
+        listener.on_signal(number, report)
 
 
 def _flush_listeners() -> None:
@@ -144,8 +166,12 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
         reported = _handlers.reported[signal.Signals(number)]
         _handlers.handled[signal.Signals(number)].set()
         # The thread that reads the pipe reports the signal; without the pipe, or if it takes too long, this one does.
-        if not (_handlers.has_wakeup_pipe() and reported.wait(MAX_SIGNAL_SECONDS)):
-            _report_signal(number)
+        if not _handlers.has_wakeup_pipe():
+            _report_signal(number, SignalReport())
+        elif not reported.wait(MAX_SIGNAL_SECONDS):
+            report = _handlers.reports.setdefault(number, SignalReport())
+            report.is_late = True
+            _report_signal(number, report)
         reported.clear()
         if number != signal.SIGUSR1:
             _flush_listeners()
@@ -169,8 +195,12 @@ def _read_signals(reading: int) -> None:
 def _handle_signal_in_thread(number: int) -> None:
     """Report a signal, and end the process if the main thread does not come to it."""
     handled = _handlers.handled[signal.Signals(number)]
-    _report_signal(number)
-    _handlers.reported[signal.Signals(number)].set()
+    report = _handlers.reports.setdefault(number, SignalReport())
+    _report_signal(number, report)
+    _handlers.reports.pop(number, None)
+    # Set for nobody, it would let the main thread pass the next signal on before that is reported.
+    if not report.is_late:
+        _handlers.reported[signal.Signals(number)].set()
     if number == signal.SIGUSR1 or callable(_handlers.previous.get(number)):
         return
     _flush_listeners()

@@ -11,6 +11,7 @@ A pass is one call of the model by the job. torch calls a module's hooks at othe
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ class ForwardHooks:
         self._on_begin = on_begin
         self._on_end = on_end
         self._process_id = os.getpid()
-        # How many forwards of the model are running, one inside the other.
+        # How many forwards of the model are running, one inside the other, and torch's frame that called the outermost.
         self._depth = 0
+        self._frame: FrameType | None = None
         # The exception that the job was handling when the pass began, if it called the model in an `except` block.
         self._earlier_error: BaseException | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -63,8 +65,13 @@ class ForwardHooks:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._may_be_pass():
             return
+        # torch calls the hook after a forward that raised an Exception, but not after one that raised a
+        # KeyboardInterrupt, and a notebook goes on. Then the interrupted forward is no longer among the callers.
+        if self._depth > 0 and not _is_running(self._frame):
+            self._depth = 0
         self._depth += 1
         if self._depth == 1:
+            self._frame = sys._getframe(1)
             self._earlier_error = sys.exc_info()[1]
             self._on_begin(module, args, kwargs)
 
@@ -77,11 +84,19 @@ class ForwardHooks:
             return
         # torch does not hand over the exception, but calls this hook while it handles it.
         error, earlier_error = sys.exc_info()[1], self._earlier_error
-        self._earlier_error = None
+        self._earlier_error = self._frame = None
         self._on_end(output, None if error is earlier_error else error)
 
     def _may_be_pass(self) -> bool:
         return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Tell whether `frame` is one of those that have called this function."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 def is_in_backward() -> bool:
