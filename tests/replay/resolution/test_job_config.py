@@ -44,7 +44,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def replayed(job: Path, logs: Path, *typed: str, **changes: Any) -> dict[str, Any]:
+def replay_job(job: Path, logs: Path, *typed: str, **changes: Any) -> dict[str, Any]:
     """run.json of a replay from the job's weights, with other settings in the folder's config."""
     folder = logs / "model"
     folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_what_computes_otherwise_is_named_before_the_first_pass(
     job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rope = {"rope_theta": 5000.0, "rope_type": "default"}
-    run = replayed(job, tmp_path, rope_parameters=rope, norm_topk_prob=False)
+    run = replay_job(job, tmp_path, rope_parameters=rope, norm_topk_prob=False)
     said = "norm_topk_prob True in the job, False here; rope_parameters.rope_theta 10000.0 in the job, 5000.0 here"
     header = capsys.readouterr().out.partition("pass 1 of 1")[0].splitlines()
     assert sorted(run["facts"]["config_differences"].split("; ")) == said.split("; ")
@@ -75,9 +75,9 @@ def test_nothing_is_said_of_names_tokens_dtypes_and_layers_that_are_left_out(
     job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = {"architectures": ["Other"], "dtype": "bfloat16", "eos_token_id": 3, "transformers_version": "5.0.0"}
-    run = replayed(job, tmp_path / "whole", "--dtype", "fp32", **others)
+    run = replay_job(job, tmp_path / "whole", "--dtype", "fp32", **others)
     assert run["verdict"]["outcome"] == "REPRODUCED"
-    cut = replayed(job, tmp_path / "cut", "--num-layers", "1")
+    cut = replay_job(job, tmp_path / "cut", "--num-layers", "1")
     assert {"config_differences"} & {*run["facts"], *cut["facts"]} == set()
     assert "other than the job's: " not in capsys.readouterr().out.partition("recorded")[0]
 

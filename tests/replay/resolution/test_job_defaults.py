@@ -43,25 +43,25 @@ def job(*, packed: bool = False, **environment: str) -> Call:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[Attention]:
     there = {Attention.CUDNN, Attention.FLASH, Attention.VARLEN}
-    monkeypatch.setattr(kernel_choice, "is_installed", lambda one: one in there)
+    monkeypatch.setattr(kernel_choice, "is_installed", lambda package: package in there)
     return there
 
 
-def chosen(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
+def choose_kernel(first: Call | None, where: torch.device, **given: Any) -> ChosenKernel:
     spec = ReplaySpec(actor=ActorSpec(**given)).actor.with_defaults()
     return choose_job_kernel(spec, first, where, CONFIG)
 
 
 def test_auto_takes_the_job_s_kernel() -> None:
     flash = job(attention="flash_attention_2")
-    assert chosen(flash, CUDA) == ChosenKernel(attention=Attention.FLASH, why="as the job's flash_attention_2")
-    assert chosen(job(attention="eager"), CPU) == ChosenKernel(attention=Attention.EAGER)
-    assert chosen(job(packed=True, attention="sdpa"), CUDA).attention == Attention.SDPA
+    assert choose_kernel(flash, CUDA) == ChosenKernel(attention=Attention.FLASH, why="as the job's flash_attention_2")
+    assert choose_kernel(job(attention="eager"), CPU) == ChosenKernel(attention=Attention.EAGER)
+    assert choose_kernel(job(packed=True, attention="sdpa"), CUDA).attention == Attention.SDPA
 
 
 def test_what_was_typed_stays() -> None:
     flash = job(attention="flash_attention_2")
-    assert chosen(flash, CUDA, attention=Attention.VARLEN) == ChosenKernel(attention=Attention.VARLEN)
+    assert choose_kernel(flash, CUDA, attention=Attention.VARLEN) == ChosenKernel(attention=Attention.VARLEN)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_was_typed_stays() -> None:
 def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_says_why(
     first: Call | None, where: torch.device, why: str
 ) -> None:
-    found = chosen(first, where)
+    found = choose_kernel(first, where)
     assert found.attention == Attention.AUTO
     assert why in found.why
     if where is CUDA:
@@ -86,7 +86,7 @@ def test_where_the_job_s_kernel_cannot_be_had_another_is_found_and_the_header_sa
 
 
 def test_a_ring_has_a_kernel_of_its_own() -> None:
-    ring = chosen(job(attention="eager"), CUDA, parallel=ParallelSpec(ring=2))
+    ring = choose_kernel(job(attention="eager"), CUDA, parallel=ParallelSpec(ring=2))
     assert ring == ChosenKernel(attention=Attention.AUTO)
 
 
@@ -136,7 +136,7 @@ _ligers_rotary.__module__ = "liger_kernel.transformers.rope"
 
 
 def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(folder: Path, model: nn.Module) -> str:
+    def record_kernels(folder: Path, model: nn.Module) -> str:
         with recording(model, folder, reproduce=True):
             model(input_ids=torch.arange(6)[None])
         (path,) = capture_files(folder)
@@ -144,9 +144,10 @@ def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: 
 
     plain, patched = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     norm = patched.model.norm
-    norm.forward = LigersNorm.forward.__get__(norm)  # as Liger patches a model that is there already
-    assert recorded(tmp_path / "plain", plain) == "model"
-    assert recorded(tmp_path / "patched", patched) == "liger"
+    # Liger patches an existing model in this way.
+    norm.forward = LigersNorm.forward.__get__(norm)
+    assert record_kernels(tmp_path / "plain", plain) == "model"
+    assert record_kernels(tmp_path / "patched", patched) == "liger"
     exchanged = LlamaForCausalLM(CONFIG)
     exchanged.model.norm = LigersNorm()
     assert find_kernels(exchanged) == "liger"

@@ -49,36 +49,36 @@ def world() -> Iterator[World]:
         yield world
 
 
-def resolved(world: World, *typed: str) -> ResolvedReplay:
+def resolve_typed(world: World, *typed: str) -> ResolvedReplay:
     """The sample's replay under these options."""
     spec = spec_of([*typed, "--max-inputs", "1"])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
     return resolve(spec, selection, read_first_call(selection), world, None)
 
 
-def who(replay: ResolvedReplay) -> dict[str, ChosenBy]:
+def map_choosers(replay: ResolvedReplay) -> dict[str, ChosenBy]:
     return {choice.setting: choice.by for choice in replay.choices}
 
 
-def words(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk_values(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from words(value, f"{path}{name}.")
+            yield from walk_values(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
 
 
 @pytest.mark.parametrize("typed", [(), ("--backend", "ddp", "--no-packing"), ("--optimizer", "sgd", "--dtype", "bf16")])
 def test_nothing_is_left_open(world: World, typed: tuple[str, ...]) -> None:
-    replay = resolved(world, *typed)
+    replay = resolve_typed(world, *typed)
     parts = {name: to_json(getattr(replay, name)) for name in ("actor", "inputs", "measure", "state", "objective")}
     # nothing is split over one rank, and so there is no other word for a plan
-    assert [name for name, value in words(parts) if value == "auto"] == [TP_PLAN]
+    assert [name for name, value in walk_values(parts) if value == "auto"] == [TP_PLAN]
     assert parts["inputs"]["inputs"] is not None
 
 
 def test_each_choice_says_who_made_it(world: World) -> None:
-    chosen = who(resolved(world, "--dtype", "bf16", "--gradient-checkpointing"))
+    chosen = map_choosers(resolve_typed(world, "--dtype", "bf16", "--gradient-checkpointing"))
     assert chosen["actor.dtype"] is chosen["actor.gradient_checkpointing"] is ChosenBy.TYPED
     assert chosen["actor.model"] is chosen[ATTENTION] is ChosenBy.JOB
     assert chosen[PACKING] is chosen["actor.whole_logits"] is ChosenBy.MODEL
@@ -87,7 +87,7 @@ def test_each_choice_says_who_made_it(world: World) -> None:
 
 
 def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world: World) -> None:
-    replay = resolved(world)
+    replay = resolve_typed(world)
     job_s = ActorSpec(
         dtype=Dtype.FP32, packing=True, attention=Attention.SDPA, kernels=Kernels.MODEL, grad_accumulation=1
     )
@@ -99,14 +99,16 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
     assert elsewhere.to_spec().actor.attention is Attention.AUTO
 
 
-def half(**environment: str) -> Call:
+def make_half_call(**environment: str) -> Call:
     outputs = {"logits": SimpleNamespace(dtype="float16")}
     return cast(Call, SimpleNamespace(environment=environment, tensors={}, weights=None, outputs=outputs))
 
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
-    on_cpu, on_cuda = (choose_from_job(ReplaySpec(), half(), SELECTION, device)[0] for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (
+        choose_from_job(ReplaySpec(), make_half_call(), SELECTION, device)[0] for device in ("cpu", "cuda")
+    )
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, ChosenBy.MACHINE)
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, ChosenBy.JOB)
     assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is ChosenBy.DEFAULT
@@ -130,7 +132,7 @@ def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
 
 
 def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
-    replay = resolved(world)
+    replay = resolve_typed(world)
     eager = replay.derive_variant(why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
     assert (eager.kernel, eager.source) == ("eager", replay.source)
     assert [(choice.setting, choice.why) for choice in eager.choices if choice not in replay.choices] == [

@@ -12,12 +12,13 @@ from tests.helpers.each_alone import batch
 from tests.helpers.families import tiny_config, tiny_model
 
 
-def recorded(family: str, folder: Path) -> list[str]:
+def record_rows(family: str, folder: Path) -> list[str]:
     """Record a pass of rows that are padded on both sides, and return the arguments that replay it."""
     model: Any = tiny_model(tiny_config(family), "sdpa" if family != "mamba" else "eager").train()
     model.save_pretrained(folder / "model")
     ids_BS, real_BS = batch().sequences_BS, batch().attention_mask_BS
-    is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)  # a job would predict it from padding
+    # A job would predict the first token of a row from padding.
+    is_first_BS = real_BS & (real_BS.cumsum(dim=1) == 1)
     labels_BS = ids_BS.masked_fill(~real_BS | is_first_BS, -100)
     with recording(model, folder / "captures", reproduce=True):
         model(input_ids=ids_BS, attention_mask=real_BS.long(), labels=labels_BS, use_cache=False).loss.backward()
@@ -36,7 +37,7 @@ def recorded(family: str, folder: Path) -> list[str]:
 def test_a_job_is_reproduced_with_rows_that_its_model_keeps_apart(
     family: str, rows: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(recorded(family, tmp_path)) == 0
+    assert main(record_rows(family, tmp_path)) == 0
     [run] = (tmp_path / "logs").glob("*/run.json")
     written = json.loads(run.read_text())
     assert written["facts"]["rows"].startswith(rows)
@@ -48,7 +49,7 @@ def test_a_job_is_reproduced_with_rows_that_its_model_keeps_apart(
 def test_packing_that_was_typed_is_refused_in_a_line(
     tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*recorded("mamba", tmp_path), "--packing"]) == 2
+    assert main([*record_rows("mamba", tmp_path), "--packing"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("replay: ")]
     assert line.startswith("replay: --packing: packed documents of mamba see each other")
     assert "Try: --no-packing" in line

@@ -64,11 +64,11 @@ def test_a_selection_is_the_same(
 def test_of_segments_only_the_selected_passes_are_opened(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
-    def noted_read(path: Path) -> Call:
+    def note_read(path: Path) -> Call:
         read.append(path)
         return read_call(path)
 
-    monkeypatch.setattr(selection, "read_call", noted_read)
+    monkeypatch.setattr(selection, "read_call", note_read)
     chosen = select(InputsSpec(inputs=sample, max_inputs=3), 0, 1)
     assert sorted(read) == sorted(chosen.inputs)
     assert len(read) == 3
@@ -90,21 +90,21 @@ def test_passes_of_a_window_that_is_not_whole_come_last(segment: str | None, tmp
     assert chosen.grad_accumulation == 2
 
 
-def facts_and_text(folder: Path) -> tuple[Inspection, list[str]]:
+def inspect_with_text(folder: Path) -> tuple[Inspection, list[str]]:
     facts, out = inspect_folder(folder), io.StringIO()
     print_inspection(facts, out)
     return facts, [line for line in out.getvalue().splitlines() if not line.startswith(("folder", "files"))]
 
 
 def test_an_inspection_is_the_same(sample: Path) -> None:
-    found, text = facts_and_text(sample)
-    expected, expected_text = facts_and_text(find_sample_folder())
+    found, text = inspect_with_text(sample)
+    expected, expected_text = inspect_with_text(find_sample_folder())
     assert text == expected_text
     assert (found.num_by_format, expected.num_by_format) == ({"of format 1 in segments": 40}, {"of format 1": 40})
     assert found == replace(expected, folder=found.folder, num_by_format=found.num_by_format)
 
 
-def odd_folder(folder: Path) -> Path:
+def make_odd_folder(folder: Path) -> Path:
     """Passes that stand out: not finite, without an action, mostly padding, with an empty row."""
     write_passes(folder, {0: "ttt", 1: "tr"})
     write_config(folder)
@@ -125,10 +125,10 @@ def odd_folder(folder: Path) -> Path:
 
 
 def test_passes_that_stand_out_are_the_same(tmp_path: Path) -> None:
-    main(["convert", str(odd_folder(tmp_path / "files")), str(tmp_path / "segments"), "--segment", "1MB"])
-    found, text = facts_and_text(tmp_path / "segments")
-    expected, expected_text = facts_and_text(tmp_path / "files")
-    assert [one.reason for one in found.odd] == [
+    main(["convert", str(make_odd_folder(tmp_path / "files")), str(tmp_path / "segments"), "--segment", "1MB"])
+    found, text = inspect_with_text(tmp_path / "segments")
+    expected, expected_text = inspect_with_text(tmp_path / "files")
+    assert [odd_file.reason for odd_file in found.odd] == [
         "loss was nan",
         "no token is an action",
         "loss was inf",
@@ -149,7 +149,7 @@ def test_passes_that_stand_out_are_counted_and_not_all_kept(tmp_path: Path) -> N
         for step in range(1, MAX_LISTED_ODD + 31):
             origin = replace(call.origin, step=step)
             writer.write(replace(call, tensors={**call.tensors, "attention_mask": mask_BS}, origin=origin))
-    facts, text = facts_and_text(tmp_path / "segments")
+    facts, text = inspect_with_text(tmp_path / "segments")
     assert (len(facts.odd), facts.num_odd) == (MAX_LISTED_ODD, MAX_LISTED_ODD + 30)
     assert text[-1] == f"odd        {MAX_LISTED_ODD + 20} more"
 

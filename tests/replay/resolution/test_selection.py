@@ -16,7 +16,7 @@ from tests.helpers.made_captures import damage, write_pass, write_passes
 pytestmark = pytest.mark.quick
 
 
-def on_all_ranks(num_data_ranks: int, spec: InputsSpec) -> list[Selection]:
+def select_on_all_ranks(num_data_ranks: int, spec: InputsSpec) -> list[Selection]:
     return [select(spec, data_rank, num_data_ranks) for data_rank in range(num_data_ranks)]
 
 
@@ -39,14 +39,14 @@ def test_passes_chooses_the_kind(tmp_path: Path, passes: Passes, kept: list[int]
 
 def test_as_many_data_ranks_as_captured_ranks_replay_their_own_files(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {3: "ttt", 8: "ttt"})
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path))
     assert [chosen.inputs for chosen in ranks] == [paths[3], paths[8]]
 
 
 def test_other_numbers_of_data_ranks_are_dealt_all_files_in_turn(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "ttt"})
     every = paths[0] + paths[1]
-    ranks = on_all_ranks(3, InputsSpec(inputs=tmp_path))
+    ranks = select_on_all_ranks(3, InputsSpec(inputs=tmp_path))
     assert [chosen.inputs for chosen in ranks] == [every[0:6:3], every[1:6:3], every[2:6:3]]
     assert [chosen.num_left_over for chosen in ranks] == [1, 1, 1]
 
@@ -55,7 +55,7 @@ def test_other_numbers_of_data_ranks_are_dealt_all_files_in_turn(tmp_path: Path)
 def test_shuffled_epochs_give_the_same_windows_to_any_number_of_data_ranks(tmp_path: Path, num_data_ranks: int) -> None:
     write_passes(tmp_path, {0: "ttrt", 1: "tt"})
     spec = InputsSpec(inputs=tmp_path, shuffle_inputs=True, epochs=4, max_inputs=18 // num_data_ranks)
-    rounds = zip(*(chosen.inputs for chosen in on_all_ranks(num_data_ranks, spec)), strict=True)
+    rounds = zip(*(chosen.inputs for chosen in select_on_all_ranks(num_data_ranks, spec)), strict=True)
     dealt = [path for members in rounds for path in members]
     once = select(InputsSpec(inputs=tmp_path, shuffle_inputs=True), 0, 1).inputs
     assert len(once) == 5
@@ -72,43 +72,45 @@ def test_an_epoch_repeats_the_order_and_reads_no_file_again(tmp_path: Path) -> N
 
 def test_all_data_ranks_stop_at_the_shortest_and_the_rest_is_counted(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tt"})
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path))
     assert [chosen.inputs for chosen in ranks] == [paths[0][:2], paths[1]]
     assert [chosen.num_left_over for chosen in ranks] == [2, 2]
 
 
 def test_skipped_inputs_are_those_that_a_shorter_run_took(tmp_path: Path) -> None:
     write_passes(tmp_path, {0: "tttrttt", 1: "ttttt"})
-    every = [chosen.inputs for chosen in on_all_ranks(2, InputsSpec(inputs=tmp_path))]
-    skipping = on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=3))
+    every = [chosen.inputs for chosen in select_on_all_ranks(2, InputsSpec(inputs=tmp_path))]
+    skipping = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=3))
     assert [chosen.inputs for chosen in skipping] == [inputs[3:] for inputs in every]
-    limited = on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=1, max_inputs=2))
+    limited = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, skip_inputs=1, max_inputs=2))
     assert [chosen.inputs for chosen in limited] == [inputs[1:3] for inputs in every]
 
 
 def test_uneven_gives_each_data_rank_all_its_inputs(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tt"})
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True))
     assert [chosen.inputs for chosen in ranks] == [paths[0], paths[1]]
     assert [chosen.num_left_over for chosen in ranks] == [0, 0]
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, max_inputs=3))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, max_inputs=3))
     assert [chosen.inputs for chosen in ranks] == [paths[0][:3], paths[1]]
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, skip_inputs=1, max_inputs=2))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, uneven=True, skip_inputs=1, max_inputs=2))
     assert [chosen.inputs for chosen in ranks] == [paths[0][1:3], paths[1][1:]]
-    ranks = on_all_ranks(4, InputsSpec(inputs=tmp_path, uneven=True))
+    ranks = select_on_all_ranks(4, InputsSpec(inputs=tmp_path, uneven=True))
     assert [len(chosen.inputs) for chosen in ranks] == [2, 2, 1, 1]
 
 
 def test_uneven_changes_nothing_where_numbers_are_equal(tmp_path: Path) -> None:
     write_passes(tmp_path, {0: "trtt", 1: "ttrt"})
     for passes in Passes:
-        even, uneven = (on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=passes, uneven=u)) for u in (False, True))
+        even, uneven = (
+            select_on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=passes, uneven=u)) for u in (False, True)
+        )
         assert uneven == even
 
 
 def test_max_inputs_counts_on_each_data_rank(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "tttt", 1: "tttt"})
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, max_inputs=3))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, max_inputs=3))
     assert [chosen.inputs for chosen in ranks] == [paths[0][:3], paths[1][:3]]
     assert [chosen.num_left_over for chosen in ranks] == [0, 0]
 
@@ -121,7 +123,7 @@ def test_at_one_time_all_data_ranks_replay_one_kind_of_pass(tmp_path: Path) -> N
         for path, kind in zip(paths, kinds[rank], strict=True)
     }
     for shuffle in (False, True):
-        ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=Passes.ALL, shuffle_inputs=shuffle))
+        ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, passes=Passes.ALL, shuffle_inputs=shuffle))
         assert [trains[p] for p in ranks[0].inputs] == [trains[p] for p in ranks[1].inputs]
         assert sum(len(chosen.inputs) for chosen in ranks) + ranks[0].num_left_over == 12
 
@@ -130,7 +132,7 @@ def test_shuffling_depends_on_the_seed_alone_and_deals_one_list_to_all(tmp_path:
     every = write_passes(tmp_path, {0: "tttttt", 1: "tttttt"})
     expected = every[0] + every[1]
     random.Random(123).shuffle(expected)
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, shuffle_inputs=True, random_seed=123))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, shuffle_inputs=True, random_seed=123))
     assert ranks[0].inputs == expected[0::2]
     assert ranks[1].inputs == expected[1::2]
     other = select(InputsSpec(inputs=tmp_path, shuffle_inputs=True, random_seed=124), 0, 1)
@@ -142,11 +144,11 @@ def test_only_as_many_files_are_read_as_are_replayed(tmp_path: Path, monkeypatch
     paths = write_passes(tmp_path, {0: "rttttt"})
     read: list[Path] = []
 
-    def noted_read(path: Path) -> Call:
+    def note_read(path: Path) -> Call:
         read.append(path)
         return read_call(path)
 
-    monkeypatch.setattr(selection, "read_call", noted_read)
+    monkeypatch.setattr(selection, "read_call", note_read)
     assert select(InputsSpec(inputs=tmp_path, max_inputs=2), 0, 1).inputs == paths[0][1:3]
     assert read == paths[0][:3]
 
@@ -171,11 +173,11 @@ def test_a_folder_of_damaged_files_leaves_nothing_to_replay_but_their_names(tmp_
 
 def test_one_input_file_is_replayed_on_every_data_rank(tmp_path: Path) -> None:
     path = write_pass(tmp_path)
-    for chosen in on_all_ranks(2, InputsSpec(input_file=path)):
+    for chosen in select_on_all_ranks(2, InputsSpec(input_file=path)):
         assert chosen.inputs == [path]
 
 
-def make_a_folder_of_rollouts(folder: Path) -> None:
+def write_rollouts(folder: Path) -> None:
     write_passes(folder, {0: "rrr"})
 
 
@@ -197,8 +199,8 @@ def test_where_there_is_nothing_to_replay_one_line_says_what_to_type(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("a_file.pkl").touch()
-    make_a_folder_of_rollouts(Path("rollouts"))
-    make_a_folder_of_rollouts(Path("above/below"))
+    write_rollouts(Path("rollouts"))
+    write_rollouts(Path("above/below"))
     with pytest.raises(UsageError) as refusal:
         select(spec, 0, 1)
     assert says in spell_flags(refusal.value)
@@ -229,15 +231,15 @@ def test_worst_first_gives_data_ranks_inputs_of_like_size(captured_by: tuple[int
         write_pass(tmp_path, rank=rank, step=step, length=50, num_real=real)
         for step, (rank, real) in enumerate(zip(captured_by, sizes, strict=True))
     ]
-    ranks = on_all_ranks(2, InputsSpec(inputs=tmp_path, order=InputOrder.WORST))
+    ranks = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, order=InputOrder.WORST))
     assert [chosen.inputs for chosen in ranks] == [[paths[1], paths[2]], [paths[3], paths[0]]]
     assert {chosen.dealing for chosen in ranks} == {"most real tokens first, dealt in turn to 2 data ranks"}
 
 
 def test_picked_inputs_come_in_the_order_they_are_picked(tmp_path: Path) -> None:
     paths = write_passes(tmp_path, {0: "ttrt", 1: "ttt"})
-    whole = on_all_ranks(2, InputsSpec(inputs=tmp_path))
-    picked = on_all_ranks(2, InputsSpec(inputs=tmp_path, pick_inputs="2,0,2"))
+    whole = select_on_all_ranks(2, InputsSpec(inputs=tmp_path))
+    picked = select_on_all_ranks(2, InputsSpec(inputs=tmp_path, pick_inputs="2,0,2"))
     for chosen, every in zip(picked, whole, strict=True):
         assert chosen.inputs == [every.inputs[number] for number in (2, 0, 2)]
         assert len(chosen.rounds) == 3

@@ -22,7 +22,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
 
 MODEL = "tests/custom_models/nano.py:build"
-NUM_STEPS = 3  # of tests/custom_models/train.py
+# As in tests/custom_models/train.py.
+NUM_STEPS = 3
 BACKENDS = {
     "fsdp2": "--backend fsdp2",
     "fsdp2 keeps": "--backend fsdp2 --zero-stage 2 --gradient-checkpointing",
@@ -31,7 +32,8 @@ BACKENDS = {
     "zero 1": "--backend deepspeed --zero-stage 1 --gradient-checkpointing",
     "zero 3": "--backend deepspeed --zero-stage 3",
 }
-COMPILED = {1: ("fsdp2", "ddp", "zero 1", "zero 3"), 2: ("fsdp2",)}  # compiling is most of the time
+# On two ranks only one backend compiles: compiling takes most of the time of these tests.
+COMPILED = {1: ("fsdp2", "ddp", "zero 1", "zero 3"), 2: ("fsdp2",)}
 RUNS = {
     number: BACKENDS | {f"{name}, compiled": f"{BACKENDS[name]} --compile" for name in names}
     for number, names in COMPILED.items()
@@ -53,7 +55,7 @@ class Job:
             runs["changed"] = [*self.arguments[:2], "--weights", str(changed), "--backend", "fsdp2"]
         self.logs = replayed(runs, num_ranks, Path(MODEL), home)
 
-    def run_of(self, name: str) -> dict[str, Any]:
+    def read_run(self, name: str) -> dict[str, Any]:
         (folder,) = self.logs[name].iterdir()
         return read_log(folder)[0]
 
@@ -62,7 +64,8 @@ def _changed(home: Path) -> Path:
     """The job's weights in safetensors, with one matrix changed."""
     weights = torch.load(home / "ckpt.pt", weights_only=True)["model"]
     named = {name.removeprefix("_orig_mod."): values.clone() for name, values in weights.items()}
-    del named["lm_head.weight"]  # tied
+    # The head is tied to the embedding.
+    del named["lm_head.weight"]
     named["transformer.h.1.fc.weight"] += 0.5
     path = home / "changed.safetensors"
     save_file(named, path)
@@ -76,18 +79,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_a_plain_gpt_is_reproduced_with_its_gradients(jobs: dict[int, Job], num_ranks: int, name: str) -> None:
-    run = jobs[num_ranks].run_of(name)
+    run = jobs[num_ranks].read_run(name)
     assert run["verdict"]["outcome"] == "REPRODUCED", run["verdict"]
     assert run["verdict"]["window_counts"] == {"REPRODUCED": NUM_STEPS}, run["verdict"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_in_bf16_it_is_reproduced_too(jobs: dict[int, Job], num_ranks: int) -> None:
-    assert jobs[num_ranks].run_of("bf16")["verdict"]["outcome"] == "REPRODUCED"
+    assert jobs[num_ranks].read_run("bf16")["verdict"]["outcome"] == "REPRODUCED"
 
 
 def test_a_changed_weight_makes_another_model(jobs: dict[int, Job]) -> None:
-    run = jobs[1].run_of("changed")
+    run = jobs[1].read_run("changed")
     assert run["verdict"]["outcome"] == "CANNOT TELL"
     assert run["verdict"]["reason"] == "other weights"
     assert run["verdict"]["weights"]["differing"] == ["transformer.h.1.fc.weight"]
@@ -109,7 +112,7 @@ def test_other_code_for_the_same_weights_differs(jobs: dict[int, Job], tmp_path:
 
 
 def test_the_log_says_which_file_and_function(jobs: dict[int, Job]) -> None:
-    facts = jobs[1].run_of("ddp")["facts"]
+    facts = jobs[1].read_run("ddp")["facts"]
     file = ROOT / "tests" / "custom_models" / "nano.py"
     assert (facts["model_file"], facts["model_function"]) == (str(file), "build")
     assert facts["model_file_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()

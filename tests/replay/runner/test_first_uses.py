@@ -50,7 +50,7 @@ def loss(inputs):
 """
 
 
-def captures(folder: Path, lengths: Sequence[int], num_rows: Sequence[int] = (2,)) -> Path:
+def write_captures(folder: Path, lengths: Sequence[int], num_rows: Sequence[int] = (2,)) -> Path:
     for step, length in enumerate(lengths):
         rows = num_rows[step % len(num_rows)]
         write_pass(folder, step=step, num_rows=rows, length=length, num_real=length, num_actions=1, vocabulary=64)
@@ -58,7 +58,7 @@ def captures(folder: Path, lengths: Sequence[int], num_rows: Sequence[int] = (2,
     return folder
 
 
-def replayed(folder: Path, logs: Path, *typed: str) -> tuple[list[PassRecord], Statistics]:
+def replay_captures(folder: Path, logs: Path, *typed: str) -> tuple[list[PassRecord], Statistics]:
     assert main(["--inputs", str(folder), "--backend", "ddp", "--log-folder", str(logs), *typed]) == 0
     (log,) = logs.iterdir()
     records = read_log(log)[1]
@@ -70,8 +70,8 @@ def test_planted_first_uses_are_named_and_left_out(tmp_path: Path, capsys: pytes
     (tmp_path / "loss.py").write_text(LOSS)
     (tmp_path / "planted_module.py").write_text("")
     (tmp_path / "planted.so").write_bytes(Path(sys.modules["_ctypes"].__file__ or "").read_bytes())
-    folder = captures(tmp_path / "captures", [10, 11, 12, 13, 14])
-    records, statistics = replayed(folder, tmp_path / "logs", "--loss", f"{tmp_path / 'loss.py'}:loss")
+    folder = write_captures(tmp_path / "captures", [10, 11, 12, 13, 14])
+    records, statistics = replay_captures(folder, tmp_path / "logs", "--loss", f"{tmp_path / 'loss.py'}:loss")
     assert FirstUse.COMPILED in records[1].first_uses
     assert records[2].first_uses == [FirstUse.LIBRARY]
     assert records[3].first_uses == [FirstUse.IMPORT]
@@ -94,17 +94,18 @@ def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(
 ) -> None:
     """Dynamo makes constants of the first pass's 1s, and of what is 1 later: one document, a multiple of one length."""
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graphs are the same
-    folder = captures(tmp_path / "captures", [2 + 7 * step % 41 for step in range(40)], rows)
-    records, statistics = replayed(folder, tmp_path / "logs", "--compile")
-    assert len({one.input.fed_tokens for one in records}) > 30
+    # Dynamo makes the same graphs for the eager backend, and inductor would take minutes.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    folder = write_captures(tmp_path / "captures", [2 + 7 * step % 41 for step in range(40)], rows)
+    records, statistics = replay_captures(folder, tmp_path / "logs", "--compile")
+    assert len({record.input.fed_tokens for record in records}) > 30
     assert records[0].compilation.new_graphs > 0
-    assert sum(one.compilation.new_graphs for one in records[1:]) <= 2
-    compiled = [one for one in records if one.compilation.new_graphs or one.first_uses]
-    assert statistics.num_counted == len(records) - len({0, *(one.index for one in compiled)})
+    assert sum(record.compilation.new_graphs for record in records[1:]) <= 2
+    compiled = [record for record in records if record.compilation.new_graphs or record.first_uses]
+    assert statistics.num_counted == len(records) - len({0, *(record.index for record in compiled)})
 
 
-class DeviceBehind(HostInstrument):
+class WaitingDevice(HostInstrument):
     """A device that waits for its host, as a GPU does while a kernel is looked for."""
 
     is_asynchronous = True
@@ -132,20 +133,20 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         return compute_negated_mean(log_probs_BA, inputs)
 
     monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
-    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(DeviceBehind(clock)))
-    folder = captures(tmp_path / "captures", lengths)
-    records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor", *typed)
-    assert [one.first_uses for one in records[1:]] == [[], [FirstUse.ONCE], [], []]
-    assert [one.cost.seconds_again for one in records] == [None, 1.0, 1.0, None, 8.0]
+    monkeypatch.setattr(Meter, "for_device", lambda _: Meter(WaitingDevice(clock)))
+    folder = write_captures(tmp_path / "captures", lengths)
+    records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor", *typed)
+    assert [record.first_uses for record in records[1:]] == [[], [FirstUse.ONCE], [], []]
+    assert [record.cost.seconds_again for record in records] == [None, 1.0, 1.0, None, 8.0]
     assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
 
     monkeypatch.setattr("replay.runner.first_uses.SLOW_FACTOR", 100.0)
-    never, _ = replayed(folder, tmp_path / "never", "--no-noise-floor", *typed)
-    assert [one.cost.seconds_again for one in never] == [None, 1.0, None, None, None]
-    numbers = [(one.result.loss, one.result.row_log_probs, one.result.grad_norm) for one in records]
-    assert numbers == [(one.result.loss, one.result.row_log_probs, one.result.grad_norm) for one in never]
+    never, _ = replay_captures(folder, tmp_path / "never", "--no-noise-floor", *typed)
+    assert [record.cost.seconds_again for record in never] == [None, 1.0, None, None, None]
+    numbers = [(record.result.loss, record.result.row_log_probs, record.result.grad_norm) for record in records]
+    assert numbers == [(record.result.loss, record.result.row_log_probs, record.result.grad_norm) for record in never]
 
 
 @pytest.mark.parametrize("use", FirstUse)
@@ -205,9 +206,9 @@ def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
 ) -> None:
     counter = partial(FirstUseCounter, kernel="packed_cudnn")
     monkeypatch.setattr("replay.runner.replayer.FirstUseCounter", lambda device, _: counter(device))
-    folder = captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
-    records, statistics = replayed(folder, tmp_path / "logs", "--no-noise-floor")
-    marked = [one.index for one in records if FirstUse.PLAN in one.first_uses]
+    folder = write_captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
+    records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor")
+    marked = [record.index for record in records if FirstUse.PLAN in record.first_uses]
     assert marked == [0, 1, 4]
     assert statistics.left_out == {WARMUP: 1, FIRST_USES[FirstUse.PLAN]: 2}
 

@@ -23,15 +23,16 @@ MEGABYTES = 300
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_world")]
 
 
-def measured(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
+def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
     monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
     arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
     assert main(arguments) == 0
     (folder,) = home.iterdir()
-    return read_log(folder)[1][1:]  # without the warm-up
+    _, [_warm_up, *records] = read_log(folder)
+    return records
 
 
-def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
+def make_forward_loss(work: Callable[[], None]) -> Callable[..., Tensor]:
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         work()
         return compute_negated_mean(log_probs_BA, inputs)
@@ -39,7 +40,7 @@ def in_forward(work: Callable[[], None]) -> Callable[..., Tensor]:
     return loss
 
 
-def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
+def make_backward_loss(work: Callable[[], None]) -> Callable[..., Tensor]:
     def loss(log_probs_BA: Tensor, inputs: Any) -> Tensor:
         log_probs_BA.register_hook(lambda _: work())
         return compute_negated_mean(log_probs_BA, inputs)
@@ -48,11 +49,13 @@ def in_backward(work: Callable[[], None]) -> Callable[..., Tensor]:
 
 
 def allocate() -> None:
-    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)  # written to, so resident; freed on return
+    # Ones are written, so the memory becomes resident; it is freed on return.
+    torch.ones(MEGABYTES * 2**20, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+    ("place", "phase", "other"),
+    [(make_forward_loss, "forward", "backward"), (make_backward_loss, "backward", "forward")],
 )
 def test_seconds_are_found_in_their_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,20 +67,22 @@ def test_seconds_are_found_in_their_phase(
     def work() -> None:
         clock.now += SECONDS
 
-    for record in measured(tmp_path, monkeypatch, place(work)):
+    for record in measure_replay(tmp_path, monkeypatch, place(work)):
         assert (record.cost.phases[phase].seconds, record.cost.phases[other].seconds) == (SECONDS, 0.0)
         assert record.cost.seconds == SECONDS
 
 
 @pytest.mark.parametrize(
-    ("place", "phase", "other"), [(in_forward, "forward", "backward"), (in_backward, "backward", "forward")]
+    ("place", "phase", "other"),
+    [(make_forward_loss, "forward", "backward"), (make_backward_loss, "backward", "forward")],
 )
 def test_memory_is_found_in_its_phase(
     place: Any, phase: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for record in measured(tmp_path, monkeypatch, place(allocate)):
+    for record in measure_replay(tmp_path, monkeypatch, place(allocate)):
         excess = record.cost.phases[phase].peak_allocated_bytes - record.cost.phases[other].peak_allocated_bytes
-        assert excess >= 0.8 * MEGABYTES * 2**20  # the rest of a tiny model's phases differs by less
+        # What else differs between the phases of a tiny model is less than the other fifth.
+        assert excess >= 0.8 * MEGABYTES * 2**20
 
 
 def test_the_norm_of_a_large_gradient_is_that_of_fp64() -> None:
@@ -92,7 +97,7 @@ def test_garbage_is_collected_in_passes_and_behind_a_run_that_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    measured(tmp_path / "logs", monkeypatch, in_forward(lambda: seen.append(gc.isenabled())))
+    measure_replay(tmp_path / "logs", monkeypatch, make_forward_loss(lambda: seen.append(gc.isenabled())))
     assert seen == [True, True, True]
     assert main(["--inputs", str(tmp_path / "nowhere")]) == 2
     assert gc.isenabled()

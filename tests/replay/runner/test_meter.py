@@ -75,7 +75,8 @@ def test_a_pass_begins_without_the_phases_of_the_one_before() -> None:
 
 def test_where_the_peak_cannot_be_reset_the_kind_of_memory_says_so(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    3072 kB\nVmRSS:\t    2048 kB\nVmLib:\t\n")
-    (tmp_path / "clear_refs").mkdir()  # cannot be written
+    # A folder of that name cannot be written like a file.
+    (tmp_path / "clear_refs").mkdir()
     instrument = HostInstrument(proc=tmp_path)
     assert instrument.memory_kind == "resident set since process start"
     instrument.reset_peak()
@@ -100,8 +101,10 @@ def test_a_device_that_cannot_be_measured_is_refused() -> None:
 def test_on_cuda_kernels_are_billed_to_the_phase_that_queued_them(slow: str) -> None:
     device = torch.device("cuda", 0)
     meter = Meter.for_device(device)
-    cycles = 200_000_000  # a tenth of a second at 2 GHz; the host goes on at once
-    torch.cuda._sleep(cycles)  # before the pass: billed to nobody
+    # A tenth of a second at 2 GHz, in which the host goes on. The first such sleep comes before the pass, which must
+    # not be charged for it.
+    cycles = 200_000_000
+    torch.cuda._sleep(cycles)
     meter.start_pass()
     for name in ("forward", "backward"):
         with meter.phase(name):

@@ -16,7 +16,8 @@ from replay.runner.non_finite import NonFiniteSearch
 from tests.helpers.failing_inputs import folder_of
 
 DOWN, ATTENTION = "transformer.h.1.mlp.c_proj", "transformer.h.0.attn"
-LENGTHS = [20, 21, 22]  # of both rows of each pass, none of it padding
+# Tokens of both rows of each pass, none of them padding.
+LENGTHS = [20, 21, 22]
 BACKENDS = [
     ["--backend", "ddp"],
     ["--backend", "ddp", "--no-packing"],
@@ -27,7 +28,7 @@ BACKENDS = [
 ]
 
 
-def spoilt_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+def spoil_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
     """Set row 1, token 17 of the output to nan in the second pass."""
     length = 21
     if output.shape[0] * output.shape[1] != 2 * length:
@@ -37,23 +38,23 @@ def spoilt_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
     return spoilt
 
 
-def spoilt_gradient(module: nn.Module, _: Any, output: Any) -> None:
+def spoil_gradient(module: nn.Module, _: Any, output: Any) -> None:
     tensor = output[0]
     if tensor.requires_grad and tensor.shape[0] * tensor.shape[1] == 2 * 21:
         tensor.register_hook(lambda gradient: gradient * torch.inf)
 
 
-def replayed(
+def replay_with_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any], Any], *typed: str
 ) -> tuple[list[Any], Any]:
     """The lines of the log, and what run.json has found."""
 
-    def opened(*arguments: Any) -> Any:
+    def open_spoilt(*arguments: Any) -> Any:
         backend = open_backend(*arguments)
         spoil(backend.model)
         return backend
 
-    monkeypatch.setattr("replay.runner.replayer.open_backend", opened)
+    monkeypatch.setattr("replay.runner.replayer.open_backend", open_spoilt)
     main(["--traceback", "--inputs", str(folder_of(tmp_path, LENGTHS)), "--log-folder", str(tmp_path / "logs"), *typed])
     [log] = (tmp_path / "logs").iterdir()
     lines = [json.loads(line) for line in (log / "rank0.jsonl").read_text().splitlines()]
@@ -71,17 +72,19 @@ def test_the_first_output_is_named_before_a_step_spoils_all(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    where = "transformer.wte" if "--compile" in backend else DOWN  # a graph would not have the fault
+    # A compiled block would not call the hook that makes the fault.
+    where = "transformer.wte" if "--compile" in backend else DOWN
 
     def spoil(model: nn.Module) -> None:
-        model.get_submodule(where).register_forward_hook(spoilt_output)
+        model.get_submodule(where).register_forward_hook(spoil_output)
 
-    lines, found = replayed(tmp_path, monkeypatch, spoil, *backend, *steps)
+    lines, found = replay_with_fault(tmp_path, monkeypatch, spoil, *backend, *steps)
     named = f"output of {where}, row 1, token 17"
     assert [line["first_non_finite"] for line in lines[:2]] == [None, named]
     assert (found["index"], found["rank"], found["what"]) == (1, 0, named)
     assert f"not finite pass 2, rank 0, {found['source']}: {named}" in capsys.readouterr().out
-    if steps and "deepspeed" in backend:  # which takes no step with such a gradient
+    # DeepSpeed takes no step with such a gradient.
+    if steps and "deepspeed" in backend:
         assert lines[2]["first_non_finite"] is None
     elif steps:
         assert lines[2]["first_non_finite"].startswith("parameter transformer.wte.weight")
@@ -97,10 +100,10 @@ def test_the_first_gradient_is_named_and_what_looks_for_it_leaves_no_gradient(
     backend: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(model: nn.Module) -> None:
-        model.get_submodule(ATTENTION).register_forward_hook(spoilt_gradient)
+        model.get_submodule(ATTENTION).register_forward_hook(spoil_gradient)
 
-    clean, _ = replayed(tmp_path / "clean", monkeypatch, lambda model: None, *backend)
-    lines, found = replayed(tmp_path / "spoilt", monkeypatch, spoil, *backend)
+    clean, _ = replay_with_fault(tmp_path / "clean", monkeypatch, lambda model: None, *backend)
+    lines, found = replay_with_fault(tmp_path / "spoilt", monkeypatch, spoil, *backend)
     assert found["what"].startswith(f"gradient of the output of {ATTENTION}")
     assert found["index"] == 1
     assert lines[2]["grad_norm"] == pytest.approx(clean[2]["grad_norm"])
@@ -113,16 +116,16 @@ def test_a_parameter_is_named_first_and_the_search_ends(tmp_path: Path, monkeypa
             model.get_parameter(f"{DOWN}.weight")[3, 4] = torch.inf
 
     monkeypatch.setattr("replay.runner.replayer.NonFiniteSearch", partial(NonFiniteSearch, num_searches_left=2))
-    lines, _ = replayed(tmp_path, monkeypatch, spoil, "--backend", "ddp")
+    lines, _ = replay_with_fault(tmp_path, monkeypatch, spoil, "--backend", "ddp")
     assert [line["first_non_finite"] for line in lines] == [f"parameter {DOWN}.weight"] * 2 + [None]
 
 
 @pytest.mark.usefixtures("one_world")
 def test_a_good_run_looks_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise AssertionError("there is nothing to look for")
 
-    monkeypatch.setattr("replay.runner.non_finite.NonFiniteSearch.find_first", never)
-    lines, found = replayed(tmp_path, monkeypatch, lambda model: None, "--backend", "ddp", "--step")
+    monkeypatch.setattr("replay.runner.non_finite.NonFiniteSearch.find_first", refuse)
+    lines, found = replay_with_fault(tmp_path, monkeypatch, lambda model: None, "--backend", "ddp", "--step")
     assert found is None
     assert all(line["error"] is None for line in lines)

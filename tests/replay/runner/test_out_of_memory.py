@@ -39,7 +39,7 @@ def loss(inputs):
 """
 
 
-def made(folder: Path, lengths: Sequence[int]) -> list[Path]:
+def write_captures(folder: Path, lengths: Sequence[int]) -> list[Path]:
     paths = [
         write_pass(folder, step=step, num_rows=1, length=length, num_real=length, num_actions=length // 2)
         for step, length in enumerate(lengths)
@@ -48,7 +48,7 @@ def made(folder: Path, lengths: Sequence[int]) -> list[Path]:
     return paths
 
 
-def run_of(folder: Path, most: int, *options: str) -> tuple[int, dict[str, Any], list[PassRecord], Path]:
+def run_replay(folder: Path, most: int, *options: str) -> tuple[int, dict[str, Any], list[PassRecord], Path]:
     """Replay a folder, whose passes with more action tokens than `most` run out of memory."""
     loss = folder / "loss.py"
     loss.write_text(RUNS_OUT.format(most=most))
@@ -60,7 +60,7 @@ def run_of(folder: Path, most: int, *options: str) -> tuple[int, dict[str, Any],
     return exit_code, run, records, log
 
 
-def measured(index: int, length: int, forward: float, backward: float) -> PassRecord:
+def make_record(index: int, length: int, forward: float, backward: float) -> PassRecord:
     phases = {
         name: PhaseCost(seconds=0.1, allocated_bytes=0, peak_allocated_bytes=int(peak), peak_reserved_bytes=None)
         for name, peak in (("forward", forward), ("backward", backward))
@@ -72,13 +72,14 @@ class OneRank:
     rank, num_data_ranks, device = 0, 1, torch.device("cpu")
 
 
-def known(
+def analyze(
     folder: Path, lengths: Sequence[int], records: Sequence[PassRecord], actor: ActorSpec, *, has_adapter: bool = False
 ) -> OutOfMemory:
     spec = ReplaySpec(actor=replace(actor, dtype=Dtype.BF16), inputs=InputsSpec(inputs=folder))
-    paths = made(folder, lengths)
+    paths = write_captures(folder, lengths)
     source = find_source(spec)
-    model = torch.nn.Linear(1, 1)  # whose weights are fp32; only that is read of it
+    # Only the dtype of the weights, fp32, is read of the model.
+    model = torch.nn.Linear(1, 1)
     found = OutOfMemoryAnalysis(
         actor=spec.actor,
         measure=spec.measure,
@@ -96,16 +97,16 @@ def test_a_fit_to_the_passes_that_finished_says_what_the_one_that_failed_would_n
     """By hand: 100 MiB and a MiB a token in backward; so 400 tokens need 500 MiB."""
     lengths = [100, 200, 150, 400, 250]
     records = [
-        measured(index, length, (50 + length) * MIB, (100 + length) * MIB) for index, length in enumerate(lengths)
+        make_record(index, length, (50 + length) * MIB, (100 + length) * MIB) for index, length in enumerate(lengths)
     ]
     records[3] = record(3, phases={}, error="CUDA out of memory", error_type="OutOfMemoryError")
 
-    found = known(tmp_path, lengths, records, ActorSpec(backend="ddp"))
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="ddp"))
 
     assert found.index == 3
     assert found.needed is not None
     assert found.needed.peak_bytes == pytest.approx(500 * MIB, rel=1e-3)
-    by_option = {one.option: one.peak_bytes for one in found.needed.savings}
+    by_option = {saving.option: saving.peak_bytes for saving in found.needed.savings}
     # two blocks: a half of the 400 MiB that grow with the tokens, and each block's input, which is small
     residual = 2 * 400 * 32 * 2
     assert by_option["--gradient-checkpointing"] == pytest.approx((100 + 200) * MIB + residual, rel=1e-3)
@@ -118,13 +119,13 @@ def test_a_fit_to_the_passes_that_finished_says_what_the_one_that_failed_would_n
 
 def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
     lengths = [100, 200, 150, 400]
-    records = [measured(index, length, 0, length * 1_000) for index, length in enumerate(lengths[:3])]
+    records = [make_record(index, length, 0, length * 1_000) for index, length in enumerate(lengths[:3])]
     records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
 
-    found = known(tmp_path, lengths, records, ActorSpec(backend="ddp", whole_logits=True))
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="ddp", whole_logits=True))
 
     assert found.needed is not None
-    by_option = {one.option: one.peak_bytes for one in found.needed.savings}
+    by_option = {saving.option: saving.peak_bytes for saving in found.needed.savings}
     logits, residual = 400 * LLAMA["vocab_size"] * 2, 2 * 400 * LLAMA["hidden_size"] * 2  # type: ignore[operator]
     assert by_option["no --whole-logits"] == pytest.approx(400_000 - logits, rel=1e-3)
     assert by_option["--num-layers 1"] == pytest.approx((400_000 - logits) / 2 + logits, rel=1e-3)
@@ -141,10 +142,10 @@ def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_predicted_is_said(tmp_path: Path, lengths: list[int], peaks: list[int], why: str) -> None:
-    records = [measured(index, lengths[index], peak * MIB // 2, peak * MIB) for index, peak in enumerate(peaks)]
+    records = [make_record(index, lengths[index], peak * MIB // 2, peak * MIB) for index, peak in enumerate(peaks)]
     records.append(record(len(peaks), phases={}, error="CUDA out of memory", error_type="OutOfMemoryError"))
 
-    found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"))
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="fsdp2"))
 
     assert (found.needed, found.why_not) == (None, why)
     said = dict(found.lines(has_snapshot=False))
@@ -156,22 +157,22 @@ def test_what_a_rank_holds_is_what_its_backend_declares(tmp_path: Path) -> None:
     number = NUM_PARAMETERS
     failed = [record(0, phases={}, error="x", error_type="OutOfMemoryError")]
 
-    for_fsdp2 = known(tmp_path, [10], failed, ActorSpec(backend="fsdp2"))
+    for_fsdp2 = analyze(tmp_path, [10], failed, ActorSpec(backend="fsdp2"))
     assert (for_fsdp2.weights_bytes, for_fsdp2.gradients_bytes, for_fsdp2.optimizer_bytes) == (
         4 * number,
         4 * number,
         0,
     )
-    engine = known(tmp_path, [10], failed, ActorSpec(backend="deepspeed"))
+    engine = analyze(tmp_path, [10], failed, ActorSpec(backend="deepspeed"))
     assert (engine.weights_bytes, engine.optimizer_bytes) == (2 * number, 4 * number)
 
 
 def test_of_an_adapter_nothing_is_made_up(tmp_path: Path) -> None:
     lengths = [100, 200, 150, 400]
-    records = [measured(index, length, length * MIB, length * MIB) for index, length in enumerate(lengths[:3])]
+    records = [make_record(index, length, length * MIB, length * MIB) for index, length in enumerate(lengths[:3])]
     records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
 
-    found = known(tmp_path, lengths, records, ActorSpec(backend="fsdp2"), has_adapter=True)
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="fsdp2"), has_adapter=True)
 
     said = dict(found.lines(has_snapshot=False))
     assert "not known of a model with an adapter" in said["memory"]
@@ -194,14 +195,14 @@ def test_errors_of_memory_are_told_from_others(error: BaseException | None, expe
 
 
 def test_a_profile_of_a_run_whose_passes_all_failed_is_one_line(tmp_path: Path, capsys: Captured) -> None:
-    made(tmp_path, [10, 12])
-    without = run_of(tmp_path, 0)
+    write_captures(tmp_path, [10, 12])
+    without = run_replay(tmp_path, 0)
     told = capsys.readouterr()
 
-    exit_code, run, records, log = run_of(tmp_path, 0, "--profile")
+    exit_code, run, records, log = run_replay(tmp_path, 0, "--profile")
 
     assert (exit_code, run["status"], run["profile"]) == (without[0], "failed", None) == (1, "failed", None)
-    assert [one.error for one in records] == [one.error for one in without[2]]
+    assert [record.error for record in records] == [record.error for record in without[2]]
     said = capsys.readouterr()
     assert said.err == told.err
     mine = [line for line in said.out.splitlines() if "logs/" not in line]
@@ -222,8 +223,8 @@ opened, inner = ReopenableActor._open_backend, LlamaMLP.forward
 
 def open_again(actor):
     if models:
-        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
-        print("ALIVE", sum(one() is not None for one in models), sum(60 in one.shape for one in tensors))
+        tensors = [tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor and tensor.grad_fn is not None]
+        print("ALIVE", sum(model() is not None for model in models), sum(60 in tensor.shape for tensor in tensors))
     backend = opened(actor)
     models.append(weakref.ref(backend.model))
     return backend
@@ -243,7 +244,7 @@ sys.exit(main(sys.argv[1:]))
 )
 def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(tmp_path: Path, options: str) -> None:
     """Neither the model nor a tensor of the pass: two models may be more than a device holds."""
-    made(tmp_path, [10, 60, 12, 60])
+    write_captures(tmp_path, [10, 60, 12, 60])
     script = tmp_path / "alive.py"
     script.write_text(ALIVE)
 
@@ -255,13 +256,13 @@ def test_nothing_of_a_pass_that_failed_is_held_when_the_actor_opens_again(tmp_pa
 
 def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp_path: Path, capsys: Captured) -> None:
     """The second run has a snapshot of the same pass."""
-    made(tmp_path, [10, 12, 60, 14])
+    write_captures(tmp_path, [10, 12, 60, 14])
 
-    exit_code, run, _, _ = run_of(tmp_path, 20)
+    exit_code, run, _, _ = run_replay(tmp_path, 20)
     assert (exit_code, run["out_of_memory"]["index"], run["memory"]) == (1, 2, None)
     assert "memory     pass 3, rank 0" in capsys.readouterr().out
 
-    exit_code, run, _, log = run_of(tmp_path, 20, "--memory-snapshot")
+    exit_code, run, _, log = run_replay(tmp_path, 20, "--memory-snapshot")
     assert (exit_code, run["out_of_memory"]["index"], run["memory"]["index"]) == (1, 2, 2)
     assert "--memory-snapshot" not in run["out_of_memory"]["why_not"]
     (rank,) = run["memory"]["ranks"]
@@ -273,38 +274,38 @@ def test_a_pass_that_ran_out_says_what_it_would_need_or_what_held_its_memory(tmp
 
 def test_an_accumulation_window_is_filled_as_it_was(tmp_path: Path) -> None:
     """The pass that ran out was the second of its window, and the first one's gradient was there."""
-    made(tmp_path, [10, 12, 14, 90])
+    write_captures(tmp_path, [10, 12, 14, 90])
 
-    _, run, _, _ = run_of(tmp_path, 20, "--grad-accumulation", "2", "--memory-snapshot", "--dtype", "fp32")
+    _, run, _, _ = run_replay(tmp_path, 20, "--grad-accumulation", "2", "--memory-snapshot", "--dtype", "fp32")
 
     assert run["memory"]["index"] == 3
     (rank,) = run["memory"]["ranks"]
     assert rank["ran_out"] is not None
-    (gradients,) = [one for one in rank["holders"] if one["kind"] == "gradients"]
+    (gradients,) = [holder for holder in rank["holders"] if holder["kind"] == "gradients"]
     assert gradients["num_bytes"] >= 4 * NUM_PARAMETERS
 
 
 def test_a_profile_that_fails_by_itself_leaves_the_report(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(tmp_path, [10, 12])
+    write_captures(tmp_path, [10, 12])
 
-    def breaks(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("no events")
 
-    monkeypatch.setattr("replay.profiling.profiler.summarize_events", breaks)
-    exit_code, run, records, _ = run_of(tmp_path, 99, "--profile")
+    monkeypatch.setattr("replay.profiling.profiler.summarize_events", fail)
+    exit_code, run, records, _ = run_replay(tmp_path, 99, "--profile")
 
     assert (exit_code, run["status"], len(records)) == (0, "finished", 2)
     assert "profiled   unknown: ValueError: no events" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_and_has_nothing_left_profiles_what_it_did_before(tmp_path: Path) -> None:
-    made(tmp_path, [10, 12])
+    write_captures(tmp_path, [10, 12])
     states = ["--step", "--save-every", "1", "--save-state", str(tmp_path / "states"), "--profile"]
-    run_of(tmp_path, 99, *states)
+    run_replay(tmp_path, 99, *states)
 
-    exit_code, run, records, _ = run_of(tmp_path, 99, *states, "--resume")
+    exit_code, run, records, _ = run_replay(tmp_path, 99, *states, "--resume")
 
     assert (exit_code, len(records)) == (0, 2)
     assert run["profile"] is not None
@@ -338,12 +339,12 @@ def ending(tmp_path: Path, peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Shu
     class Stacks:
         def write(self) -> None: ...
 
-    def ends(_: int) -> None:
+    def note_end(_: int) -> None:
         raise SystemExit
 
     monkeypatch.setattr(shutdown, "repeat_for_torchrun", lambda *_, **__: None)
     monkeypatch.setattr(shutdown, "write_flight_recorder", lambda *_: None)
-    monkeypatch.setattr(os, "_exit", ends)
+    monkeypatch.setattr(os, "_exit", note_end)
     return Shutdown(cast(World, Alone()), tmp_path, cast(Any, Stacks()), cast(Any, peers))
 
 
@@ -353,7 +354,7 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
     peers = Peers({"kind": "done"})
     last = ending(tmp_path, peers, monkeypatch)
 
-    def ends() -> None:
+    def note_end() -> None:
         with pytest.raises(SystemExit):
             last._end(0, 1, "")
 
@@ -374,7 +375,7 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
 
     lock = Lock()
     monkeypatch.setattr(last, "_lasts", lock)
-    thread = threading.Thread(target=ends)
+    thread = threading.Thread(target=note_end)
     with last.postpone_shutdown():
         thread.start()
         assert lock.asked.wait(60)

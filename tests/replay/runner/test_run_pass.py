@@ -144,13 +144,13 @@ def inputs() -> PassInputs:
     )
 
 
-def num_tokens(inputs: PassInputs) -> int:
+def count_tokens(inputs: PassInputs) -> int:
     return int(inputs.actor_inputs.action_mask_BA.sum())
 
 
 def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], inputs: PassInputs) -> None:
     backend: Any = Backend(events)
-    number = num_tokens(inputs)
+    number = count_tokens(inputs)
     outcome = run_pass(
         backend,
         replace(inputs, takes_step=True, loss_weight=0.5),
@@ -195,13 +195,13 @@ def test_a_window_that_ends_without_a_step_is_cleared_behind_the_clock(events: l
     backend: Any = Backend(events)
     outcome = run_pass(backend, inputs, Clock(events))
     assert events[-2:] == ["stop", "clear"]
-    assert outcome.grad_norm == num_tokens(inputs)
+    assert outcome.grad_norm == count_tokens(inputs)
 
 
 def test_a_pass_in_the_middle_of_a_window_leaves_its_gradient(events: list[str], inputs: PassInputs) -> None:
     backend: Any = Backend(events)
     assert run_pass(backend, replace(inputs, ends_window=False)).grad_norm is None
-    assert backend.weight.grad == num_tokens(inputs)
+    assert backend.weight.grad == count_tokens(inputs)
 
 
 def test_a_forward_alone_builds_no_graph(events: list[str], inputs: PassInputs) -> None:
@@ -263,7 +263,7 @@ def test_random_states_are_those_given_and_the_same_pass_draws_the_same(
     assert restored == [states]
 
 
-def calls_of_a_backend(tree: ast.AST) -> Iterator[str]:
+def find_backend_calls(tree: ast.AST) -> Iterator[str]:
     """Yield the calls of a backend's methods that only `run_pass` may make."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ONLY_RUN_PASS:
@@ -276,7 +276,7 @@ MODULES = sorted(path for path in (ROOT / "replay").rglob("*.py") if path.name !
 
 
 def test_nothing_else_in_replay_runs_a_pass() -> None:
-    found = {str(path.relative_to(ROOT)): [*calls_of_a_backend(ast.parse(path.read_text()))] for path in MODULES}
+    found = {str(path.relative_to(ROOT)): [*find_backend_calls(ast.parse(path.read_text()))] for path in MODULES}
     assert {name: calls for name, calls in found.items() if calls} == {}
 
 
@@ -284,4 +284,4 @@ def test_nothing_else_in_replay_runs_a_pass() -> None:
     "source", ["backend.forward(x)", "self.actor.backend.backward(loss)", "trial.backend.end_window(step=True)"]
 )
 def test_a_pass_that_is_run_elsewhere_is_found(source: str) -> None:
-    assert [*calls_of_a_backend(ast.parse(source))] != []
+    assert [*find_backend_calls(ast.parse(source))] != []

@@ -27,12 +27,15 @@ def train(home: Path, typed: str, logs: str = "logs", *, backend: str = "fsdp2")
     return main([*TRAINING.split(), backend, *where, *typed.split()])
 
 
-def numbers(logs: Path) -> list[tuple[object, ...]]:
+def read_numbers(logs: Path) -> list[tuple[object, ...]]:
     (folder,) = logs.iterdir()
-    return [(one.index, one.source, one.result.loss, one.result.grad_norm) for one in PastRun.read(folder).records]
+    return [
+        (record.index, record.source, record.result.loss, record.result.grad_norm)
+        for record in PastRun.read(folder).records
+    ]
 
 
-def names(home: Path) -> list[str]:
+def list_names(home: Path) -> list[str]:
     return sorted(path.name for path in (home / "states").iterdir())
 
 
@@ -44,21 +47,21 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
     assert train(tmp_path / "whole", "--max-inputs 5 --save-every 2", backend=backend) == 0
     replayed = Replayer.replay
 
-    def interrupted(self: Replayer, index: int, path: Path) -> object:
+    def interrupt(self: Replayer, index: int, path: Path) -> object:
         if index == 3:
             raise KeyboardInterrupt
         return replayed(self, index, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Replayer, "replay", interrupted)
+        patch.setattr(Replayer, "replay", interrupt)
         assert train(tmp_path, "--max-inputs 5 --save-every 2", "first", backend=backend) == 130
-    assert names(tmp_path) == ["step-000002"]
+    assert list_names(tmp_path) == ["step-000002"]
     (tmp_path / "states" / ".step-000004.unfinished-1234").mkdir()
     capsys.readouterr()
     assert train(tmp_path, "--max-inputs 5 --save-every 2 --resume --no-quiet", "second", backend=backend) == 0
     assert "resumed    behind 2 steps, 2 of 5 passes on each rank\n" in capsys.readouterr().out
-    assert numbers(tmp_path / "second") == numbers(tmp_path / "whole" / "logs")
-    assert names(tmp_path) == names(tmp_path / "whole") == ["step-000004", "step-000005"]
+    assert read_numbers(tmp_path / "second") == read_numbers(tmp_path / "whole" / "logs")
+    assert list_names(tmp_path) == list_names(tmp_path / "whole") == ["step-000004", "step-000005"]
     work = [
         json.loads(next((tmp_path / logs).glob("*/run.json")).read_text())["work"] for logs in ("second", "whole/logs")
     ]
@@ -78,26 +81,26 @@ def test_a_state_holds_whole_windows_and_is_loaded_by_the_folder_of_all(
     going_on = ["--skip-inputs", "4", "--max-inputs", "2", "--grad-accumulation", "2", "--log-folder", str(tmp_path)]
     assert main([*TRAINING.split(), "fsdp2", *going_on, "--load-state", str(tmp_path / "states")]) == 0
     longer = train(tmp_path, "--max-inputs 6 --grad-accumulation 2 --save-every 3 --resume", "longer")
-    assert (longer, names(tmp_path)) == (0, ["step-000002", "step-000003"])
+    assert (longer, list_names(tmp_path)) == (0, ["step-000002", "step-000003"])
     whole = train(tmp_path / "whole", "--max-inputs 6 --grad-accumulation 2 --save-every 3")
     assert whole == 0
-    assert numbers(tmp_path / "longer") == numbers(tmp_path / "whole" / "logs")
+    assert read_numbers(tmp_path / "longer") == read_numbers(tmp_path / "whole" / "logs")
 
 
 def test_a_state_that_cannot_be_written_ends_the_run_and_leaves_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(folder: Path, world: object) -> object:
+    def raise_full(folder: Path, world: object) -> object:
         if folder.name == "step-000003":
             raise OSError(28, "No space left on device")
         return create_whole_folder(folder, world)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("replay.runner.states.create_whole_folder", full)
+    monkeypatch.setattr("replay.runner.states.create_whole_folder", raise_full)
     assert train(tmp_path, "--max-inputs 4 --save-every 1") == 1
     said = capsys.readouterr().err
     assert said.startswith(f"replay: SavingError: {tmp_path / 'states'}, the state after 3 steps, could not be saved")
     assert "No space left on device" in said
-    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert list_names(tmp_path) == ["step-000001", "step-000002"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _break_backward(call: int) -> Callable[..., Any]:
     """`compute_negated_mean` whose graph raises, in the given call, once the gradient reaches the log-probs."""
     calls = 0
 
-    def broken(log_probs_BA: Any, inputs: Any) -> Any:
+    def break_once(log_probs_BA: Any, inputs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == call:
@@ -82,7 +82,7 @@ def _break_backward(call: int) -> Callable[..., Any]:
             next_node.register_prehook(_raise)
         return compute_negated_mean(log_probs_BA, inputs)
 
-    return broken
+    return break_once
 
 
 def _raise(*_: Any) -> None:
@@ -103,7 +103,7 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     said = capsys.readouterr()
     assert "could not be opened again" in said.err
     assert "counted    1 of 2 passes" in said.out
-    assert run_of(tmp_path)["status"] == "failed"
+    assert read_run(tmp_path)["status"] == "failed"
 
 
 def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,20 +112,20 @@ def test_ctrl_c_leaves_what_is_finished(tmp_path: Path, monkeypatch: pytest.Monk
     code, records = replay(tmp_path, "--inputs", str(folder_of(tmp_path, [20, 22, 24])))
     assert code == 130
     assert len(records) == 1
-    assert run_of(tmp_path)["status"] == "interrupted"
+    assert read_run(tmp_path)["status"] == "interrupted"
 
 
 def _interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def run_of(home: Path) -> dict[str, Any]:
+def read_run(home: Path) -> dict[str, Any]:
     (logs,) = home.glob("logs-*")
     (folder,) = logs.iterdir()
     return read_log(folder)[0]
 
 
-def damaged_copy(home: Path) -> Path:
+def copy_with_damage(home: Path) -> Path:
     """The sample's first files of rank 0, and one of each kind of damage among them."""
     folder = home / "damaged"
     folder.mkdir()
@@ -143,7 +143,7 @@ def damaged_copy(home: Path) -> Path:
 
 
 def test_damaged_files_are_named_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, records = replay(tmp_path, "--inputs", str(damaged_copy(tmp_path)))
+    code, records = replay(tmp_path, "--inputs", str(copy_with_damage(tmp_path)))
     assert code == 1
     assert len(records) == 3
     assert not any(record.error for record in records)
@@ -210,7 +210,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 )
 def test_a_crash_on_one_rank_ends_all_and_names_it(launcher: str, crashing_rank: int, tmp_path: Path) -> None:
     lengths = [20, 24, 28, 30]
-    lengths[2 + crashing_rank] = TOO_LONG  # the second pass of that rank
+    # That rank fails in its second pass.
+    lengths[2 + crashing_rank] = TOO_LONG
     folder = folder_of(tmp_path, lengths, num_ranks=2)
     done = run(f"{launcher} --inputs {folder}", tmp_path / "logs")
     assert done.returncode != 0, done.stdout[-2000:] + done.stderr[-4000:]

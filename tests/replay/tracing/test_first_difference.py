@@ -39,7 +39,7 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
     def run(flags: str = "", model: str = "llama", *, anew: bool = False) -> Path:
         if anew or (model, flags) not in done:
             folder = tmp_path_factory.mktemp("logs")
-            spec = parse_command_line(arguments_of(flags, folders[model], folder)).args[0].spec
+            spec = parse_command_line(build_arguments(flags, folders[model], folder)).args[0].spec
             assert run_in(world, spec, show_traceback=True).exit_code == 0
             [log] = folder.iterdir()
             if anew:
@@ -50,7 +50,7 @@ def traced(world: World, folders: dict[str, Path], tmp_path_factory: pytest.Temp
     return run
 
 
-def arguments_of(flags: str, model: Path, logs: Path) -> list[str]:
+def build_arguments(flags: str, model: Path, logs: Path) -> list[str]:
     backend = [] if "--backend" in flags else ["--backend", "fsdp2"]
     inputs = [] if "--max-inputs" in flags else ["--max-inputs", "1"]
     return [*COMMON, *backend, *inputs, "--trace", *flags.split(), "--model", str(model), "--log-folder", str(logs)]
@@ -78,25 +78,29 @@ def test_a_fault_is_named_where_it_is(traced: Run, name: str) -> None:
     fault, flags, (kind, qualified, what, layer, place) = FAULTS[name]
     with fault():
         wrong = traced(flags, anew=True)
-    one = find_first_difference(traced(), wrong)
-    assert one is not None
-    assert (one.kind, one.name, one.what, one.layer) == (kind, qualified, what, layer)
-    assert one.relative > one.bound
+    difference = find_first_difference(traced(), wrong)
+    assert difference is not None
+    assert (difference.kind, difference.name, difference.what, difference.layer) == (kind, qualified, what, layer)
+    assert difference.relative > difference.bound
     if place:
-        assert (one.row, one.token) == place
+        assert (difference.row, difference.token) == place
 
 
 def test_a_right_run_in_bf16_shows_what_fp32_would_not_allow(traced: Run) -> None:
     """A block that computes in bf16 where fp32 was meant is the first difference, not the dtype's own rounding."""
 
-    def lowered(module: torch.nn.Module) -> None:
+    def lower_precision(module: torch.nn.Module) -> None:
         module.register_forward_hook(lambda _, args, output: output.bfloat16().float())
 
-    with in_module("model.layers.0.mlp.gate_proj", lowered):
+    with in_module("model.layers.0.mlp.gate_proj", lower_precision):
         wrong = traced(anew=True)
-    one = find_first_difference(traced(), wrong)
-    assert one is not None
-    assert (one.kind, one.name, one.layer) == (TensorKind.FORWARD, "model.layers.0.mlp.gate_proj", 0)
+    difference = find_first_difference(traced(), wrong)
+    assert difference is not None
+    assert (difference.kind, difference.name, difference.layer) == (
+        TensorKind.FORWARD,
+        "model.layers.0.mlp.gate_proj",
+        0,
+    )
 
 
 def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
@@ -111,7 +115,7 @@ def test_equivalent_runs_measure_the_floor(traced: Run) -> None:
 
 def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str, Path], tmp_path: Path) -> None:
     flags = "--attention eager --gradient-checkpointing"
-    arguments = [one for one in arguments_of(flags, folders["llama"], tmp_path) if one != "--trace"]
+    arguments = [argument for argument in build_arguments(flags, folders["llama"], tmp_path) if argument != "--trace"]
     assert run_in(world, parse_command_line(arguments).args[0].spec).exit_code == 0
     [plain] = read_log(next(tmp_path.iterdir()))[1]
     run, [seen] = read_log(traced(flags))
@@ -135,10 +139,10 @@ def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
 def test_steps_are_compared_one_by_one(traced: Run) -> None:
     """After a step with another learning rate the next pass differs, though every weight began equal."""
     flags = "--max-inputs 2 --step --learning-rate"
-    one = find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 2e-2"))
-    assert one is not None
-    assert (one.kind, one.name) == (TensorKind.FORWARD, "model.embed_tokens")
-    assert str(one.source).endswith("5.pkl")
+    difference = find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 2e-2"))
+    assert difference is not None
+    assert (difference.kind, difference.name) == (TensorKind.FORWARD, "model.embed_tokens")
+    assert str(difference.source).endswith("5.pkl")
     assert find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 1e-2", anew=True)) is None
 
 
@@ -152,7 +156,7 @@ def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFi
     assert lines[0] == "first diff B: no traced tensor leaves its bound"
     assert lines[1].startswith("first diff C: forward, model.layers.1.self_attn.o_proj input at rank0 #")
     assert "row 1 token 180: 0.01" in lines[1]
-    first, second = (one["first_difference"] for one in json.loads(out.read_text())["comparisons"])
+    first, second = (comparison["first_difference"] for comparison in json.loads(out.read_text())["comparisons"])
     assert first is None
     assert second["layer"] == 1
 
@@ -210,7 +214,10 @@ def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     for tp, jobs in SHARDED.items():
         table = []
         for name, (model, flags, sabotage, _) in jobs.items():
-            job = {"arguments": arguments_of(flags, folders[model], home / name), "gradients": str(home / f"{name}.pt")}
+            job = {
+                "arguments": build_arguments(flags, folders[model], home / name),
+                "gradients": str(home / f"{name}.pt"),
+            }
             table.append(job | ({"sabotage": sabotage} if sabotage else {}))
         replay_all(table, home / f"jobs{tp}.json", num_processes=2, parallel=(tp, 3 - tp))
     return {name: next((home / name).iterdir()) for jobs in SHARDED.values() for name in jobs}
@@ -221,5 +228,5 @@ def test_sharded_runs_are_put_together_and_faults_in_them_are_named(
     traced: Run, sharded: dict[str, Path], name: str
 ) -> None:
     [(model, _, _, expected)] = [jobs[name] for jobs in SHARDED.values() if name in jobs]
-    one: FirstDifference | None = find_first_difference(traced(model=model), sharded[name])
-    assert (one and (one.kind, one.name)) == expected
+    difference: FirstDifference | None = find_first_difference(traced(model=model), sharded[name])
+    assert (difference and (difference.kind, difference.name)) == expected
