@@ -1,7 +1,7 @@
 """Find where two traced runs part: the first tensor that is further from the reference's than its bound allows.
 
 Tensors are compared in the order of `TensorKind`, so that a wrong weight or input is named before what is computed from
-it. The bounds are those of `replay/tolerances/runs.py`.
+it. The bounds are those of `replay/tolerances/run_bounds.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -374,7 +374,7 @@ def test_a_rank_that_writes_what_held_its_memory_is_not_broken_off(
             self.lock.release()
 
     lock = Lock()
-    monkeypatch.setattr(last, "_lasts", lock)
+    monkeypatch.setattr(last, "_writing_lock", lock)
     thread = threading.Thread(target=note_end)
     with last.postpone_shutdown():
         thread.start()
