@@ -14,16 +14,24 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from enum import Enum, auto
+from typing import Generic, Literal, Protocol, TypeVar
 
 from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 MAX_DELAY_SECONDS = 0.2
-# Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: their number alone is limited.
+# Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
+# their bytes.
 _MAX_SMALL_TASKS_PER_PASS = 4
 
 TaskT = TypeVar("TaskT")
+
+
+class _Wakeup(Enum):
+    """Why the thread woke up without a task to handle."""
+
+    DEADLINE_PASSED = auto()
 
 
 class Deadline(Protocol):
@@ -50,10 +58,11 @@ class BackgroundWriter(Generic[TaskT]):
     num_dropped  passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
     failure      the exception that has stopped writing, or None
     refusal      why `handle` refused the first of the passes that it refused, or None
-    must_hurry   set while somebody waits for the queue to become empty
+    must_hurry   set while somebody waits for the queue to become empty, or an urgent task is queued
 
-    The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` once `deadline` has passed,
-    and `on_end` as its last act, with whether writing has failed.
+    The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` whenever it waits and
+    `deadline` has passed, and `on_end` as its last act, with whether writing has failed. `on_deadline` has to end or
+    move the deadline: otherwise it is called again at once.
     The first failure of each kind is one warning; nothing is raised.
     """
 
@@ -118,8 +127,8 @@ class BackgroundWriter(Generic[TaskT]):
     def queue_small_task(self, task: TaskT, *, is_urgent: bool = False) -> None:
         """Queue a task that is no pass.
 
-        An urgent one is handled at once, after all that was queued before it. Another one waits for `wake`, and is left
-        out if too many are waiting already.
+        An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task waits
+        for `wake`, and is left out if too many are waiting already.
         """
         with self._changed:
             num_small_tasks = len(self._queue) - self._num_queued_passes
@@ -151,13 +160,13 @@ class BackgroundWriter(Generic[TaskT]):
 
     def drain(self, *, max_seconds: float) -> bool:
         """Wait until all that was queued before is handled. Returns False if it took longer than `max_seconds`."""
-        deadline = time.monotonic() + max_seconds
+        drain_until = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
                 self.must_hurry.set()
                 self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
                     return False
             return True
 
@@ -191,17 +200,17 @@ class BackgroundWriter(Generic[TaskT]):
 
     def _run(self) -> None:
         while (next_task := self._wait_for_task()) is not None:
-            self._handle_task(*next_task)
+            self._handle_task(next_task)
         # The thread ends in any case: an exception of its last act becomes a warning, as every other one.
         try:
             self._on_end(self.failure is not None)
         except Exception as error:
             self.stop(error)
 
-    def _wait_for_task(self) -> tuple[TaskT | None, bool] | None:
+    def _wait_for_task(self) -> tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
         """Wait for a task that may be handled, for the deadline, or for the end.
 
-        Returns the task and whether it is a pass; no task once the deadline has passed; None at the end.
+        Returns the task and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
         """
         with self._changed:
             self._is_busy = False
@@ -217,7 +226,7 @@ class BackgroundWriter(Generic[TaskT]):
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
                 if seconds_left == 0:
-                    return None, False
+                    return _Wakeup.DEADLINE_PASSED
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
@@ -230,12 +239,14 @@ class BackgroundWriter(Generic[TaskT]):
             self._is_busy = True
             return task, is_pass
 
-    def _handle_task(self, task: TaskT | None, is_pass: bool) -> None:
-        """Handle a task, or the deadline if there is none, and turn what that raises into a warning."""
+    def _handle_task(self, next_task: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
+        """Handle a task, or a deadline that has passed, and turn what that raises into a warning."""
+        is_pass = False
         try:
-            if task is None:
+            if next_task is _Wakeup.DEADLINE_PASSED:
                 self._on_deadline()
             else:
+                task, is_pass = next_task
                 self._handle(task)
             if not self._num_ready:
                 self._on_idle()

@@ -36,9 +36,10 @@ class ForwardHooks:
         self._on_begin = on_begin
         self._on_end = on_end
         self._process_id = os.getpid()
-        # How many forwards of the model are running, one inside the other, and torch's frame that called the outermost.
+        # How many forwards of the model are running, one inside the other, and the frame of torch's
+        # `Module._call_impl`, or of a function inside it, that runs the outermost one.
         self._depth = 0
-        self._frame: FrameType | None = None
+        self._outermost_frame: FrameType | None = None
         # The exception that the job was handling when the pass began, if it called the model in an `except` block.
         self._earlier_error: BaseException | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -65,13 +66,13 @@ class ForwardHooks:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._may_be_pass():
             return
-        # torch calls the hook after a forward that raised an Exception, but not after one that raised a
-        # KeyboardInterrupt, and a notebook goes on. Then the interrupted forward is no longer among the callers.
-        if self._depth > 0 and not _is_running(self._frame):
+        # torch does not call `after_forward` where a forward raised KeyboardInterrupt; in a notebook the process goes
+        # on after that. Then the depth still counts the interrupted forward, which is no longer among the callers.
+        if self._depth > 0 and not _is_running(self._outermost_frame):
             self._depth = 0
         self._depth += 1
         if self._depth == 1:
-            self._frame = sys._getframe(1)
+            self._outermost_frame = sys._getframe(1)
             self._earlier_error = sys.exc_info()[1]
             self._on_begin(module, args, kwargs)
 
@@ -84,7 +85,7 @@ class ForwardHooks:
             return
         # torch does not hand over the exception, but calls this hook while it handles it.
         error, earlier_error = sys.exc_info()[1], self._earlier_error
-        self._earlier_error = self._frame = None
+        self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)
 
     def _may_be_pass(self) -> bool:
@@ -100,5 +101,5 @@ def _is_running(frame: FrameType | None) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Tell whether a backward is running in this thread, in the way in which torch.utils.checkpoint does."""
+    """Tell whether a backward is running in this thread, by the same test as torch.utils.checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
