@@ -110,12 +110,15 @@ class ObjectiveRecord:
 class ObjectiveInputs:
     """What a function named by --loss FILE.py:FUNCTION gets. It returns the loss of the pass, a tensor of one number.
 
-    log_probs_BA       the replay's, fp32, with their graph; 0 where the action mask is off
-    action_mask_BA     True at the action tokens that have a log-prob
-    recorded           what the job recorded of the pass
-    num_window_tokens  action tokens in all passes of the step, of all ranks
-    num_window_passes  those passes
-    is_fed_in_reverse  the replay's rows are in reverse order; all of the above is in the captured order
+    Rows are in the captured order; only `kept_logits` may have them reversed, which `logits` and `entropies` undo.
+
+    log_probs_BA              the replay's, fp32, with their graph; 0 where the action mask is off
+    action_mask_BA            True at the action tokens that have a log-prob
+    recorded                  what the job recorded of the pass
+    num_window_tokens         action tokens in all passes of the step, of all ranks
+    num_window_passes         those passes
+    kept_logits               what the forward left of its logits
+    kept_logits_are_reversed  the forward was fed the rows from the last to the first
     """
 
     log_probs_BA: Tensor
@@ -124,7 +127,7 @@ class ObjectiveInputs:
     num_window_tokens: int
     num_window_passes: int
     kept_logits: KeptLogits | None = None
-    is_fed_in_reverse: bool = False
+    kept_logits_are_reversed: bool = False
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -139,7 +142,7 @@ class ObjectiveInputs:
         """
         assert self.kept_logits is not None
         logits_NV, slot_N = self.kept_logits.select_actions()
-        if self.is_fed_in_reverse:
+        if self.kept_logits_are_reversed:
             rows, num_actions = self.log_probs_BA.shape
             slot_N = (rows - 1 - slot_N // num_actions) * num_actions + slot_N % num_actions
         return logits_NV, slot_N
@@ -148,7 +151,7 @@ class ObjectiveInputs:
         """Return the entropy [B, A] of the distribution that each action token was predicted with, with its graph."""
         assert self.kept_logits is not None
         entropies_BA = self.kept_logits.compute_entropies()
-        return entropies_BA.flip(0) if self.is_fed_in_reverse else entropies_BA
+        return entropies_BA.flip(0) if self.kept_logits_are_reversed else entropies_BA
 
     def find(self, *names: str) -> Tensor | None:
         """Return the first captured tensor that has one of the names; None if none has."""

@@ -42,12 +42,12 @@ def answer_no(spec: ObjectiveSpec) -> bool:
 class Formula:
     """What an objective computes, each part by the settings of --loss.
 
-    loss                of a pass, a tensor of one number. Raises ObjectiveError
-    describe            its settings, for the header
-    needs               what a capture must have. Shapes are checked in the pass
-    asks_entropies      does `loss` ask for the inputs' entropies?
-    asks_logits         may it ask for their logits, which are then computed whole?
-    is_share_of_window  is a pass's loss its share of the step's, so that the passes of a step add up?
+    loss              of a pass, a tensor of one number. Raises ObjectiveError
+    describe          its settings, for the header
+    needs             what a capture must have. Shapes are checked in the pass
+    asks_entropies    does `loss` ask for the inputs' entropies?
+    asks_logits       may it ask for their logits, which are then computed whole?
+    sums_over_window  is a pass's loss its share of the step's, so that the passes of a step add up?
     """
 
     loss: Callable[[ObjectiveInputs, ObjectiveSpec], Any]
@@ -55,7 +55,7 @@ class Formula:
     needs: Callable[[ObjectiveRecord, ObjectiveSpec], Iterable[Need]] = require_nothing
     asks_entropies: Callable[[ObjectiveSpec], bool] = answer_no
     asks_logits: bool = False
-    is_share_of_window: Callable[[ObjectiveSpec], bool] = answer_no
+    sums_over_window: Callable[[ObjectiveSpec], bool] = answer_no
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +100,9 @@ class Objective:
         return self.formula.asks_logits
 
     @property
-    def is_share_of_window(self) -> bool:
+    def sums_over_window(self) -> bool:
         """Is a pass's loss its share of the step's, so that the passes of a step add up?"""
-        return self.formula.is_share_of_window(self.spec)
+        return self.formula.sums_over_window(self.spec)
 
     def __call__(self, inputs: ObjectiveInputs) -> Tensor:
         """Compute the loss of one pass. Raises ObjectiveError, or what the user's function raises."""
@@ -137,7 +137,7 @@ class Objective:
         return ", ".join([self.loss, *self.formula.describe(self.spec)])
 
 
-def measure_gain(loss: Tensor, log_probs_BA: Tensor) -> float:
+def measure_loss_sensitivity(loss: Tensor, log_probs_BA: Tensor) -> float:
     """Measure how far the loss moves if each log-prob moves by 1, each in the worst direction.
 
     A mean of log-probs has 1: the verdict's bound on a loss is made for that, and grows with it.

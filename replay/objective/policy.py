@@ -114,5 +114,5 @@ POLICY = Formula(
     describe=describe_policy,
     needs=list_policy_needs,
     asks_entropies=lambda spec: spec.entropy_coefficient > 0,
-    is_share_of_window=lambda spec: spec.reduction is Reduction.WINDOW_TOKENS,
+    sums_over_window=lambda spec: spec.reduction is Reduction.WINDOW_TOKENS,
 )

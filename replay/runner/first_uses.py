@@ -223,7 +223,7 @@ def _list_repeatable_phases(record: PassRecord) -> list[PhaseCost]:
     return [cost for name, cost in record.cost.phases.items() if name != "step"]
 
 
-def add_second_run(
+def record_second_run(
     record: PassRecord, second_run_seconds: Sequence[float], rank_records: Sequence[PassRecord]
 ) -> PassRecord:
     """Return a rank's `record` with its second run, marked if the pass was slow only once.

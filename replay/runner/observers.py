@@ -17,7 +17,7 @@ from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
 from capture.file_format.optimizer_step import Sample
-from replay.objective.objective import measure_gain
+from replay.objective.objective import measure_loss_sensitivity
 from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
@@ -126,22 +126,22 @@ class TraceObserver(PassObserver):
             self._trace.end_window()
 
 
-class LossGainProbe(PassObserver):
-    """Measures how far the loss moves with the log-probs, for the verdict's bound on it."""
+class LossSensitivityObserver(PassObserver):
+    """Measures how far the loss moves if every log-prob moves by 1, for the verdict's bound on it."""
 
-    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD})
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD})
 
     def __init__(self) -> None:
-        self.loss_gain = 1.0
+        self.loss_sensitivity = 1.0
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.loss_gain = measure_gain(loss, log_probs_BA)
+        self.loss_sensitivity = measure_loss_sensitivity(loss, log_probs_BA)
 
 
-class GradientProbe(PassObserver):
+class GradientSampler(PassObserver):
     """Takes the samples of a window's gradient that the job recorded. Gathers each gradient."""
 
-    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
 
     def __init__(self, backend: Backend, recorded_samples: Mapping[str, Sequence[Sample]]) -> None:
         self.samples: GradientSamples | None = None
@@ -152,10 +152,10 @@ class GradientProbe(PassObserver):
         self.samples = sample_gradients(self._backend.gradients(), self._recorded_samples)
 
 
-class SketchProbe(PassObserver):
+class GradientSketcher(PassObserver):
     """Writes a sketch of each gradient of a window, for `compare`. Gathers each gradient."""
 
-    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
 
     def __init__(self, backend: Backend, folder: Path, index: int, world: World) -> None:
         self._backend = backend
@@ -200,9 +200,9 @@ class RunObservers:
     compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker
-    gain: LossGainProbe | None
-    gradient: GradientProbe | None
-    sketch: SketchProbe | None
+    loss_sensitivity: LossSensitivityObserver | None
+    gradient: GradientSampler | None
+    sketch: GradientSketcher | None
     loss_check: LossCheck | None
 
     @property
@@ -213,7 +213,7 @@ class RunObservers:
             self.compilation,
             self.trace,
             self.position,
-            self.gain,
+            self.loss_sensitivity,
             self.gradient,
             self.sketch,
             self.loss_check,
@@ -240,7 +240,7 @@ class AllocationHistoryMarker(PassObserver):
     def before_phase(self, phase: Phase) -> None:
         if phase is Phase.WAITING:
             self._history.note_forward_end()
-        elif phase is Phase.SETTLING:
+        elif phase is Phase.DEVICE_WAIT:
             self._history.note_phases_end()
 
     def after_backward(self) -> None:

@@ -30,18 +30,18 @@ from replay.resolution.windows import InputRound, compute_token_weight, find_tra
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.checkpoint import digest_inputs
-from replay.runner.first_uses import ExpectedTimes, add_second_run
+from replay.runner.first_uses import ExpectedTimes, record_second_run
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
     CompilationCounter,
     FirstUseCounter,
-    GradientProbe,
+    GradientSampler,
+    GradientSketcher,
     LossCheck,
-    LossGainProbe,
+    LossSensitivityObserver,
     PositionMarker,
     RunObservers,
-    SketchProbe,
     TraceObserver,
 )
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
@@ -50,7 +50,7 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
-    doubt_router_loss,
+    doubt_loss_with_router_term,
     list_action_log_probs,
     read_recorded_pass,
     read_token_positions,
@@ -195,7 +195,8 @@ class Replayer:
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         self._has_dropout = bool(find_acting_dropouts(strip_config(self.source.config)))
-        # Rows that stay padded, as in the job, have labels that padding predicts: a model's own loss counts those.
+        # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
+        # that. Packed rows have no padding.
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
 
     def reopen_after_failure(self) -> None:
@@ -217,7 +218,7 @@ class Replayer:
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
         """Is the latest pass to be run again, to see if it is always as slow? The same on every rank.
 
-        A pass that needs none tells how long later passes should take.
+        If not, its times are learned as what later passes should take.
         """
         is_needed = self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
         if not is_needed:
@@ -230,7 +231,8 @@ class Replayer:
         All ranks must call this.
         """
         assert self._latest_inputs is not None
-        self.tracker.enter_phase(Phase.LOOKING)
+        self.tracker.enter_phase(Phase.RERUNNING)
+        # The second run is a window of its own, whose gradient is cleared at its end.
         ends_window = self._latest_inputs.runs_backward
         inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window, takes_step=False)
         # The random generators go on as if there had been no second run.
@@ -239,7 +241,7 @@ class Replayer:
             cost = run_pass(self.actor.backend, inputs, self._clock).cost
         rank_seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
         self._expected_times.learn(rank_records, max(rank_seconds))
-        return add_second_run(record, rank_seconds, rank_records)
+        return record_second_run(record, rank_seconds, rank_records)
 
     def replay(
         self, index: int, path: Path, extra_observers: Sequence[PassObserver] = ()
@@ -269,7 +271,7 @@ class Replayer:
             record = replace(record, input=_describe_input(batch))
             weights = self.weight_checker.check(call.weights)
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
-            recorded = doubt_router_loss(recorded, call, self.source.config)
+            recorded = doubt_loss_with_router_term(recorded, call, self.source.config)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
@@ -308,10 +310,10 @@ class Replayer:
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
 
-        gain, gradient = run_observers.gain, run_observers.gradient
+        sensitivity_observer, gradient = run_observers.loss_sensitivity, run_observers.gradient
         replayed = replace(
             self._collect_log_probs(outcome, inputs, call, batch),
-            loss_gain=gain.loss_gain if gain is not None else 1.0,
+            loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
             gradient=gradient.samples if gradient is not None else None,
         )
         if self.details_folder is not None:
@@ -341,9 +343,9 @@ class Replayer:
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
-            gain=LossGainProbe() if self._objective is not None else None,
-            gradient=GradientProbe(backend, self.window.recorded_samples) if has_samples else None,
-            sketch=SketchProbe(backend, folder, index, self.world) if folder is not None else None,
+            loss_sensitivity=LossSensitivityObserver() if self._objective is not None else None,
+            gradient=GradientSampler(backend, self.window.recorded_samples) if has_samples else None,
+            sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
             loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
             if inputs.takes_step
             else None,
@@ -358,6 +360,7 @@ class Replayer:
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
         if objective_record is None:
+            # The stand-in loss is a mean of log-probs, so each of them gets the same gradient.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_stand_in_loss, actor_inputs)
         else:
@@ -378,7 +381,10 @@ class Replayer:
         )
 
     def _read_objective_record(self, call: Call, batch: MicroBatch) -> ObjectiveRecord | None:
-        """Return what the job's objective is computed from; None without one. Raises ObjectiveError if it lacks it."""
+        """Return what the job's objective is computed from; None without an objective.
+
+        Raises ObjectiveError if the capture lacks what the objective needs.
+        """
         if self._objective is None:
             return None
         objective_record = ObjectiveRecord.collect(call, batch)
@@ -387,11 +393,14 @@ class Replayer:
 
     def _choose_loss_weight(self, index: int, objective_record: ObjectiveRecord | None) -> float:
         """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
-        num_passes = self.window.size * self.world.num_data_ranks
+        num_window_passes = self.window.size * self.world.num_data_ranks
         if objective_record is not None:
             assert self._objective is not None
-            return num_passes / objective_record.num_job_ranks if self._objective.is_share_of_window else 1.0
-        if num_passes == 1 or self.spec.measure.window is not WindowWeights.TOKENS:
+            # The backend averages over all passes of the window; the job added up those of a rank, and averaged over
+            # its ranks.
+            return num_window_passes / objective_record.num_job_ranks if self._objective.sums_over_window else 1.0
+        # `measure.window` is the rule by which the passes of a window are weighted.
+        if num_window_passes == 1 or self.spec.measure.window is not WindowWeights.TOKENS:
             return 1.0
         return self.window.find_token_weight(index, self.world.data_rank)
 
@@ -416,7 +425,7 @@ class Replayer:
                     num_window_tokens=sum(token_counts),
                     num_window_passes=len(token_counts),
                     kept_logits=kept_logits,
-                    is_fed_in_reverse=has_reversed_rows,
+                    kept_logits_are_reversed=has_reversed_rows,
                 )
             )
 
@@ -434,7 +443,7 @@ class Replayer:
         is_reversed = inputs.has_reversed_rows
         predicts_own_BA, first_column = find_own_targets(with_rows_reversed(batch) if is_reversed else batch)
         action_mask_BA = inputs.actor_inputs.action_mask_BA
-        needs_all_tokens = self.details_folder is not None or any(name.endswith("_values") for name in call.outputs)
+        needs_all_tokens = self.details_folder is not None or _has_output_of_every_token(call)
         return ReplayedPass(
             token_log_probs=sample_log_probs(
                 outcome.log_probs_BA,
@@ -447,6 +456,11 @@ class Replayer:
             if needs_all_tokens
             else (),
         )
+
+
+def _has_output_of_every_token(call: Call) -> bool:
+    """Did the job record the values of an output that has a number for each token, such as log-probs?"""
+    return any(name.endswith("_values") for name in call.outputs)
 
 
 def _describe_input(batch: MicroBatch) -> InputSection:

@@ -6,8 +6,8 @@ A replay, its second run of a slow pass, the search for the first NaN, a profile
 their passes here. What differs between them is in the inputs, the clock and the observers.
 
 The order of collectives in a pass is the same on every rank: the ranks wait for each other; the collectives of the
-forward; those of probes after it; the ranks wait for the slowest; the collectives of the backward; those of probes
-after it; those of the window's end.
+forward; those of observers after it; the ranks wait for the slowest; the collectives of the backward; those of
+observers after it; those of the window's end.
 
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
@@ -52,7 +52,7 @@ class PassInputs:
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
     ends_window          the accumulation window ends with this pass
-    takes_step           the optimizer steps at the end of the window
+    takes_step           the optimizer steps after this pass; only together with `ends_window`
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows stand from the last of the capture to its first
@@ -84,11 +84,12 @@ class PassOutcome:
 class PassObserver:
     """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
-    Every rank has the same observers in the same order, since a probe may gather from all ranks. An observer keeps no
-    tensor after `close`. `stops_clock_after` are the phases after which it makes the device work, or waits for it.
+    Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
+    no tensor after `close`. `pauses_clock_after` are the phases after which it makes the device work, or waits for it:
+    the clock is paused meanwhile.
     """
 
-    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset()
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset()
 
     def before_pass(self, inputs: PassInputs) -> None:
         """Prepare for a pass, before the ranks wait for each other."""
@@ -106,7 +107,7 @@ class PassObserver:
         """Look at a loss before the optimizer steps with its gradient."""
 
     def after_measurement(self) -> None:
-        """Read counters: all of the pass that is measured has ended."""
+        """Read counters: the measured part of the pass has ended."""
 
     def close(self, error: BaseException | None) -> None:
         """Let go of the pass, which raised `error` if it failed."""
@@ -230,14 +231,14 @@ class ObserverNotifier:
 
     def _notify_after(self, phase: Phase, notify: Callable[[PassObserver], None]) -> None:
         """Notify first the observers that leave the clock running, then, with the clock paused, the others."""
-        probes = [observer for observer in self.observers if phase in observer.stops_clock_after]
+        pausing_observers = [observer for observer in self.observers if phase in observer.pauses_clock_after]
         for observer in self.observers:
-            if phase not in observer.stops_clock_after:
+            if phase not in observer.pauses_clock_after:
                 notify(observer)
-        if probes:
+        if pausing_observers:
             with self.clock.pause():
-                for probe in probes:
-                    notify(probe)
+                for observer in pausing_observers:
+                    notify(observer)
 
 
 def run_pass(
@@ -289,7 +290,7 @@ def run_pass(
                 with clock.phase("step"):
                     grad_norm = backend.end_window(step=True)
 
-            notifier.before_phase(Phase.SETTLING)
+            notifier.before_phase(Phase.DEVICE_WAIT)
             cost = clock.stop()
             notifier.after_measurement()
 

@@ -362,7 +362,7 @@ def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]])
     )
 
 
-def doubt_router_loss(recorded: RecordedPass, call: Call, config: PretrainedConfig) -> RecordedPass:
+def doubt_loss_with_router_term(recorded: RecordedPass, call: Call, config: PretrainedConfig) -> RecordedPass:
     """Return `recorded`, its loss and gradient norm doubted if the job's model added its routers' loss to its own.
 
     transformers adds it where labels are given and `output_router_logits` is asked for, by the call or by the config.
@@ -416,13 +416,13 @@ class ReplayedPass:
 
     token_log_probs   of the tokens that the job sampled; None for tokens that have no log-prob in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
-    loss_gain         how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
+    loss_sensitivity  how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
     gradient          None where the pass ends no window, or the job sampled no gradient
     """
 
     token_log_probs: Sequence[float | None] = ()
     action_log_probs: Sequence[float | None] = ()
-    loss_gain: float = 1.0
+    loss_sensitivity: float = 1.0
     gradient: GradientSamples | None = field(default=None)
 
 

@@ -21,7 +21,7 @@ FILE_BYTES = 4096
 class Phase(StrEnum):
     """The phases, in the order in which a rank goes through them.
 
-    In SETTLING a rank on CUDA waits for all that the phases before have queued on the device.
+    In DEVICE_WAIT a rank on CUDA waits for all that the phases before have queued on the device.
     """
 
     OPENING = "opening the actor"
@@ -31,10 +31,11 @@ class Phase(StrEnum):
     WAITING = "waiting after forward"
     BACKWARD = "backward"
     STEP = "step"
-    SETTLING = "waiting for the device"
+    DEVICE_WAIT = "waiting for the device"
     ENDING = "ending the pass"
     GATHERING = "gathering the records"
     LOOKING = "looking for what is not finite"
+    RERUNNING = "running a slow pass again"
     OUT_OF_INPUTS = "out of inputs"
     SAVING = "saving"
     PROFILING = "profiling a pass"

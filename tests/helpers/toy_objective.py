@@ -30,7 +30,7 @@ FORMULA = Formula(
     loss=toy_loss,
     describe=lambda spec: [f"times {spec.kl_coefficient:g}"],
     needs=lambda recorded, spec: [Need(names=ADVANTAGES, or_else="or --loss sft")],
-    is_share_of_window=lambda spec: True,
+    sums_over_window=lambda spec: True,
 )
 
 

@@ -15,7 +15,7 @@ from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
 from replay.objective.dpo import compute_dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord
-from replay.objective.objective import Objective, measure_gain
+from replay.objective.objective import Objective, measure_loss_sensitivity
 from replay.objective.policy import compute_policy_loss
 from replay.options.option_parsing import build_replay_spec, spell_flags
 from replay.options.spec import KlEstimator, ObjectiveSpec, PairOrder, Reduction
@@ -244,12 +244,16 @@ def test_what_is_missing_is_named() -> None:
         )
 
 
-def test_the_gain_of_a_mean_is_one_and_that_of_a_policy_grows_with_its_advantages() -> None:
+def test_the_loss_sensitivity_of_a_mean_is_one_and_that_of_a_policy_grows_with_its_advantages() -> None:
     inputs = made()
-    assert measure_gain(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA) == pytest.approx(1)
+    assert measure_loss_sensitivity(
+        -inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA
+    ) == pytest.approx(1)
     large = made(advantages=100 * inputs.tensors["advantages"])
     spec = ObjectiveSpec(on_policy=True)
-    ours, hundredfold = (measure_gain(compute_policy_loss(case, spec), case.log_probs_BA) for case in (inputs, large))
+    ours, hundredfold = (
+        measure_loss_sensitivity(compute_policy_loss(case, spec), case.log_probs_BA) for case in (inputs, large)
+    )
     assert hundredfold == pytest.approx(100 * ours)
 
 

@@ -22,6 +22,7 @@ from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
 from replay.runner.observers import FirstUseCounter
+from replay.watch.progress import Phase, Tracker
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 from tests.helpers.made_time import Clock, at_the_meter
@@ -132,12 +133,21 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
         return compute_negated_mean(log_probs_BA, inputs)
 
+    phases: list[Phase] = []
+    enter_phase = Tracker.enter_phase
+
+    def note_phase(tracker: Tracker, phase: Phase) -> None:
+        phases.append(phase)
+        enter_phase(tracker, phase)
+
+    monkeypatch.setattr(Tracker, "enter_phase", note_phase)
     monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
     monkeypatch.setattr(Meter, "for_device", lambda _: Meter(WaitingDevice(clock)))
     folder = write_captures(tmp_path / "captures", lengths)
     records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [record.first_uses for record in records[1:]] == [[], [FirstUse.ONCE], [], []]
     assert [record.cost.seconds_again for record in records] == [None, 1.0, 1.0, None, 8.0]
+    assert (phases.count(Phase.RERUNNING), phases.count(Phase.LOOKING)) == (3, 0)
     assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)

@@ -101,10 +101,10 @@ class Marker(PassObserver):
         self.events.append(f"closed: {error}")
 
 
-class Probe(PassObserver):
-    """Looks at everything, with the clock stopped."""
+class PausingObserver(PassObserver):
+    """Looks at everything, with the clock paused."""
 
-    stops_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD, Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD, Phase.BACKWARD})
 
     def __init__(self, events: list[str], backend: Backend) -> None:
         self.events, self.backend = events, backend
@@ -155,7 +155,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         backend,
         replace(inputs, takes_step=True, loss_weight=0.5),
         Clock(events),
-        [Marker(events), Probe(events, backend)],
+        [Marker(events), PausingObserver(events, backend)],
     )
     assert events == [
         "begin",
@@ -182,7 +182,7 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         "step begins",
         "step",
         "step ends",
-        "at settling",
+        "at device_wait",
         "stop",
         "reads counters",
         "at ending",
@@ -226,7 +226,7 @@ def test_a_pass_that_fails_closes_its_observers_with_the_error(
     backend: Any = Backend(events)
     backend.fails_in = phase
     with pytest.raises(RuntimeError, match=f"the {phase} failed"):
-        run_pass(backend, inputs, Clock(events), [Marker(events), Probe(events, backend)])
+        run_pass(backend, inputs, Clock(events), [Marker(events), PausingObserver(events, backend)])
     assert events[-1] == f"closed: the {phase} failed"
     assert events[-2] == f"{phase} ends"
 

@@ -28,7 +28,7 @@ def make_sighting(
         idle_seconds=5.0,
         collectives=counts or {},
         num_unforeseen=unforeseen,
-        waits_for_device=not inside and phase is Phase.SETTLING,
+        waits_for_device=not inside and phase is Phase.DEVICE_WAIT,
         in_collective=inside,
         collective_failed=failed,
         standing_at="torch/x.py:1 in wait",
@@ -133,15 +133,15 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     ),
     "one more than in any pass before, and all wait for their devices": (
         [
-            make_sighting(0, Phase.SETTLING, counts={"0": 7}, inside=False),
-            make_sighting(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, Phase.DEVICE_WAIT, counts={"0": 7}, inside=False),
+            make_sighting(1, Phase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one more than in any pass before, and the other is stuck in an earlier phase": (
         [
             make_sighting(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
-            make_sighting(1, Phase.SETTLING, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(1, Phase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
