@@ -16,7 +16,7 @@ from actor_init.attention.ring import sum_over_ring
 from actor_init.declarations.attention import list_forms
 from actor_init.head.head_patch import patch_head
 from actor_init.inputs.packing import ActorInputs
-from actor_init.model_form import Borders
+from actor_init.model_form import DocumentBorders
 from actor_init.parallel.vocab_parallel import compute_sharded_log_probs
 
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
@@ -40,10 +40,10 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
             "max_length_q": inputs.max_length,
             "max_length_k": inputs.max_length,
         }
-        if inputs.borders is not Borders.OWN:
+        if inputs.borders is not DocumentBorders.OWN:
             document_1T = number_documents(inputs.cu_seq_lens, inputs.input_ids.shape[1])
             mask_context = mask_between_documents(document_1T)
-            arguments |= {"seq_idx": document_1T} if inputs.borders is Borders.NUMBERS else {}
+            arguments |= {"seq_idx": document_1T} if inputs.borders is DocumentBorders.NUMBERS else {}
     arguments |= {
         "input_ids": inputs.input_ids,
         "position_ids": None if inputs.makes_positions else inputs.position_ids,

@@ -79,7 +79,7 @@ class HeadForm:
         return f"log-probs in chunks{''.join(f', {step.describe()}' for step in self.steps)}"
 
 
-class Borders(StrEnum):
+class DocumentBorders(StrEnum):
     """What tells a model where packed documents begin, beside position ids that start again.
 
     OWN      `cu_seq_lens_q` and its kin, which each kernel and layer may read
@@ -101,7 +101,7 @@ class Layout:
     """
 
     packs: bool
-    borders: Borders = Borders.OWN
+    borders: DocumentBorders = DocumentBorders.OWN
     as_captured: bool = True
     why: str = ""
 
@@ -114,5 +114,7 @@ class Layout:
         """Return the layout in words, with the reason if it is not the usual one."""
         words = "padded" if self.as_captured else "padded on the right, a document a row"
         if self.packs:
-            words = "packed" if self.borders is Borders.OWN else f"packed, documents kept apart by {self.borders}"
+            words = (
+                "packed" if self.borders is DocumentBorders.OWN else f"packed, documents kept apart by {self.borders}"
+            )
         return f"{words} ({self.why})" if self.why else words

@@ -30,12 +30,12 @@ _SPAN = 1 << 20
 
 def compute_values(index: Tensor, keys: Keys, std: float) -> Tensor:
     """Return fp32 values of mean 0 and standard deviation `std`, one for each int64 index."""
-    bits = mix(mix((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
+    bits = mix_bits(mix_bits((index & _MASK_32) ^ keys[0]) ^ (index >> 32) ^ keys[1])
     bound = std * math.sqrt(3)
     return bits.to(torch.float32) * (2 * bound / 2**32) - bound
 
 
-def mix(bits: Tensor) -> Tensor:
+def mix_bits(bits: Tensor) -> Tensor:
     """Hash 32-bit integers held in int64. The multiplier is below 2**31, so nothing overflows on any device.
 
     The hash is Thomas Mueller's, from https://stackoverflow.com/a/12996028.

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from actor_init.name_hash import mix
+from actor_init.name_hash import mix_bits
 
 # At most 32, the bits of a hash.
 NUM_SIGNS = 16
@@ -39,7 +39,7 @@ def sketch_parameter(values: Tensor) -> Tensor:
 def _make_signs(first: int, number: int, device: torch.device) -> Tensor:
     """Return [F, K] of plus or minus 1 / sqrt(K), from bits of a hash of the feature's index."""
     index_F = torch.arange(first, first + number, device=device)
-    bits_F = mix(mix(index_F ^ _KEY) ^ _KEY)
+    bits_F = mix_bits(mix_bits(index_F ^ _KEY) ^ _KEY)
     bits_FK = (bits_F[:, None] >> torch.arange(NUM_SIGNS, device=device)) & 1
     signs_FK: Tensor = (2 * bits_FK - 1).float() / NUM_SIGNS**0.5
     return signs_FK

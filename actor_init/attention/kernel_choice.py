@@ -161,7 +161,7 @@ def choose_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | Non
         return _choose_ring_kernel(spec, where, config)
     is_chosen = spec.attention == Attention.AUTO
     kernel = _choose_fastest(spec, where, config) if is_chosen else find_kernel(spec.attention)
-    if lack := find_lack(kernel.word, where, spec.dtype):
+    if lack := find_kernel_obstacle(kernel.word, where, spec.dtype):
         raise UsageError(f"{lack.text}. Try: {lack.advice}")
     if config is not None and (find_obstacle := kernel.find_obstacle(config)):
         raise UsageError(find_obstacle)
@@ -179,7 +179,7 @@ def choose_default_kernel(where: device) -> str:
     return _choose_fastest(ActorSpec(), where, None).word
 
 
-def find_lack(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
+def find_kernel_obstacle(attention: str, where: device, dtype: Dtype) -> KernelObstacle | None:
     """Find what a kernel lacks on a device in a dtype; None if nothing is known."""
     return find_kernel(attention).packed.limits.find_obstacle(where.type, dtype, is_installed=is_installed(attention))
 
@@ -219,7 +219,9 @@ def _choose_fastest(spec: ActorSpec, where: device, config: PretrainedConfig | N
 def _is_usable(kernel: AttentionKernel, spec: ActorSpec, where: device, config: PretrainedConfig | None) -> bool:
     form = kernel.choose_form(packs=spec.packs)
     can_run = (
-        form is not None and find_lack(kernel.word, where, spec.dtype) is None and _is_suitable(form.limits, config)
+        form is not None
+        and find_kernel_obstacle(kernel.word, where, spec.dtype) is None
+        and _is_suitable(form.limits, config)
     )
     return can_run and is_right(kernel.word, where)
 

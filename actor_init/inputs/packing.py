@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actor_init.attention.ring import RingSlice
 from actor_init.inputs.documents import Documents, KeptLogits, find_documents
-from actor_init.model_form import Borders, HeadForm, Layout
+from actor_init.model_form import DocumentBorders, HeadForm, Layout
 from capture.facts import Setting
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
 
@@ -50,7 +50,7 @@ class ActorInputs:
     slot_N: Tensor
     action_mask_BA: Tensor
     captured_index: Tensor
-    borders: Borders = Borders.OWN
+    borders: DocumentBorders = DocumentBorders.OWN
     ring: RingSlice | None = None
     kept_logits: KeptLogits | None = None
     head: HeadForm | None = None
@@ -126,7 +126,7 @@ def prepare_inputs(batch: MicroBatch, *, packing: bool) -> ActorInputs:
         max_length=_round_up_length(int(lengths.max())),
         predictor_N=predictor_N,
         captured_index=flat_T.unsqueeze(0),
-        borders=Borders.MASK if documents.has_continuing_positions(real_BS) else Borders.OWN,
+        borders=DocumentBorders.MASK if documents.has_continuing_positions(real_BS) else DocumentBorders.OWN,
         **shared,
     )
 
@@ -161,7 +161,7 @@ def _choose_targets(batch: MicroBatch) -> Tensor:
 def arrange(inputs: ActorInputs, layout: Layout) -> ActorInputs:
     """Arrange `inputs` by `layout`; they must be packed where `layout.joins`."""
     if layout.packs:
-        return replace(inputs, borders=layout.borders) if layout.borders is not Borders.OWN else inputs
+        return replace(inputs, borders=layout.borders) if layout.borders is not DocumentBorders.OWN else inputs
     return inputs if layout.as_captured else unpack(inputs)
 
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from actor_init.attention.kernel_choice import choose_kernel, choose_plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_form, find_kernel
-from actor_init.model_form import Borders, Layout
+from actor_init.model_form import DocumentBorders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, choose_bound
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
 from actor_init.world import World
@@ -68,8 +68,8 @@ def explain_not_packed(config: PretrainedConfig) -> str:
 
 
 def _list_packed_layouts() -> Iterator[Layout]:
-    for borders in Borders:
-        why = "" if borders is Borders.OWN else "its own masks do not see where one begins"
+    for borders in DocumentBorders:
+        why = "" if borders is DocumentBorders.OWN else "its own masks do not see where one begins"
         yield Layout(packs=True, borders=borders, why=why)
 
 

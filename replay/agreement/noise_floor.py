@@ -74,7 +74,7 @@ class ParityNoise:
         return self.group, self.dtype
 
 
-def measure_distances(comparison: Differences) -> dict[str, FarthestPoint]:
+def measure_parity_distances(comparison: Differences) -> dict[str, FarthestPoint]:
     """Return distances by quantity: loss, log-probs, token log-probs, gradient norm and gradients, where recorded."""
     return {quantity.name: _find_farthest(quantity.points) for quantity in comparison.results}
 
@@ -185,7 +185,7 @@ class LogDistances:
             if quantity.num_not_finite
         ]
         norms = [note for note in comparison.notes if note.startswith("gradient norms")]
-        return cls(distances=measure_distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
+        return cls(distances=measure_parity_distances(comparison), notes=unfinished + norms, lacks_norms=bool(norms))
 
 
 @dataclass(slots=True)

@@ -30,11 +30,11 @@ class Need:
     or_else: str = ""
 
 
-def require_nothing(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
+def need_nothing(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
     return ()
 
 
-def answer_no(spec: ObjectiveSpec) -> bool:
+def is_never(spec: ObjectiveSpec) -> bool:
     return False
 
 
@@ -52,10 +52,10 @@ class Formula:
 
     loss: Callable[[ObjectiveInputs, ObjectiveSpec], Any]
     describe: Callable[[ObjectiveSpec], list[str]]
-    needs: Callable[[ObjectiveRecord, ObjectiveSpec], Iterable[Need]] = require_nothing
-    asks_entropies: Callable[[ObjectiveSpec], bool] = answer_no
+    needs: Callable[[ObjectiveRecord, ObjectiveSpec], Iterable[Need]] = need_nothing
+    asks_entropies: Callable[[ObjectiveSpec], bool] = is_never
     asks_logits: bool = False
-    sums_over_window: Callable[[ObjectiveSpec], bool] = answer_no
+    sums_over_window: Callable[[ObjectiveSpec], bool] = is_never
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

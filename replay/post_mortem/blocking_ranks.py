@@ -14,7 +14,7 @@ from capture.black_box.stacks import StackFrame, find_main_stack, parse_tracebac
 from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.manifest import format_stamp
 from capture.record.observer import TRAINING_PHASES
-from replay.watch.blame import Blame, blame_fewest, blame_some
+from replay.watch.blame import Blame, blame_fewest_collectives, blame_unless_all
 from replay.watch.stacks import COLLECTIVE_CODE, NUM_INNERMOST
 
 # Functions of torch that wait in a collective in C++, so that no Python frame of the collective is below them.
@@ -265,11 +265,11 @@ def _find_failed(sightings: Sequence[LastSighting]) -> Blame | None:
 
 def _find_crashed(sightings: Sequence[LastSighting]) -> Blame | None:
     crashed = [sighting for sighting in sightings if sighting.end is End.CRASHED]
-    return blame_some(sightings, crashed, _message_of(crashed[0]) if crashed else "")
+    return blame_unless_all(sightings, crashed, _message_of(crashed[0]) if crashed else "")
 
 
 def _find_killed(sightings: Sequence[LastSighting]) -> Blame | None:
-    return blame_some(
+    return blame_unless_all(
         sightings,
         [sighting for sighting in sightings if sighting.end is End.KILLED],
         "it was killed (by hand, for memory, by a launcher that it did not answer), or it left by os._exit",
@@ -292,7 +292,7 @@ def _find_ended_from_outside(sightings: Sequence[LastSighting]) -> Blame | None:
     ):
         return None
     assert ended[0].incident is not None
-    return blame_some(sightings, ended, f"it was ended from outside ({ended[0].incident.where})")
+    return blame_unless_all(sightings, ended, f"it was ended from outside ({ended[0].incident.where})")
 
 
 def _find_without_backward(sightings: Sequence[LastSighting]) -> Blame | None:
@@ -304,7 +304,7 @@ def _find_without_backward(sightings: Sequence[LastSighting]) -> Blame | None:
         return None
     past = [sighting for sighting in sightings if sighting.forward is not None and sighting.forward > number]
     skipped = [sighting for sighting in past if sighting.last_backward is not None and sighting.last_backward < number]
-    return blame_some(sightings, skipped, f"it made no backward of pass {number}, in which others are")
+    return blame_unless_all(sightings, skipped, f"it made no backward of pass {number}, in which others are")
 
 
 def _find_at_earlier_pass(sightings: Sequence[LastSighting]) -> Blame | None:
@@ -316,10 +316,10 @@ def _find_at_earlier_pass(sightings: Sequence[LastSighting]) -> Blame | None:
         return None
     others = f"others are in pass {max(numbers)}"
     if over := [sighting for sighting in early if sighting.end is End.CLOSED]:
-        return blame_some(sightings, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
+        return blame_unless_all(sightings, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
     if outside := [sighting for sighting in early if not sighting.waits]:
-        return blame_some(sightings, outside, others)
-    return blame_some(sightings, early, f"it waits in a collective of its own, and {others}")
+        return blame_unless_all(sightings, outside, others)
+    return blame_unless_all(sightings, early, f"it waits in a collective of its own, and {others}")
 
 
 def _find_at_earlier_place(sightings: Sequence[LastSighting]) -> Blame | None:
@@ -332,27 +332,27 @@ def _find_at_earlier_place(sightings: Sequence[LastSighting]) -> Blame | None:
         return None
     in_own_code = [sighting for sighting in ahead if sighting.waits is False]
     if in_own_code and all(sighting.waits for sighting in early):
-        return blame_some(sightings, in_own_code, "it stands in code of its own, and others wait in a collective")
+        return blame_unless_all(sightings, in_own_code, "it stands in code of its own, and others wait in a collective")
     if over := [sighting for sighting in early if sighting.end is End.CLOSED]:
-        return blame_some(sightings, over, f"its loop was over there, and others are {ahead[0].where}")
-    return blame_some(
+        return blame_unless_all(sightings, over, f"its loop was over there, and others are {ahead[0].where}")
+    return blame_unless_all(
         sightings, [sighting for sighting in early if not sighting.waits] or early, f"others are {ahead[0].where}"
     )
 
 
 def _find_fewest_collectives(sightings: Sequence[LastSighting]) -> Blame | None:
-    return blame_fewest(sightings, "it entered fewer collectives than the others")
+    return blame_fewest_collectives(sightings, "it entered fewer collectives than the others")
 
 
 def _find_in_own_code(sightings: Sequence[LastSighting]) -> Blame | None:
     in_job_code = [sighting for sighting in sightings if sighting.waits is False]
-    return blame_some(
+    return blame_unless_all(
         sightings, in_job_code, "the others wait in a collective or a backward, and it stands in code of its own"
     )
 
 
 def _find_aborted(sightings: Sequence[LastSighting]) -> Blame | None:
-    return blame_some(
+    return blame_unless_all(
         sightings, [sighting for sighting in sightings if sighting.end is End.ABORTED], "native code aborted it"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import find_lack
+from actor_init.attention.kernel_choice import find_kernel_obstacle
 from actor_init.declarations.attention import find_job_kernel
 from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
@@ -77,7 +77,7 @@ def choose_job_kernel(
     kernel = find_job_kernel(job_word)
     if kernel is None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; the job's {job_word} is not known here")
-    lack = find_lack(kernel.word, device, spec.dtype)
+    lack = find_kernel_obstacle(kernel.word, device, spec.dtype)
     if lack is not None:
         return ChosenKernel(attention=Attention.AUTO, why=f"{instead}; of the job's {job_word}: {lack.text}")
     if kernel.find_obstacle(config):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actor_init.name_hash import mix
+from actor_init.name_hash import mix_bits
 from actor_init.sketching import sketch_parameter
 from actor_init.spec import UsageError
 from actor_init.world import World
@@ -52,7 +52,7 @@ def make_row(gradient: Tensor) -> Tensor:
     """Return [1 + R * K], fp32, on the host: the norm and the sketch."""
     sketch_TK = sketch_parameter(gradient if gradient.ndim else gradient.reshape(1))
     index_T = torch.arange(len(sketch_TK), device=sketch_TK.device)
-    bits_T = mix(mix(index_T ^ _KEY) ^ _KEY)
+    bits_T = mix_bits(mix_bits(index_T ^ _KEY) ^ _KEY)
     signs_TK = (2 * ((bits_T[:, None] >> torch.arange(sketch_TK.shape[1], device=bits_T.device)) & 1) - 1).float()
     summed_RK = sketch_TK.new_zeros(NUM_ROWS, sketch_TK.shape[1])
     summed_RK.index_add_(0, index_T % NUM_ROWS, sketch_TK * signs_TK)

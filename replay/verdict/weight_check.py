@@ -43,7 +43,7 @@ class WeightChecker:
             if elements is None:
                 continue
             compared.append(name)
-            difference = find_first_difference(sample, elements)
+            difference = find_first_differing_weight(sample, elements)
             differing += [] if difference is None else [name]
             first = first or difference
         return WeightComparison(
@@ -95,7 +95,7 @@ class WeightChecker:
         return None
 
 
-def find_first_difference(sample: Sample, replayed: Tensor) -> DifferingElement | None:
+def find_first_differing_weight(sample: Sample, replayed: Tensor) -> DifferingElement | None:
     """Find the first value that differs at all, or, in two dtypes, by more than rounding to bf16 or fp16."""
     has_same_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
     pairs = zip(sample.values, replayed.double().tolist(), strict=True)

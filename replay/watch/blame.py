@@ -105,7 +105,7 @@ def find_missing_ranks(sightings: Sequence[Sighting]) -> Blame:
     )
 
 
-def blame_some(ranks: Sequence[ObservedRank], suspects: Sequence[ObservedRank], reason: str) -> Blame | None:
+def blame_unless_all(ranks: Sequence[ObservedRank], suspects: Sequence[ObservedRank], reason: str) -> Blame | None:
     """Blame the suspects if they are some of the ranks and not all."""
     if not suspects or len(suspects) == len(ranks):
         return None
@@ -114,7 +114,7 @@ def blame_some(ranks: Sequence[ObservedRank], suspects: Sequence[ObservedRank], 
 
 def _find_silent(sightings: Sequence[Sighting]) -> Blame | None:
     silent = [sighting for sighting in sightings if not sighting.answers]
-    return blame_some(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
+    return blame_unless_all(sightings, silent, "it does not answer: it is stopped, or native code holds Python's lock")
 
 
 def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
@@ -128,7 +128,7 @@ def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
     has = "it has" if len(without) == 1 else "they have"
     numbers = ", ".join(str(sighting.known_position.index) for sighting in without)
     reason = f"{has} run out of inputs after {numbers} passes, and others are in a later one"
-    return blame_some(sightings, without, reason)
+    return blame_unless_all(sightings, without, reason)
 
 
 def _find_earliest(sightings: Sequence[Sighting]) -> Blame | None:
@@ -139,13 +139,13 @@ def _find_earliest(sightings: Sequence[Sighting]) -> Blame | None:
         return None
     where = ahead[0].known_position.phase
     if outside := [sighting for sighting in early if not sighting.in_collective]:
-        return blame_some(sightings, outside, f"it has not reached the phase of the others ({where})")
+        return blame_unless_all(sightings, outside, f"it has not reached the phase of the others ({where})")
     if len(early) > len(ahead):
-        return blame_some(
+        return blame_unless_all(
             sightings, ahead, "it is in a later phase and went past the collective in which the others wait"
         )
     reason = f"it waits in a collective of its own, before the phase of the others ({where})"
-    return blame_some(sightings, early, f"{reason}: the ranks reach different collectives")
+    return blame_unless_all(sightings, early, f"{reason}: the ranks reach different collectives")
 
 
 def _find_new_collectives(sightings: Sequence[Sighting]) -> Blame | None:
@@ -155,16 +155,16 @@ def _find_new_collectives(sightings: Sequence[Sighting]) -> Blame | None:
         for sighting in sightings
         if sighting.num_unforeseen and (sighting.in_collective or sighting.waits_for_device or any_failed)
     ]
-    return blame_some(
+    return blame_unless_all(
         sightings, with_new, "it entered a collective of its own: more of them than any pass before this one"
     )
 
 
 def _find_fewest_collectives(sightings: Sequence[Sighting]) -> Blame | None:
-    return blame_fewest(sightings, "it entered fewer collectives than the others, who wait in one")
+    return blame_fewest_collectives(sightings, "it entered fewer collectives than the others, who wait in one")
 
 
-def blame_fewest(ranks: Sequence[ObservedRank], reason: str) -> Blame | None:
+def blame_fewest_collectives(ranks: Sequence[ObservedRank], reason: str) -> Blame | None:
     """Blame the ranks that entered fewer collectives of a group than its others, if all groups agree on who it is."""
     laggards: set[tuple[int, ...]] = set()
     for group in {group for rank in ranks for group in rank.collectives}:
@@ -176,12 +176,12 @@ def blame_fewest(ranks: Sequence[ObservedRank], reason: str) -> Blame | None:
     if len(laggards) != 1:
         return None
     numbers = laggards.pop()
-    return blame_some(ranks, [rank for rank in ranks if rank.rank in numbers], reason)
+    return blame_unless_all(ranks, [rank for rank in ranks if rank.rank in numbers], reason)
 
 
 def _find_outside_collectives(sightings: Sequence[Sighting]) -> Blame | None:
     outside = [sighting for sighting in sightings if not sighting.in_collective]
-    return blame_some(sightings, outside, "the other ranks stand in a collective, and it does not")
+    return blame_unless_all(sightings, outside, "the other ranks stand in a collective, and it does not")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -183,7 +183,7 @@ class Watch:
                 self._stacks.reset_watchdog(self.timeout + HELD_SECONDS)
                 for rank, message in self._peers.receive(TICK_SECONDS):
                     if rank is None:
-                        self._handle_bell(message)
+                        self._handle_wake_up(message)
                     elif isinstance(message, dict):
                         self._handle_message(rank, message)
                     elif rank not in self._exit_codes and not self._closing:
@@ -194,7 +194,7 @@ class Watch:
             traceback.print_exc()
             os._exit(1)
 
-    def _handle_bell(self, byte: Any) -> None:
+    def _handle_wake_up(self, byte: Any) -> None:
         if byte == signal.SIGTERM:
             self._terminated.add(self.world.rank)
             self._peers.send({"kind": "terminated"})

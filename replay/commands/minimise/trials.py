@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.agreement.noise_floor import MatrixJudge, measure_distances
+from replay.agreement.noise_floor import MatrixJudge, measure_parity_distances
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
 from replay.commands.minimise.cutting import FILE_OPTIONS, Candidate, find_changed_options
@@ -75,7 +75,7 @@ class ParityCell:
     def compare_runs(self, reference: Child, cell: Child) -> ReplayFailure | None:
         """Compare the two runs. Returns None where they cannot be compared."""
         try:
-            distances = measure_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
+            distances = measure_parity_distances(compare(PastRun.read(reference.logs), PastRun.read(cell.logs)))
         except UsageError:
             return None
         beyond = {

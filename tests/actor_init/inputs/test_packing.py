@@ -6,7 +6,7 @@ from torch import Tensor
 
 from actor_init.action_log_probs import action_log_probs
 from actor_init.inputs.packing import arrange, pad_to, prepare_inputs
-from actor_init.model_form import Borders, Layout
+from actor_init.model_form import DocumentBorders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
@@ -53,7 +53,7 @@ def mask_of(rows: list[str], letters: str) -> Tensor:
 
 LAYOUTS = {
     "packed": Layout(packs=True),
-    "packed, masked": Layout(packs=True, borders=Borders.MASK),
+    "packed, masked": Layout(packs=True, borders=DocumentBorders.MASK),
     "padded": Layout(packs=False),
     "a document a row": Layout(packs=False, as_captured=False),
 }

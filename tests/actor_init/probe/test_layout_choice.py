@@ -12,7 +12,7 @@ from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import count_parameters
-from actor_init.model_form import Borders, Layout
+from actor_init.model_form import DocumentBorders, Layout
 from actor_init.model_positions import add_model_positions
 from actor_init.probe import packing_probe
 from actor_init.probe.layout_choice import ONE_DOCUMENT_PER_ROW, choose_layout, explain_no_slice, explain_not_packed
@@ -26,7 +26,7 @@ from tests.helpers.families import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 
 PACKED = Layout(packs=True)
-MASKED = Layout(packs=True, borders=Borders.MASK)
+MASKED = Layout(packs=True, borders=DocumentBorders.MASK)
 DECIDED: dict[str, Layout] = {
     "llama": PACKED,
     "gemma3_text": PACKED,  # sliding beside full attention

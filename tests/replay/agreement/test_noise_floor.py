@@ -13,8 +13,8 @@ from replay.agreement.noise_floor import (
     FarthestPoint,
     ParityNoise,
     judge_distances,
-    measure_distances,
     measure_noise,
+    measure_parity_distances,
 )
 from replay.comparison.differences import compare
 from replay.runlog.reader import PastRun
@@ -127,14 +127,14 @@ def test_a_row_of_one_sure_token_is_measured_by_what_the_others_are(tmp_path: Pa
         write_log(tmp_path / name, [passed(0, "x", row_log_probs=[-30.0, sure])])
         for name, sure in (("a", -1e-6), ("b", -2e-6))
     ]
-    found = measure_distances(compare(*map(PastRun.read, logs)))
+    found = measure_parity_distances(compare(*map(PastRun.read, logs)))
     assert found["log-probs"].value == pytest.approx(1e-6 / 15)  # and not 1, though it doubled
     assert found["log-probs"].num_points == 2
 
 
 def test_no_number_where_there_was_one_is_infinitely_far(tmp_path: Path) -> None:
     logs = [write_log(tmp_path / str(loss), [passed(0, "x", loss)]) for loss in (2.0, math.nan)]
-    assert measure_distances(compare(*map(PastRun.read, logs)))["loss"].value == math.inf
+    assert measure_parity_distances(compare(*map(PastRun.read, logs)))["loss"].value == math.inf
 
 
 def test_a_hundred_clean_runs_raise_no_alarm_and_a_fault_ten_times_the_noise_is_found() -> None:
