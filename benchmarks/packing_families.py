@@ -25,7 +25,7 @@ from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from actor_init.world import World
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import families, tiny_config
 
@@ -108,7 +108,9 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
     try:
         chosen, layout = choose_layout(asked, config, world, is_given=False)
     except UsageError as error:
-        return Line(family, without, was_right, spell_flags(error), None, False, time.perf_counter() - begin)
+        return Line(
+            family, without, was_right, format_error_with_flags(error), None, False, time.perf_counter() - begin
+        )
     seconds = time.perf_counter() - begin
     then = alone.off(choose_kernel(chosen, world.device, config), layout, ring)
     return Line(family, without, was_right, layout.describe(), then, layout.packs, seconds)

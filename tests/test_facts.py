@@ -12,7 +12,7 @@ from capture import CaptureError
 from capture.cli import _list_flags, _parser, spell_in_flags
 from capture.facts import FactError, Setting
 from replay.command_line.cli import _build_commands
-from replay.options.option_parsing import list_toggles, spell_flags
+from replay.options.option_parsing import format_error_with_flags, list_toggles
 
 ROOT = Path(__file__).parents[1]
 # Calls whose first argument is the name of a setting.
@@ -83,7 +83,7 @@ def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_pyt
 ) -> None:
     # An error comes pickled from another process.
     error = pickle.loads(pickle.dumps(kind(*fact.args)))
-    assert (spell_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
+    assert (format_error_with_flags(error), str(error), error.subject) == (in_terminal, in_python, fact.subject)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_an_error_says_its_fact_in_flags_to_the_terminal_and_in_arguments_to_pyt
     ],
 )
 def test_a_setting_is_typed_as_the_field_that_declares_it(setting: Setting, typed: str) -> None:
-    assert spell_flags(f"Try: {setting}") == f"Try: {typed}"
+    assert format_error_with_flags(f"Try: {setting}") == f"Try: {typed}"
 
 
 @pytest.mark.parametrize("written", ["⟨tp=)⟩", "⟨", "⟨tp=" + "[" * 100_000 + "⟩", "⟨A b⟩ and ⟨tp=3"])
 def test_what_a_file_has_between_such_brackets_stays_as_it_is(written: str) -> None:
-    assert spell_flags(UsageError(written)) == str(UsageError(written)) == written
+    assert format_error_with_flags(UsageError(written)) == str(UsageError(written)) == written
 
 
 def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
     with pytest.raises(UsageError) as refused:
         ActorSpec(compile=Compile.DEEPCOMPILE, backend="ddp")
     outer = UsageError(f"run.json: {refused.value.text}")
-    assert spell_flags(outer).startswith(
+    assert format_error_with_flags(outer).startswith(
         "run.json: --deepcompile belongs to deepspeed. Try: --backend deepspeed --deep"
     )
     assert str(outer).startswith("run.json: compile='deepcompile' belongs to deepspeed. Try: backend='deepspeed', ")

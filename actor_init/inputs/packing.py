@@ -243,8 +243,8 @@ def _read_next_labels(batch: MicroBatch) -> Tensor | None:
     return batch.shift_labels if batch.action_mask_BA is None else None
 
 
-def find_own_targets(batch: MicroBatch) -> tuple[Tensor, int]:
-    """Find where the target is the row's own token [B, A]. Also return the column of the first of A."""
+def find_row_token_targets(batch: MicroBatch) -> tuple[Tensor, int]:
+    """Find where the target is the row's own token [B, A], and the column of the row where A begins."""
     ids_BS, num_tokens = batch.sequences_BS, batch.sequences_BS.shape[1]
     if (next_BS := _read_next_labels(batch)) is not None:
         return F.pad(next_BS[:, :-1] == ids_BS[:, 1:], (0, 1)), 1

@@ -20,7 +20,7 @@ from actor_init.spec import ParallelSpec, UsageError
 from actor_init.world import World
 from benchmarks.families.forms import FORMS, Form
 from replay.command_line.cli import parse_command_line
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.runner.run import run_in
 from replay.watch.watcher import Watch
 
@@ -54,7 +54,7 @@ def outcome(world: World, form: Form, model: Path, inputs: Path) -> dict[str, An
                 return {"loss": None}  # rank 0 has the log of the run
             facts = run.start.facts
         except UsageError as refusal:
-            return {"refused": spell_flags(refusal)}
+            return {"refused": format_error_with_flags(refusal)}
         except Exception as error:  # whatever it was, it is the finding
             if "--traceback" in sys.argv:
                 raise

@@ -15,7 +15,7 @@ from actor_init.spec import Dtype, UsageError
 from replay.agreement.plan import Role
 from replay.agreement.rows import ParityRow, RowState
 from replay.comparison.differences import ComparedPoint, Differences, compare
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.output.text import pluralise
 from replay.runlog.reader import PastRun
 from replay.runlog.summary import Statistics, summarize
@@ -257,7 +257,7 @@ class MatrixJudge:
                     compare(self._read_run(finished[reference]), self._read_run(finished[name]))
                 )
             except UsageError as error:
-                distances = LogDistances(notes=[spell_flags(error)])
+                distances = LogDistances(notes=[format_error_with_flags(error)])
             self._distances[name, reference] = distances
         return self._distances[name, reference]
 

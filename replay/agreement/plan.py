@@ -18,7 +18,7 @@ from typing import Any
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
-from replay.options.option_parsing import build_replay_spec, list_toggles, spell_flags
+from replay.options.option_parsing import build_replay_spec, format_error_with_flags, list_toggles
 from replay.options.spec import ReplaySpec
 from replay.processes.interpreter import Environment
 
@@ -263,7 +263,7 @@ def _admit_cell(
         _check_runnable(spec, count_processes(setting), context)
         key = (*_find_run_key(spec, count_processes(setting), context), suffix == "again")
     except UsageError as error:
-        refused[name] = spell_flags(error)
+        refused[name] = format_error_with_flags(error)
         return
     plain = context.name_run(context.plain_setting(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated

@@ -17,7 +17,7 @@ from typing import Any, Self
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
 from replay.campaign.campaign import Campaign, Job, SettledJob
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
 
@@ -156,4 +156,4 @@ def _judge_child(child: Child) -> tuple[RowState, str, Path | None]:
         return RowState.DONE, child.error, PastRun.read(child.logs).folder
     except UsageError as error:
         has_run = any(child.logs.glob("*/run.json"))
-        return RowState.FAILED, spell_flags(error) if has_run else child.error, None
+        return RowState.FAILED, format_error_with_flags(error) if has_run else child.error, None

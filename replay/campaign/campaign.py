@@ -27,7 +27,7 @@ from actor_init.as_json import from_json, json_bytes, parse_json, to_json
 from actor_init.spec import UsageError
 from capture.file_format.atomic_write import write_atomically
 from replay.campaign.executor import Executor
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, interrupt_on_sigterm
@@ -175,7 +175,7 @@ class Campaign(Generic[Plan]):
             plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
-            message = spell_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
+            message = format_error_with_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
             raise UsageError(f"{message}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,

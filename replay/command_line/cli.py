@@ -20,7 +20,13 @@ from typer.core import TyperGroup
 from actor_init.spec import UsageError
 from replay.command_line.subcommands import COMMANDS
 from replay.on_ray.ranks import run_here_or_on_ray
-from replay.options.option_parsing import CommandAction, add_options, build_replay_spec, refuse_typed, spell_flags
+from replay.options.option_parsing import (
+    CommandAction,
+    add_options,
+    build_replay_spec,
+    format_error_with_flags,
+    refuse_typed,
+)
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs
 from replay.output.text import join_lines
@@ -174,7 +180,7 @@ def leave(exit_code: int) -> NoReturn:
 def _refuse(error: Any, typed: Sequence[str], show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    say(spell_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
+    say(format_error_with_flags(error) if isinstance(error, UsageError) else _explain(error, typed))
     return 2
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import NUM_KEPT_STATES
 from replay.output.text import join_lines
 
@@ -69,7 +69,7 @@ class RayTrainJob:
         try:
             return int(trainer.fit().return_value), ""
         except Exception as error:
-            return FAILED_EXIT_CODE, join_lines(spell_flags(error))
+            return FAILED_EXIT_CODE, join_lines(format_error_with_flags(error))
 
 
 class RayTrainProcess:

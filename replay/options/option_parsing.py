@@ -306,7 +306,7 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
     return spec
 
 
-def spell_flags(error: BaseException | str) -> str:
+def format_error_with_flags(error: BaseException | str) -> str:
     """Spell an error's sentence, or one from `FactError.text`, as the terminal shows it: settings as flags."""
     if isinstance(error, FactError):
         error = error.text

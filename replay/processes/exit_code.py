@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.output.text import join_lines
 
 HEAD_START_SECONDS = 3.0
@@ -28,7 +28,7 @@ def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False)
             time.sleep(HEAD_START_SECONDS)
         if show_traceback:
             traceback.print_exception(error)
-        say(spell_flags(error))
+        say(format_error_with_flags(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -36,7 +36,7 @@ def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False)
         if show_traceback:
             traceback.print_exc()
         else:
-            say(f"{type(error).__name__}: {join_lines(spell_flags(error))}. --traceback shows where")
+            say(f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}. --traceback shows where")
         return 1
 
 

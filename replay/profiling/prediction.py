@@ -29,7 +29,7 @@ from actor_init.inputs.packing import count_action_tokens
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 
 
 class RowLayout(StrEnum):
@@ -113,7 +113,7 @@ def read_shapes(paths: Sequence[Path], loss: str) -> tuple[list[InputShape], lis
                 )
             )
         except CaptureError as error:
-            errors.append((path, spell_flags(error)))
+            errors.append((path, format_error_with_flags(error)))
     return shapes, errors
 
 

@@ -20,7 +20,7 @@ from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplaya
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines
 from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
@@ -143,10 +143,10 @@ class CaptureReader:
             call = read_call(file.path)
             batch = call.micro_batch()
         except NotReplayableError as error:
-            self.unreplayable.append((file.path, spell_flags(error)))
+            self.unreplayable.append((file.path, format_error_with_flags(error)))
             return None
         except CaptureError as error:
-            self.damaged.append((file.path, spell_flags(error)))
+            self.damaged.append((file.path, format_error_with_flags(error)))
             return None
         num_tokens, num_after_padding = self._count_loss_tokens(batch)
         return SelectedCapture(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import spec_from_dict, spell_flags
+from replay.options.option_parsing import format_error_with_flags, spec_from_dict
 from replay.options.spec import EXAMPLE, ReplayParts, check_log
 from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
@@ -173,7 +173,7 @@ def read_lines_so_far(path: Path) -> tuple[list[PassRecord], str | None]:
         try:
             records.append(parse_line(line, source=f"{path.name} is damaged in line {number}"))
         except UsageError as error:
-            return records, spell_flags(error)
+            return records, format_error_with_flags(error)
     return records, f"{path.name} is cut short in line {len(lines) + 1}" if unfinished else None
 
 

@@ -26,7 +26,7 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import view_bytes
-from replay.options.option_parsing import spell_flags, spell_setting
+from replay.options.option_parsing import format_error_with_flags, spell_setting
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StateSpec
 from replay.output.text import Pairs, format_gibibytes, join_lines, pluralise
@@ -208,7 +208,9 @@ def _wrap_saving_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise SavingError(f"{what} could not be saved and does not exist: {join_lines(spell_flags(error))}") from error
+        raise SavingError(
+            f"{what} could not be saved and does not exist: {join_lines(format_error_with_flags(error))}"
+        ) from error
 
 
 def describe_unsaved(spec: StateSpec) -> Pairs:

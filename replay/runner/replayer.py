@@ -11,7 +11,7 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import ActorInputs, find_own_targets
+from actor_init.inputs.packing import ActorInputs, find_row_token_targets
 from actor_init.model import ModelSource, strip_config
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
@@ -22,7 +22,7 @@ from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.file_format.optimizer_step import Sample
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
@@ -146,7 +146,7 @@ class ReopenableActor:
             self.backend = self._open_backend()
         except Exception as error:
             raise ReopeningError(
-                f"the actor could not be opened again after the failed pass: {spell_flags(error)}"
+                f"the actor could not be opened again after the failed pass: {format_error_with_flags(error)}"
             ) from error
 
 
@@ -282,7 +282,7 @@ class Replayer:
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
             return PassEvidence(failed, recorded, ReplayedPass()), exit_error
         except Exception as error:
-            failed = replace(record, error=join_lines(spell_flags(error)), error_type=type(error).__name__)
+            failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
             return PassEvidence(failed, recorded, ReplayedPass()), error
 
     def _run_micro_batch(
@@ -441,13 +441,15 @@ class Replayer:
     ) -> ReplayedPass:
         """Collect the log-probs of the tokens that the job recorded, and those of all tokens where they are needed."""
         is_reversed = inputs.has_reversed_rows
-        predicts_own_BA, first_column = find_own_targets(with_rows_reversed(batch) if is_reversed else batch)
+        target_is_row_token_BA, first_column = find_row_token_targets(
+            with_rows_reversed(batch) if is_reversed else batch
+        )
         action_mask_BA = inputs.actor_inputs.action_mask_BA
         needs_all_tokens = self.details_folder is not None or _has_output_of_every_token(call)
         return ReplayedPass(
             token_log_probs=sample_log_probs(
                 outcome.log_probs_BA,
-                action_mask_BA & predicts_own_BA.to(self.world.device),
+                action_mask_BA & target_is_row_token_BA.to(self.world.device),
                 read_token_positions(call, *batch.sequences_BS.shape),
                 first=first_column,
                 is_reversed=is_reversed,

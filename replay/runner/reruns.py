@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from actor_init.world import World
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Pairs, join_lines
@@ -315,4 +315,4 @@ def _list_finished_indices(records: Sequence[PassRecord]) -> list[int]:
 
 
 def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {join_lines(spell_flags(error))}"
+    return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from actor_init.compiling import compile_blocks
 from actor_init.option_words import CompileLengths, UsageError
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 
 
 class Block(nn.Module):
@@ -68,4 +68,7 @@ def test_a_torch_without_dynamic_lengths_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.compiler.config", SimpleNamespace())
     with pytest.raises(UsageError) as refusal:
         compile_blocks([nn.Linear(2, 2)])
-    assert spell_flags(refusal.value) == f"--compile needs a later torch than {torch.__version__}, as 2.8. Leave it out"
+    assert (
+        format_error_with_flags(refusal.value)
+        == f"--compile needs a later torch than {torch.__version__}, as 2.8. Leave it out"
+    )

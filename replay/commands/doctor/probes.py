@@ -15,7 +15,7 @@ from itertools import permutations
 from typing import Any
 
 from replay.commands.doctor.probe_process import ANSWER_MARK, build_probe_arguments
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 
 Facts = dict[str, Any]
 
@@ -148,6 +148,6 @@ def main() -> None:
         answer = {"facts": PROBES[name](*arguments)}
     except BaseException as error:
         kind = "" if isinstance(error, ProbeError) else f"{type(error).__name__}: "
-        answer = {"error": f"{kind}{spell_flags(error)}"}
+        answer = {"error": f"{kind}{format_error_with_flags(error)}"}
     print(f"\n{ANSWER_MARK}{json.dumps(answer)}", flush=True)
     os._exit(0 if "facts" in answer else 1)

@@ -35,7 +35,7 @@ from capture.file_format.segment_record import (
     as_table,
     from_microseconds,
 )
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
 from replay.post_mortem.blocking_ranks import read_last_sightings
@@ -161,11 +161,11 @@ class FolderTotals:
             call = read_call(path)
             counts = Counts.from_batch(call.micro_batch())
         except NotReplayableError as error:
-            self.unreplayable.append((path, spell_flags(error)))
+            self.unreplayable.append((path, format_error_with_flags(error)))
             self.num_by_format["that cannot be replayed"] += 1
             return
         except CaptureError as error:
-            self._damaged.append((path, spell_flags(error)))
+            self._damaged.append((path, format_error_with_flags(error)))
             return
         self.num_by_format["OpenRLHF dumps" if call.format is None else f"of format {call.format}"] += 1
         self._choose_totals(call.trains).add(call.origin.rank, counts)
@@ -181,7 +181,7 @@ class FolderTotals:
         try:
             segment = Segment.open(path)
         except CaptureError as error:
-            self._damaged.append((path, spell_flags(error)))
+            self._damaged.append((path, format_error_with_flags(error)))
             return
         if reason := describe_damage(segment):
             self._damaged.append((path, reason))
@@ -228,7 +228,7 @@ class FolderTotals:
         try:
             self._note_odd(path.name, record.counts, read_call(path) if record.has_non_finite else None)
         except CaptureError as error:
-            self._damaged.append((path, spell_flags(error)))
+            self._damaged.append((path, format_error_with_flags(error)))
 
     def list_missing_ranks(self) -> list[int]:
         """List the ranks of the job's world of which there is no pass; none where captures do not name their rank."""
@@ -380,7 +380,7 @@ def _read_recorder_files(
         hang = describe_hang(read_last_sightings(folder))
         not_recorded = count_not_recorded(folder)
     except CaptureError as error:
-        damaged.append((folder, spell_flags(error)))
+        damaged.append((folder, format_error_with_flags(error)))
         return [], [], {}
     incidents = [
         RankIncident(rank=record.rank, incident=incident, num_others=record.num_others)
@@ -395,7 +395,7 @@ def _read_model(folder: Path, damaged: list[tuple[Path, str]]) -> str:
     try:
         config = read_actor_config(folder)
     except CaptureError as error:
-        damaged.append((folder / "actor.json", spell_flags(error)))
+        damaged.append((folder / "actor.json", format_error_with_flags(error)))
         return "actor.json cannot be read"
     return "no actor.json: replay needs --model" if config is None else describe_model(config)
 

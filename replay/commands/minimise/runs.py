@@ -28,7 +28,7 @@ from replay.commands.minimise.trials import (
     ParityCell,
     read_cell,
 )
-from replay.options.option_parsing import format_command_line, spell_flags
+from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
@@ -270,7 +270,7 @@ class _Minimisation:
             shown_failure, _ = self._repeat_until_shown(trial)
         except (CaptureError, UsageError) as error:
             self.is_new = True
-            self._add_trial(trial, None, f"no replay: {spell_flags(error)}", [])
+            self._add_trial(trial, None, f"no replay: {format_error_with_flags(error)}", [])
         if shown_failure is None:
             shutil.rmtree(inputs, ignore_errors=True)
         self.failures[candidate] = shown_failure

@@ -27,7 +27,7 @@ from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError
 from replay.commands.minimise.failure import JOB_DIFFERENCES, FailureKind, ReplayFailure, mask
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec
 from replay.processes.launch import without_launcher
 
@@ -126,7 +126,7 @@ def write_standalone(
             return Standalone(shows=False, why="the model has an adapter")
         data = {"config": strip_config(source.config), "passes": _prepare_passes(inputs, spec, source)}
     except (UsageError, CaptureError) as error:
-        return Standalone(shows=False, why=spell_flags(error))
+        return Standalone(shows=False, why=format_error_with_flags(error))
     origins = ["random ones, as transformers makes them", "those of the replay, in repro.pt"]
     if failure.kind in JOB_DIFFERENCES:
         # With other weights the numbers differ in any case.

@@ -16,7 +16,7 @@ from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import describe_first_difference
-from replay.options.option_parsing import build_replay_spec, format_command_line, list_toggles, spell_flags
+from replay.options.option_parsing import build_replay_spec, format_command_line, format_error_with_flags, list_toggles
 from replay.options.ray_options import RayOptions
 from replay.options.spec import Passes, ReplaySpec, find_edge_folder
 from replay.output.text import Pairs
@@ -113,7 +113,7 @@ def _plan_edges(
                 own_settings, common | {"inputs": str(folder)}, replace(_adapt_to_edges(context, folder), group=group)
             )
         except UsageError as error:
-            yield ParityPlan(cells=[], refused={group: spell_flags(error)})
+            yield ParityPlan(cells=[], refused={group: format_error_with_flags(error)})
 
 
 def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
@@ -212,7 +212,7 @@ class FirstDifferences:
                 try:
                     text = describe_first_difference(self._compare_cell(self._rows[name].cell, index, sound))
                 except UsageError as error:
-                    text = f"not found: {spell_flags(error)}"
+                    text = f"not found: {format_error_with_flags(error)}"
                 yield "first", f"{name}: {text}"
 
     def _compare_cell(self, cell: Cell, index: int, sound: Sequence[str]) -> FirstDifference | None:

@@ -31,7 +31,7 @@ from replay.commands.recompiles.policies import (
     find_break_even,
     find_policy_options,
 )
-from replay.options.option_parsing import format_command_line, spell_flags
+from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import describe_damaged_files, format_milliseconds, pluralise
 from replay.processes.pool import Child, Machine, RunLimits
@@ -197,7 +197,7 @@ class _PolicyRuns:
         try:
             sizes = self._choose_lengths() if policy is Policy.BUCKETS else [1]
         except UsageError as error:
-            return PolicyResult(policy=policy, error=spell_flags(error))
+            return PolicyResult(policy=policy, error=format_error_with_flags(error))
         actor = apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
         numbers = [str(shape.number) for shape in self.shapes]
         job = Job(

@@ -21,7 +21,7 @@ from replay.comparison.text import (
     make_difference_table,
     make_setting_table,
 )
-from replay.options.option_parsing import spec_from_dict, spell_flags
+from replay.options.option_parsing import format_error_with_flags, spec_from_dict
 from replay.output.html import render
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, list_run_letters, shorten_names
 from replay.processes.child_job import ChildJob
@@ -64,7 +64,7 @@ def _describe_change(first: Run, other: Run, name: str) -> RunChange:
         pairs = describe_other_work(comparison) + list_remarks(comparison) + describe_first_differences(comparison)
         tables = {"Settings": make_setting_table(comparison), **tables, "Numbers": make_difference_table(comparison)}
     except UsageError as error:
-        pairs = [("not compared", spell_flags(error))]
+        pairs = [("not compared", format_error_with_flags(error))]
     return RunChange(
         heading=f"{name} beside A", remarks=pairs, tables={**tables, "Passes": _compare_passes(first, other, name)}
     )
@@ -209,7 +209,7 @@ def _list_verdict(run: Run) -> Pairs:
         verdict = run.verdict
     except UsageError as error:
         outcome = run.file.end and run.file.end.verdict and run.file.end.verdict.get("outcome")
-        return [("verdict", f"{outcome}; the rest cannot be read: {spell_flags(error)}")]
+        return [("verdict", f"{outcome}; the rest cannot be read: {format_error_with_flags(error)}")]
     if verdict is None:
         return []
     first = verdict.first
@@ -309,7 +309,7 @@ def _collect_findings(run: Run) -> tuple[list[Findings], Pairs]:
                 Findings(heading="What held the peak", tables=[build_holder_table(memory)], remarks=remarks)
             )
     except UsageError as error:
-        return profiles, [("problem", spell_flags(error))]
+        return profiles, [("problem", format_error_with_flags(error))]
     return profiles, []
 
 

@@ -51,7 +51,7 @@ from replay.commands.suite.plan import (
     plan_trainings,
 )
 from replay.comparison.plot import check_plot, draw_curves
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.ray_options import RayOptions
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
@@ -177,7 +177,7 @@ class Suite:
         try:
             curve = read_curve(PastRun.read(child.logs))
         except UsageError as error:
-            return NoCurve(reason=spell_flags(error))
+            return NoCurve(reason=format_error_with_flags(error))
         if len(curve.steps) != self.spec.steps:
             return NoCurve(reason=f"its log has {len(curve.steps)} steps, not {self.spec.steps}, see {child.output}")
         lines = [json.dumps(to_json(step), allow_nan=False) for step in curve.steps]
@@ -236,7 +236,8 @@ def _read_curve(path: Path) -> LossCurve:
         steps = [parse_json(TrainingStep, line, source=f"line {number}") for number, line in enumerate(lines, start=1)]
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} is damaged: {spell_flags(error)}. Remove it, and: replay suite --continue {path.parent}"
+            f"{path} is damaged: {format_error_with_flags(error)}. "
+            f"Remove it, and: replay suite --continue {path.parent}"
         ) from error
     return LossCurve(steps=steps)
 

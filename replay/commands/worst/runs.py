@@ -21,7 +21,7 @@ from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, MeasuringRun, MemoryRoom, RankedInput, measure, read_device_memory
-from replay.options.option_parsing import format_command_line, spell_flags
+from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.output.text import pluralise
 from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
@@ -231,7 +231,7 @@ class _RankingRun:
         try:
             predictor = predict_configuration(other, self.plan.spec, base, measure_again, accumulates=window > 1)
         except UsageError as error:
-            self.console.line("predicted", spell_flags(error))
+            self.console.line("predicted", format_error_with_flags(error))
             return False
         rounds = self._deal_rounds(other.ranks)
         bounds = {

@@ -21,9 +21,9 @@ from replay.commands.doctor.report import list_checked_kernels
 from replay.options.option_parsing import (
     build_replay_spec,
     format_command_line,
+    format_error_with_flags,
     spec_from_dict,
     spec_to_dict,
-    spell_flags,
 )
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import choose_job_kernel
@@ -76,7 +76,10 @@ def test_the_kernel_check_finds_it_right() -> None:
 def test_what_it_does_not_declare_is_refused() -> None:
     with pytest.raises(UsageError) as refusal:
         ActorSpec(attention="toy", parallel=ParallelSpec(ring=2))
-    assert spell_flags(refusal.value) == "--attention toy has no ring. Try: --ring 2 --attention flash, or sdpa"
+    assert (
+        format_error_with_flags(refusal.value)
+        == "--attention toy has no ring. Try: --ring 2 --attention flash, or sdpa"
+    )
     with pytest.raises(UsageError, match=r"'foo' is not allowed. Give one of auto, flash, .*, eager, toy$"):
         build_replay_spec({"attention": "foo"})
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from actor_init.backends.deepspeed_autotp import check_autotp, check_version
 from actor_init.model import build_on_meta
 from actor_init.spec import UsageError
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import find_sample_folder
 from tests.helpers.commands import run
 from tests.helpers.contract import (
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_split_rightly_is_refused(config: dict[str, Any],
     whole = AutoConfig.for_model(config["model_type"], **fields)
     with pytest.raises(UsageError) as refusal:
         check_autotp(build_on_meta(whole, attention="sdpa", dtype=torch.float32), tp)
-    assert complaint in spell_flags(refusal.value)
+    assert complaint in format_error_with_flags(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from actor_init.declarations.backends.deepspeed_config import build_config
 from actor_init.spec import ActorSpec, UsageError
 from replay.agreement.plan import MatrixContext, Role, plan_matrix
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
 from tests.helpers.planning import CONFIG
@@ -71,7 +71,7 @@ def test_an_offloaded_optimizer_is_torch_s(tmp_path: Path) -> None:
 def test_what_contradicts_an_option_is_refused_with_what_to_type(tmp_path: Path, config: Any, says: str) -> None:
     with pytest.raises(UsageError) as refusal:
         build_config(ActorSpec(deepspeed_config=write_config(tmp_path, config)).with_defaults())
-    assert re.search(says, spell_flags(refusal.value))
+    assert re.search(says, format_error_with_flags(refusal.value))
 
 
 def test_other_backends_have_no_such_file() -> None:

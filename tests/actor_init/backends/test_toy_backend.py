@@ -12,7 +12,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from replay.agreement.matrix import BuiltInMatrix, make_edge_settings, read_settings
 from replay.agreement.plan import MatrixContext, Role, plan_matrix
 from replay.commands.suite.plan import CONFIGURATIONS, read_configurations
-from replay.options.option_parsing import build_replay_spec, spell_flags
+from replay.options.option_parsing import build_replay_spec, format_error_with_flags
 from replay.options.spec import ReplaySpec
 from replay.output.text import describe_engine
 from tests.helpers.contract import (
@@ -126,7 +126,7 @@ def test_parity_plans_its_cells_and_says_why_it_refuses_the_others() -> None:
 def test_what_it_does_not_declare_is_refused(typed: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError) as refusal:
         build_replay_spec({"backend": "toy", **typed})
-    assert spell_flags(refusal.value).startswith(says)
+    assert format_error_with_flags(refusal.value).startswith(says)
 
 
 @pytest.mark.usefixtures("registered")

@@ -22,7 +22,7 @@ from replay.campaign.training import RayTrainings
 from replay.command_line.cli import main
 from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.node_actors import NodeAgent
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Task
@@ -211,7 +211,7 @@ def test_a_storage_that_cannot_be_used_is_one_line(nodes: TwoNodes, tmp_path: Pa
     (tmp_path / "file").touch()
     with open_cluster(nodes.address) as cluster, pytest.raises(UsageError) as caught:
         RayTrainings(cluster, tmp_path, str(tmp_path / "file" / "storage"))
-    assert spell_flags(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
+    assert format_error_with_flags(caught.value).startswith(f"--storage {tmp_path / 'file' / 'storage'}")
     assert str(caught.value).endswith("Give a folder where you may write")
     agent = NodeAgent(str(tmp_path))
     (tmp_path / "mark").touch()

@@ -12,7 +12,7 @@ from replay.agreement.plan import ParityPlan, Role, repeat_in_environments
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
 from replay.commands.parity.text import format_header, list_commands
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.interpreter import Environment, probe
@@ -53,7 +53,7 @@ def test_what_is_no_environment_for_a_replay_is_refused_in_one_line(tmp_path: Pa
     }.items():
         with pytest.raises(UsageError) as refusal:
             probe(python)
-        assert spell_flags(refusal.value) == f"--python {python}: {line}"
+        assert format_error_with_flags(refusal.value) == f"--python {python}: {line}"
 
 
 def test_the_others_run_every_configuration_against_the_first_ones_reference() -> None:

@@ -17,7 +17,7 @@ from replay.objective.dpo import compute_dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, measure_loss_sensitivity
 from replay.objective.policy import compute_policy_loss
-from replay.options.option_parsing import build_replay_spec, spell_flags
+from replay.options.option_parsing import build_replay_spec, format_error_with_flags
 from replay.options.spec import KlEstimator, ObjectiveSpec, PairOrder, Reduction
 from tests.helpers.objective_inputs import ACTIONS, BOUND, ROWS, agree, fields_of, gradient, made
 from tests.helpers.policy_job import by_sequences, by_tokens, token_losses
@@ -313,7 +313,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
 def test_settings_that_have_no_effect_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as refusal:
         build_replay_spec(typed)
-    assert said in spell_flags(refusal.value)
+    assert said in format_error_with_flags(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -330,4 +330,4 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None
         (tmp_path / "own.py").write_text(text)
     with pytest.raises(UsageError) as refusal:
         Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:{name}"}))
-    assert re.search(said, spell_flags(refusal.value))
+    assert re.search(said, format_error_with_flags(refusal.value))

@@ -16,9 +16,9 @@ from replay.options.declarations import OBJECTIVES
 from replay.options.option_parsing import (
     build_replay_spec,
     format_command_line,
+    format_error_with_flags,
     spec_from_dict,
     spec_to_dict,
-    spell_flags,
 )
 from replay.options.spec import ObjectiveSpec
 from tests.helpers.policy_job import train
@@ -93,7 +93,7 @@ def test_what_a_capture_lacks_is_said_before_a_model_is_opened(capsys: pytest.Ca
 def test_settings_that_it_does_not_take_are_refused(typed: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError) as refusal:
         build_replay_spec(typed)
-    assert said in spell_flags(refusal.value)
+    assert said in format_error_with_flags(refusal.value)
 
 
 @pytest.mark.usefixtures("register")

@@ -7,7 +7,7 @@ import pytest
 
 from actor_init.spec import UsageError
 from capture.file_format.capture_file import Call, read_call
-from replay.options.option_parsing import spell_flags
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, Passes
 from replay.resolution import selection
 from replay.resolution.selection import Selection, select
@@ -203,7 +203,7 @@ def test_where_there_is_nothing_to_replay_one_line_says_what_to_type(
     write_rollouts(Path("above/below"))
     with pytest.raises(UsageError) as refusal:
         select(spec, 0, 1)
-    assert says in spell_flags(refusal.value)
+    assert says in format_error_with_flags(refusal.value)
 
 
 def test_fewer_inputs_than_data_ranks_are_refused(tmp_path: Path) -> None:
