@@ -44,14 +44,14 @@ class NotInChunksError(Exception):
     """Raised for a model whose log-probs cannot be computed from its head alone. The message says why."""
 
 
-def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, wants_logits: str = "") -> HeadForm:
+def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, why_whole_logits: str = "") -> HeadForm:
     """Return how log-probs are computed: in chunks, unless the spec wants whole logits or chunks are wrong here.
 
-    wants_logits  what needs whole logits: a trace, or the user's loss
+    why_whole_logits  what needs whole logits: a trace, or the user's loss
 
     All ranks must call this, and get the same.
     """
-    why = _explain_whole_logits(spec, source) or wants_logits
+    why = _explain_whole_logits(spec, source) or why_whole_logits
     if why:
         return HeadForm(why_whole=why)
     form: HeadForm = world.from_first(probe_head(source.config, world.device) if world.rank == 0 else None)

@@ -75,7 +75,7 @@ class ResolvedReplay(ReplayParts):
     source            the model, with the layout of rows, the form of the head, and what is frozen
     kernel            the attention kernel's name in transformers
     attention_reason  why that kernel, for readers who may expect another; else empty
-    wants_logits      what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
+    why_whole_logits  what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
     """
 
     source: "ModelSource"
@@ -83,7 +83,7 @@ class ResolvedReplay(ReplayParts):
     kernel: str
     choices: tuple[ResolvedChoice, ...]
     attention_reason: str = ""
-    wants_logits: str = ""
+    why_whole_logits: str = ""
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)

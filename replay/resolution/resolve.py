@@ -1,7 +1,7 @@
 """Make every choice of a run once, on all ranks together, before its actor is opened.
 
-What is typed stays. Of the rest the job decides what its captures say, then what the model allows, which its probes
-show, then what this machine has; a default is left. Rank 0 chooses; files and probes are checked on each rank.
+What was typed stays. Anything else is decided by the first that can: the job, by its captures; the model, by probes of
+it; this machine; else the default. Rank 0 chooses; files and probes are checked on each rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -58,12 +58,13 @@ def resolve(
     """Choose what the options leave open.
 
     The choices come in this order, since each needs those before it: what the job's captures say; the model, found on
-    every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and the
-    form of the head, which probes of the model decide; the kernel by its name in transformers. Last come the defaults
-    of the backend, the inputs and the objective. Each choice is listed with who made it and why.
+    every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and
+    whether the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in
+    transformers. Last come the defaults of the backend, the inputs and the objective. Each choice is listed with who
+    made it and why.
 
     spec        what was typed
-    first_call  of the first input; None if it cannot be read
+    first_call  the call of the first capture; None if it cannot be read
     objective   what --loss names; None for the negated mean log-prob
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
@@ -90,14 +91,14 @@ def resolve(
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
-    head = choose_head(actor, source, world, wants_logits=why_whole_logits)
+    head = choose_head(actor, source, world, why_whole_logits=why_whole_logits)
     source = replace(source, layout=layout, head=head)
     # In `named_actor` the attention option names the chosen kernel. In `actor` the option is still open if nobody has
     # chosen before, which tells `_explain_attention` who chose.
     named_actor, kernel_name = choose_actor_kernel(actor, world.device, source.config)
 
     defaults = [
-        *_choose_engine_defaults(actor),
+        *_choose_backend_defaults(actor),
         *_choose_inputs_default(filled_spec.inputs),
         *_choose_clip_default(filled_spec),
     ]
@@ -120,7 +121,7 @@ def resolve(
         kernel=kernel_name,
         choices=tuple(_add_typed(choices, spec)),
         attention_reason=kernel.why,
-        wants_logits=why_whole_logits,
+        why_whole_logits=why_whole_logits,
     )
 
 
@@ -147,12 +148,13 @@ def _explain_attention(
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
+    # On CUDA `choose_job_kernel` gives a reason (`kernel.why`), so only a CPU needs the machine's usual one.
     usual_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: "what a CPU has"}
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual_reasons.get(by, ""))
 
 
 def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
-    """Return the choice of packing as the probe leaves it, with the rows in words."""
+    """Return the choice of packing as the probe leaves it, with who decided it and why."""
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
     why = packing.why or layout.why or ("its packed documents stay apart" if actor.packs else "")
     return replace(packing, value=actor.packs, by=by, why="" if by is ChosenBy.TYPED and not layout.why else why)
@@ -204,13 +206,14 @@ def _list_choices_of_open_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
         yield ResolvedChoice(setting=LOSS_SCALE, value=ONCE_OPEN, by=ChosenBy.DEFAULT)
 
 
-def _choose_engine_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
+def _choose_backend_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
     """Yield the ZeRO stage of the backend, and the settings of torch's optimizer, typed or by default."""
     if find_declaration(actor.backend).shards:
-        by = ChosenBy.DEFAULT if actor.zero_stage is None else ChosenBy.TYPED
-        why = (
-            "" if by is ChosenBy.TYPED else f"{actor.backend}'s" + " without an optimizer" * (actor.optimizer == "none")
-        )
+        by, why = ChosenBy.TYPED, ""
+        if actor.zero_stage is None:
+            by, why = ChosenBy.DEFAULT, f"{actor.backend}'s"
+            if actor.optimizer == OptimizerName.NONE:
+                why += " without an optimizer"
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
     values = actor.optimizer_settings
     values |= dict(zip(("beta1", "beta2"), values.get("betas", ()), strict=False))

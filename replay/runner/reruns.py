@@ -120,7 +120,7 @@ class Reruns:
     def _actor_to_advise(self) -> ActorSpec:
         """The options to advise on: not --whole-logits where something else needs whole logits."""
         actor = self.spec.actor
-        return replace(actor, whole_logits=False) if self.spec.wants_logits else actor
+        return replace(actor, whole_logits=False) if self.spec.why_whole_logits else actor
 
     def _profile_slowest_pass(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""

@@ -231,11 +231,11 @@ def _measure_rounding(
             if setting.dropout and not rounding_floor.have_same_masks(first_floors, setting, passes):
                 why_unknown = "another attention kernel draws other dropout masks"
                 remarks.append(("rounding", f"not measured: {why_unknown}"))
-                setting = replace(setting, unknown_rounding=why_unknown)
+                setting = replace(setting, why_no_floors=why_unknown)
             else:
                 setting = replace(setting, floors=floors, step_floors=step_floors)
             if repeater.why_kernel_must_stay is not None:
-                setting = replace(setting, unknown_rounding=repeater.why_kernel_must_stay)
+                setting = replace(setting, why_no_floors=repeater.why_kernel_must_stay)
         if spec.measure.second_opinion:
             num_passes = len(repeater.selection.inputs)
             fp32_passes = repeater.replay_inputs(rounding_floor.make_fp32_variant(spec), num_passes)
@@ -251,7 +251,7 @@ def _measure_rounding(
             raise
         why_unknown = f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
         remarks.append(("rounding", f"not measured: {why_unknown}"))
-        setting = replace(setting, unknown_rounding=why_unknown)
+        setting = replace(setting, why_no_floors=why_unknown)
     return setting, fp32_verdict, remarks
 
 
@@ -283,9 +283,9 @@ def add_incidents(passes: Sequence[PassEvidence], folder: Path) -> Sequence[Pass
     }
     return [
         PassEvidence(
-            record, replace(recorded, broke_off=_describe_incident(incidents[record.source, recorded.step])), replayed
+            record, replace(recorded, incident=_describe_incident(incidents[record.source, recorded.forward])), replayed
         )
-        if recorded is not None and not recorded.claims and (record.source, recorded.step) in incidents
+        if recorded is not None and not recorded.claims and (record.source, recorded.forward) in incidents
         else PassEvidence(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]

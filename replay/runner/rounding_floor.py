@@ -255,7 +255,7 @@ def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bo
     is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
     is_repeatable = not any(record.error for record, _, _ in passes) and not spec.inputs.reverse_rows
     has_steps = spec.measure.step and any(
-        recorded is not None and recorded.optimizer is not None for _, recorded, _ in passes
+        recorded is not None and recorded.step_after is not None for _, recorded, _ in passes
     )
     # A user's model has one kernel, and with dropout the rows stay in order: two runs with the same numbers would say
     # that nothing is rounded.
@@ -278,7 +278,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
         str((world.world_size, world.device.type)),
         str(
             [
-                (record.input.input_digest, recorded is not None and recorded.optimizer is not None)
+                (record.input.input_digest, recorded is not None and recorded.step_after is not None)
                 for record, recorded, _ in passes
             ]
         ),

@@ -51,7 +51,7 @@ class VerdictSettings:
     is_mixture        the model is a mixture of experts
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors       under --step, by pass, how far they were apart by then
-    unknown_rounding  why the floors could not be measured, if they could not
+    why_no_floors     why the floors could not be measured, if they could not
     """
 
     dtype: str
@@ -65,7 +65,7 @@ class VerdictSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
-    unknown_rounding: str | None = None
+    why_no_floors: str | None = None
 
     def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
@@ -100,7 +100,7 @@ class VerdictSettings:
         if floor is not None:
             limit = max(ROUTES_FACTOR * max(floor.value, least_floor), formula)
         else:
-            limit = ROUTES_FACTOR * formula if self.unknown_rounding is not None else 0.0
+            limit = ROUTES_FACTOR * formula if self.why_no_floors is not None else 0.0
         if difference > limit / math.sqrt(max(num_tokens, 1)):
             return None
         rounding = "its rounding is not known" if floor is None else f"two replays are {floor.value:.2g} apart"
@@ -115,7 +115,7 @@ class Finding:
     replayed    None where the replay has no such number
     difference  relative; absolute where the recorded number is below 1, as a sum of log-probs may be 0
     doubt       why a different number proves nothing, or why there is nothing to compare
-    counts      an equal number is evidence, in spite of a doubt
+    counts      an equal number is evidence, in spite of a doubt. A key of run.json, unlike `Verdict.counts` no number
     num_values  how many values were compared
     said        both values as text, where they are no numbers
     """
@@ -137,7 +137,7 @@ class Finding:
         return self.status is FindingStatus.AGREES
 
     @property
-    def share(self) -> float:
+    def share_of_bound(self) -> float:
         """The difference as a share of its bound."""
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound
 
@@ -240,7 +240,7 @@ def _compare_root_mean_square(
     """Compare all sampled tokens together, where a floor was measured for them."""
     floor = (settings.step_floors.get(record.index) or settings.floors).get(TOKENS_RMS)
     pairs = _pair_values(claim, record, replayed)
-    is_unknown = settings.unknown_rounding is not None and is_coarse(list_dtypes(recorded, settings))
+    is_unknown = settings.why_no_floors is not None and is_coarse(list_dtypes(recorded, settings))
     if claim.name != TOKENS or floor is None or is_unknown or not pairs:
         return None
     rms_difference = root_mean_square(
@@ -303,7 +303,7 @@ def _compare_claim(
         )
     if not findings:
         return make_unjudged_finding(claim.name, claim.values[0], claim.doubt or f"the replay has no such {claim.name}")
-    return replace(max(findings, key=lambda finding: finding.share), num_values=len(findings))
+    return replace(max(findings, key=lambda finding: finding.share_of_bound), num_values=len(findings))
 
 
 def _count_tokens(claim: Claim, record: PassRecord) -> list[int]:

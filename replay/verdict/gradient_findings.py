@@ -47,7 +47,7 @@ class ComparedPass:
 
     findings        of the pass alone, without the gradient
     weights         what is known of the weights that the pass ran on
-    follows_a_norm  the same rank's pass just before it has a recorded gradient norm
+    previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
     has_job_dropout_masks   its numbers show that the replay drew the job's dropout masks
     """
 
@@ -56,7 +56,7 @@ class ComparedPass:
     replayed: ReplayedPass
     findings: Sequence[Finding]
     weights: WeightComparison
-    follows_a_norm: bool
+    previous_pass_has_grad_norm: bool
     has_job_dropout_masks: bool = False
 
     @property
@@ -101,7 +101,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
 
 def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
     """List what each rank recorded of the optimizer step that ended the window."""
-    steps = [compared_pass.recorded.optimizer for compared_pass in window]
+    steps = [compared_pass.recorded.step_after for compared_pass in window]
     return [step for step in steps if step is not None]
 
 
@@ -117,7 +117,7 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictS
     if any(finding.counts and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings):
         return []
     reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
-    last = window[-1].recorded.optimizer_step
+    last = window[-1].recorded.num_steps_before
     step_name = "the step before" if last is None else f"the job's step {last + 1}"
     return [f"the gradient of {step_name} could not be judged: {reason}"]
 
@@ -189,7 +189,7 @@ def _list_job_norms(window: Sequence[ComparedPass], steps: Sequence[OptimizerSte
     for compared_pass in window:
         rank = compared_pass.recorded.rank or 0
         claims = [claim.values[0] for claim in compared_pass.recorded.claims if claim.name == GRAD_NORM]
-        step = compared_pass.recorded.optimizer
+        step = compared_pass.recorded.step_after
         if claims:
             norms[rank] = claims[0]
         elif step is not None and step.grad_norm is not None:
@@ -215,9 +215,9 @@ def _explain_other_window(
     job_forwards: dict[int, list[int]] = {}
     for compared_pass in window:
         recorded = compared_pass.recorded
-        replay_forwards.setdefault(recorded.rank or 0, []).append(recorded.step)
-        if recorded.optimizer:
-            job_forwards[recorded.rank or 0] = list(recorded.optimizer.passes)
+        replay_forwards.setdefault(recorded.rank or 0, []).append(recorded.forward)
+        if recorded.step_after:
+            job_forwards[recorded.rank or 0] = list(recorded.step_after.passes)
     if len(job_forwards) == world_size and replay_forwards == job_forwards:
         return None
     job_size, replay_size = world_size * len(steps[-1].passes), len(window)
@@ -226,7 +226,7 @@ def _explain_other_window(
     grad_accumulation = max(job_size // settings.num_data_ranks, 1)
     if grad_accumulation != settings.grad_accumulation:
         return f"{sizes}. Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
-    forwards = ", ".join(str(compared_pass.recorded.step) for compared_pass in window[:MAX_FORWARDS])
+    forwards = ", ".join(str(compared_pass.recorded.forward) for compared_pass in window[:MAX_FORWARDS])
     return (
         f"{sizes}, not all the same: here forward {forwards}, in the job {_format_forwards(job_forwards)}. "
         "Try: all of the job's inputs in its order, without --max-inputs and --shuffle-inputs"
@@ -250,7 +250,7 @@ def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep
         if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:
             return ANOTHER_LOSS
         return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
-    if not steps and not all(compared_pass.follows_a_norm for compared_pass in window):
+    if not steps and not all(compared_pass.previous_pass_has_grad_norm for compared_pass in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
     if len(window) > 1 and _compute_job_weights(window) is None:
         by_tokens = [compared_pass.recorded.num_tokens for compared_pass in window]
@@ -292,13 +292,13 @@ def _compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
     shares: dict[tuple[int, int | None], float | None] = {}
     for compared_pass in window:
         recorded = compared_pass.recorded
-        if recorded.optimizer is not None:
-            for forward, share in zip(recorded.optimizer.passes, recorded.optimizer.shares, strict=True):
+        if recorded.step_after is not None:
+            for forward, share in zip(recorded.step_after.passes, recorded.step_after.shares, strict=True):
                 shares[recorded.rank or 0, forward] = share
     weights: list[float] = []
     for compared_pass in window:
         recorded = compared_pass.recorded
-        share = shares.get((recorded.rank or 0, recorded.step))
+        share = shares.get((recorded.rank or 0, recorded.forward))
         if share is None:
             return None
         # What the job differentiated was the share times a sum over the divisor: as a multiple of the mean.
@@ -423,13 +423,13 @@ def _compare_elements(
     bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
     if any(not step.is_unclipped for step in _list_steps(window)):
         doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    if settings.unknown_rounding is not None and is_coarse(dtypes):
-        doubt = doubt or f"how far rounding moves it could not be measured: {settings.unknown_rounding}"
+    if settings.why_no_floors is not None and is_coarse(dtypes):
+        doubt = doubt or f"how far rounding moves it could not be measured: {settings.why_no_floors}"
     has_ranks = (window[0].recorded.world_size or 1) > 1
     findings: list[Finding] = []
     can_tell = False
     for compared_pass in window:
-        step = compared_pass.recorded.optimizer
+        step = compared_pass.recorded.step_after
         for pair in _pair_samples(step, gradient) if step is not None else ():
             rank = f", rank {compared_pass.recorded.rank}" if has_ranks else ""
             can_tell |= pair.shows_vanishing(bound)
@@ -451,7 +451,7 @@ def _compare_elements(
     if not findings:
         return []
     # An element that differs without doubt is worse than one that is farther off and doubted.
-    worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share))
+    worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
     worst = replace(worst, num_values=len(findings))
     if worst.agrees and (bound > HIDING_BOUND or not can_tell):
         return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
@@ -531,7 +531,7 @@ def _select_worst_norm(findings: Sequence[Finding], job_norms: Sequence[tuple[in
     """Keep the farthest finding. All ranks should have one global norm; where they do not, say which rank has which."""
     if not findings:
         return []
-    farthest = max(findings, key=lambda finding: finding.share)
+    farthest = max(findings, key=lambda finding: finding.share_of_bound)
     if all(relative_difference(norm, job_norms[0][1]) <= (farthest.bound or 0.0) for _, norm in job_norms):
         return [farthest]
     norms = ", ".join(f"rank {rank} has {norm:.6g}" for rank, norm in job_norms[:MAX_NAMED])

@@ -46,8 +46,8 @@ from replay.verdict.pass_values import (
 )
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
-# With these reasons a pass says nothing of its numbers: its other numbers are not open questions.
-CONCLUSIVE_REASONS = (OTHER_WEIGHTS, FAILED)
+# These hold for every number of a pass, so none of them is an open question.
+WHOLE_PASS_REASONS = (OTHER_WEIGHTS, FAILED)
 NOT_REPLAYED = "what was recorded was not replayed"
 
 
@@ -101,7 +101,7 @@ class Verdict:
     window_counts  windows by outcome of their gradient
     first          the first pass or window that DIFFERS, or is UNSETTLED, if that is the outcome
     worst          of each quantity that was judged, the finding nearest to its bound or farthest beyond it
-    open           of each quantity that was recorded and not judged, one finding with the reason
+    open           of each quantity that was not judged, or is unsettled, one finding with the reason
     weights        of the first pass with other weights, else of all passes together
     environment    the settings that differ: in the job, here
     dtypes         what the job and the replay computed in; each bound is that of the coarser one
@@ -137,7 +137,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
        recordings in one folder are not judged.
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
-       the job's as long as each of its steps was the job's.
+       the job's as long as each of its steps equalled the job's step.
     3. Judge each pass. With other dropout masks its numbers differ by chance, so a training pass whose numbers agree
        had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
@@ -187,7 +187,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
     with_norm = {
-        (recorded.rank, recorded.step)
+        (recorded.rank, recorded.forward)
         for _, recorded, _ in readable
         if any(claim.name == GRAD_NORM for claim in recorded.claims)
     }
@@ -198,7 +198,8 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
             replayed=replayed,
             findings=compare_pass(record, recorded, replayed, settings),
             weights=recorded.weights,
-            follows_a_norm=recorded.step is not None and (recorded.rank, recorded.step - 1) in with_norm,
+            previous_pass_has_grad_norm=recorded.forward is not None
+            and (recorded.rank, recorded.forward - 1) in with_norm,
         )
         for record, recorded, replayed in readable
     ]
@@ -234,13 +235,13 @@ def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass
 
     A capture has samples of some of a model's parameters, and each rank of a sharded job samples its own shards. So
     first merge what all passes on the same weights sampled. Then a pass may still lack a sample of a parameter that
-    differed from the job's in another pass of the same model.
+    differed from the job's in another pass of the same model: `_infer_unsampled_parameters` concludes what it can.
     """
     keys = [_make_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
     by_key: dict[Hashable, list[WeightComparison]] = {}
     for key, compared_pass in zip(keys, compared_passes, strict=True):
         by_key.setdefault(key, []).append(compared_pass.recorded.weights)
-    # A single whole comparison keeps its doubt; a single one of a shard may have sampled nothing, which merging doubts.
+    # A single comparison of a shard is merged too: merging adds a doubt if it sampled nothing.
     merged = {
         key: _merge_comparisons(comparisons) if len(comparisons) > 1 or comparisons[0].is_sharded else comparisons[0]
         for key, comparisons in by_key.items()
@@ -249,12 +250,12 @@ def _check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass
     for key, compared_pass in zip(keys, compared_passes, strict=True):
         recorded = compared_pass.recorded
         in_model = differing.setdefault(_find_model_rank(recorded), [])
-        in_model += [(recorded.step or 0, name) for name in merged[key].differing]
+        in_model += [(recorded.forward or 0, name) for name in merged[key].differing]
     return [
         replace(
             compared_pass,
             weights=_infer_unsampled_parameters(
-                merged[key], compared_pass.recorded.step or 0, differing[_find_model_rank(compared_pass.recorded)]
+                merged[key], compared_pass.recorded.forward or 0, differing[_find_model_rank(compared_pass.recorded)]
             ),
         )
         for key, compared_pass in zip(keys, compared_passes, strict=True)
@@ -267,16 +268,19 @@ def _find_model_rank(recorded: RecordedPass) -> int | None:
 
 
 def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
-    """Make a key that is equal for passes on the same weights; without a known step no two passes are."""
-    if recorded.optimizer_step is not None:
-        return "step", _find_model_rank(recorded), recorded.optimizer_step
-    return ("pass", recorded.step) if recorded.weights.is_sharded else ("alone", number)
+    """Make a key that is equal for passes on the same weights.
+
+    Without a known optimizer step only the ranks of one forward of a sharded job share a key.
+    """
+    if recorded.num_steps_before is not None:
+        return "step", _find_model_rank(recorded), recorded.num_steps_before
+    return ("pass", recorded.forward) if recorded.weights.is_sharded else ("alone", number)
 
 
 def _infer_unsampled_parameters(
     weights: WeightComparison, forward: int, differing: Sequence[tuple[int, str]]
 ) -> WeightComparison:
-    """Conclude what the parameters are that a pass did not sample, and that differ from the job's in other passes.
+    """Conclude whether parameters that this pass did not sample, and that differ in other passes, differ in it too.
 
     A parameter that differed in an earlier pass differs in this pass too. But if this pass sampled any parameter that
     differs elsewhere, and found it to be the job's, then the job has moved its weights in between. That leaves a doubt,
@@ -317,8 +321,8 @@ def _follow_weights_through_steps(
     """Replace the weights of passes after a step of the replay (--step) by those of the first window.
 
     Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
-    where the first weights were the job's, they are the job's again after each step that was the job's. A step whose
-    gradient could not be judged may have been another one, and leaves a doubt.
+    where the first weights were the job's, they are the job's again after each step that equalled the job's step.
+    A step whose gradient could not be judged may have been another one, and leaves a doubt.
     """
     windows = group_into_windows(compared_passes)
     if not windows:
@@ -337,8 +341,8 @@ def _follow_weights_through_steps(
             continue
         doubt = next((step_reasons[0] for step_reasons in reasons[:num_steps] if step_reasons), None)
         doubt = doubt or _explain_step_count(compared_pass.recorded, windows[0], num_steps)
-        if settings.unknown_rounding is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
-            doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.unknown_rounding}"
+        if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
+            doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
         weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
         followed.append(replace(compared_pass, weights=weights))
     return followed
@@ -347,12 +351,16 @@ def _follow_weights_through_steps(
 def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedPass], num_steps: int) -> str | None:
     """Say that the job had taken another number of steps before a pass than the replay; None if it had not.
 
-    It had where some of the job's passes were not recorded.
+    That happens where some of the job's passes were not recorded.
     """
-    initial_step = first_window[0].recorded.optimizer_step
-    if recorded.optimizer_step is None or initial_step is None or recorded.optimizer_step - initial_step == num_steps:
+    initial_step = first_window[0].recorded.num_steps_before
+    if (
+        recorded.num_steps_before is None
+        or initial_step is None
+        or recorded.num_steps_before - initial_step == num_steps
+    ):
         return None
-    job_steps = pluralise(recorded.optimizer_step - initial_step, "step")
+    job_steps = pluralise(recorded.num_steps_before - initial_step, "step")
     return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
 
 
@@ -395,8 +403,16 @@ def _decide_outcome(
 ) -> tuple[Outcome, str | None]:
     """Decide on a pass, or on a window that is described as its last pass with the window's findings and weights.
 
-    The first of these that holds decides: the pass failed; its weights are not the job's; nothing was recorded; numbers
-    differ that other dropout masks can explain; numbers differ; a number agrees and is evidence.
+    The first of these that holds decides:
+
+    CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
+    CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks
+    UNSETTLED    numbers differ, and dropout can explain it, though the masks of other passes are the job's
+    UNSETTLED    numbers differ, and it is not certain that the weights are the job's
+    DIFFERS      numbers differ
+    UNSETTLED    a finding is unsettled
+    REPRODUCED   a number agrees and is evidence
+    CANNOT TELL  nothing that was recorded is evidence
 
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
@@ -408,13 +424,18 @@ def _decide_outcome(
     if weights.differing:
         return Outcome.CANNOT_TELL, OTHER_WEIGHTS
     if not findings:
+        if recorded.claims:
+            return Outcome.CANNOT_TELL, NOT_REPLAYED
         why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
-        return Outcome.CANNOT_TELL, recorded.broke_off or why if not recorded.claims else NOT_REPLAYED
+        return Outcome.CANNOT_TELL, recorded.incident or why
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # A dropout mask leaves each parameter some gradient. LayerDrop skips a layer whole, and it then has none.
-    is_missing = any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
-    if (differing or unsettled) and not is_missing and settings.dropout and recorded.trains:
+    # Dropout cannot explain a parameter without a gradient: a mask leaves each parameter some. LayerDrop can, since it
+    # skips a layer whole, which then has none.
+    lacks_gradient = (
+        any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
+    )
+    if (differing or unsettled) and not lacks_gradient and settings.dropout and recorded.trains:
         trains_with = f"the model trains with {', '.join(settings.dropout)}"
         if not replay_draws_job_masks:
             advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
@@ -424,6 +445,7 @@ def _decide_outcome(
     if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         first = differing[0]
+        # Only a missing gradient differs with `said`, and its `where` is a sentence: which parameters have none.
         difference = f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where
         return Outcome.UNSETTLED, f"{difference}, but {doubt}"
     if differing:
@@ -466,7 +488,7 @@ def _judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSet
     """Judge the gradient of each window of which the job recorded something.
 
     A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: where
-    no gradient could be judged at all, they all become UNSETTLED.
+    no gradient could be judged at all, the verdicts on them that are open become UNSETTLED.
     """
     verdicts = [
         verdict
@@ -498,7 +520,8 @@ def _judge_window(
     replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(
-        _make_pass_verdict(window_as_pass, outcome, reason), optimizer_step=window_as_pass.recorded.optimizer_step or 0
+        _make_pass_verdict(window_as_pass, outcome, reason),
+        optimizer_step=window_as_pass.recorded.num_steps_before or 0,
     )
 
 
@@ -510,16 +533,17 @@ def _find_unmoved_weights(
         # The weights of a later pass are then concluded from the steps, not from its samples.
         return []
     last = window[-1]
-    step = last.recorded.optimizer
+    step = last.recorded.step_after
     rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
     if step is None or step.gradients is None or not rate:
         return []
     has_gradient = any(value for sample in step.gradients.samples for value in sample.values)
     if not has_gradient or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
         return []
-    next_step = (last.recorded.optimizer_step or 0) + 1
+    next_step = (last.recorded.num_steps_before or 0) + 1
     after = next(
-        (compared_pass for compared_pass in compared_passes if compared_pass.recorded.optimizer_step == next_step), None
+        (compared_pass for compared_pass in compared_passes if compared_pass.recorded.num_steps_before == next_step),
+        None,
     )
     # Both samples are compared with the replay's weights, which did not move: if both are the same, the job's did not.
     if after is None or not after.weights.are_same or not last.weights.are_same:
@@ -531,7 +555,7 @@ def _is_open_gradient(verdict: PassVerdict) -> bool:
     """Tell whether a recorded gradient could not be judged, for another reason than that rounding hides it."""
     return (
         verdict.outcome is Outcome.CANNOT_TELL
-        and verdict.reason not in CONCLUSIVE_REASONS
+        and verdict.reason not in WHOLE_PASS_REASONS
         and any(
             finding.status is FindingStatus.NOT_JUDGED and finding.doubt != ROUNDING_HIDES
             for finding in verdict.findings
@@ -543,7 +567,7 @@ def _is_open_gradient(verdict: PassVerdict) -> bool:
 
 
 def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
-    """Choose the outcome of the run: one pass or gradient suffices for each of these, the first of them decides."""
+    """DIFFERS if any pass or gradient differs, else UNSETTLED, else REPRODUCED, else CANNOT TELL."""
     outcomes = {verdict.outcome for verdict in verdicts}
     decisive = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.REPRODUCED)
     return next((outcome for outcome in decisive if outcome in outcomes), Outcome.CANNOT_TELL)
@@ -567,12 +591,12 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
 
 
 def count_reasons(verdicts: Sequence[PassVerdict]) -> dict[str, int]:
-    """Count the verdicts CANNOT TELL by their reason: the most frequent first, CONCLUSIVE_REASONS last."""
+    """Count the verdicts CANNOT TELL by their reason: the most frequent first, WHOLE_PASS_REASONS last."""
     counts = Counter(str(verdict.reason) for verdict in verdicts if verdict.outcome is Outcome.CANNOT_TELL)
 
     def sort_key(count: tuple[str, int]) -> tuple[int, int]:
         reason, number = count
-        return CONCLUSIVE_REASONS.index(reason) if reason in CONCLUSIVE_REASONS else -1, -number
+        return WHOLE_PASS_REASONS.index(reason) if reason in WHOLE_PASS_REASONS else -1, -number
 
     return dict(sorted(counts.items(), key=sort_key))
 
@@ -584,13 +608,13 @@ def _select_worst_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
         for finding in verdict.findings if verdict.outcome is not Outcome.CANNOT_TELL else ():
             if finding.difference is None or not (finding.agrees or finding.status is FindingStatus.DIFFERS):
                 continue
-            if finding.name not in worst or finding.share > worst[finding.name].share:
+            if finding.name not in worst or finding.share_of_bound > worst[finding.name].share_of_bound:
                 worst[finding.name] = finding
     return list(worst.values())
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select the first finding of each quantity that was recorded and not judged, in passes with the job's weights."""
+    """Select the first finding of each quantity not judged, or unsettled, in passes with the job's weights."""
     first: dict[str, Finding] = {}
     for verdict in verdicts:
         for finding in verdict.findings if verdict.reason != OTHER_WEIGHTS else ():

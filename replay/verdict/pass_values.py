@@ -101,21 +101,21 @@ class Claim:
 class RecordedPass:
     """What one rank of the job recorded of one pass.
 
-    step            the number of the forward
-    num_frozen      how many parameters the job did not train
-    dtypes          all that the job is known to have computed in; none where it is not known
-    settings        versions of libraries, and the environment
-    optimizer_step  how many steps the job's optimizer had taken
-    optimizer       the optimizer's step after this pass, if there was one before the next pass
-    num_tokens      the tokens that the replay's loss is the mean over
-    samples         of the weights, as the job had them
-    divisor         what the model divided the sum of its losses by; None: the number of its own tokens
-    recording       when the recording began, ISO 8601
-    broke_off       the incident that ended the pass before it computed anything
+    forward           the number of the forward in the job; `origin.step` of its capture
+    num_frozen        how many parameters the job did not train
+    dtypes            all that the job is known to have computed in; none where it is not known
+    settings          versions of libraries, and the environment
+    num_steps_before  how many steps the job's optimizer had taken
+    step_after        the optimizer's step after this pass, if there was one before the next pass
+    num_tokens        the tokens that the replay's loss is the mean over
+    samples           of the weights, as the job had them
+    divisor           what the model divided the sum of its losses by; None: the number of its own tokens
+    recording         when the recording began, ISO 8601
+    incident          the incident that ended the pass before it computed anything
     """
 
     rank: int | None
-    step: int | None
+    forward: int | None
     world_size: int | None
     trains: bool
     claims: Sequence[Claim]
@@ -123,13 +123,13 @@ class RecordedPass:
     num_frozen: int
     dtypes: Sequence[str]
     settings: Mapping[str, str] = field(default_factory=dict)
-    optimizer_step: int | None = None
-    optimizer: OptimizerStep | None = None
+    num_steps_before: int | None = None
+    step_after: OptimizerStep | None = None
     num_tokens: int = 0
     samples: Sequence[Sample] = ()
     divisor: float | None = None
     recording: str | None = None
-    broke_off: str | None = None
+    incident: str | None = None
 
 
 def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
@@ -140,7 +140,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
     """
     return RecordedPass(
         rank=call.origin.rank,
-        step=call.origin.step,
+        forward=call.origin.step,
         world_size=call.origin.world_size,
         trains=call.trains,
         claims=[
@@ -154,8 +154,8 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         samples=call.weights.samples if call.weights is not None else (),
         dtypes=list_job_dtypes(call),
         settings={**call.origin.versions, **call.environment},
-        optimizer_step=call.optimizer_step,
-        optimizer=call.step,
+        num_steps_before=call.optimizer_step,
+        step_after=call.step,
         num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
         divisor=None if is_objective(loss) else _read_divisor(call),
         recording=call.recording,

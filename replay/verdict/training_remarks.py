@@ -35,9 +35,9 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     whole = [
         recorded
         for _, recorded, _ in passes
-        if recorded is not None and not recorded.weights.is_sharded and recorded.optimizer_step is not None
+        if recorded is not None and not recorded.weights.is_sharded and recorded.num_steps_before is not None
     ]
-    steps = [(recorded, recorded.optimizer) for recorded in whole if recorded.optimizer is not None]
+    steps = [(recorded, recorded.step_after) for recorded in whole if recorded.step_after is not None]
     weights = _find_difference_of_ranks([(recorded, recorded.samples) for recorded in whole], least=0.0)
     gradients = _find_difference_of_ranks(
         [(recorded, step.gradients.samples) for recorded, step in steps if step.gradients is not None],
@@ -65,7 +65,7 @@ def _find_difference_of_ranks(
         for sample in rank_samples:
             if match_parameter_name(sample.name, compared) is None:
                 continue
-            key = (recorded.optimizer_step, sample.name, sample.start)
+            key = (recorded.num_steps_before, sample.name, sample.start)
             rank, values = seen.setdefault(key, (recorded.rank, sample.values))
             pairs = enumerate(zip(values, sample.values, strict=False))
             position = next((position for position, pair in pairs if relative_difference(*pair) > least), None)
@@ -74,7 +74,7 @@ def _find_difference_of_ranks(
                     f"{sample.name}, element {sample.start + position}, is {values[position]:.6g} on rank {rank} and "
                     f"{sample.values[position]:.6g} on rank {recorded.rank}"
                 )
-                return (recorded.optimizer_step or 0) + 1, text
+                return (recorded.num_steps_before or 0) + 1, text
     return None
 
 
@@ -95,12 +95,12 @@ def _check_labels(verdict: Verdict) -> Pairs:
 
 def _check_steps(passes: Sequence[PassEvidence], verdict: Verdict, *, is_whole: bool) -> list[str]:
     by_forward = {
-        (recorded.rank, recorded.step): recorded
+        (recorded.rank, recorded.forward): recorded
         for _, recorded, _ in passes
-        if recorded is not None and recorded.trains and recorded.optimizer_step is not None
+        if recorded is not None and recorded.trains and recorded.num_steps_before is not None
     }
     trained = list(by_forward.values())
-    steps = [recorded.optimizer for recorded in trained if recorded.optimizer is not None]
+    steps = [recorded.step_after for recorded in trained if recorded.step_after is not None]
     if steps:
         # The verdict has reported already that a single step moved no weight.
         is_reported = any(finding.name == MOVED for window in verdict.windows for finding in window.findings)
@@ -110,7 +110,7 @@ def _check_steps(passes: Sequence[PassEvidence], verdict: Verdict, *, is_whole: 
             _check_share(trained, steps),
         )
         return [remark for remark in remarks if remark is not None]
-    has_stepped = any(recorded.optimizer_step for recorded in trained)
+    has_stepped = any(recorded.num_steps_before for recorded in trained)
     return [_describe_missing_steps(trained)] if is_whole and len(trained) > 1 and not has_stepped else []
 
 
@@ -165,11 +165,11 @@ def _find_moved_parameters(trained: Sequence[RecordedPass]) -> tuple[list[str], 
     Returns those whose samples differ, and those whose samples are the same.
     """
     by_element: dict[tuple[int | None, str, int], list[tuple[int | None, Sequence[float]]]] = {}
-    has_stepped = any(recorded.optimizer_step for recorded in trained)
+    has_stepped = any(recorded.num_steps_before for recorded in trained)
     for recorded in trained:
         for sample in recorded.samples:
             values = by_element.setdefault((recorded.rank, sample.name, sample.start), [])
-            values.append((recorded.optimizer_step, sample.values))
+            values.append((recorded.num_steps_before, sample.values))
     moved: dict[str, None] = {}
     unmoved: dict[str, None] = {}
     for (_, name, _), samples in by_element.items():

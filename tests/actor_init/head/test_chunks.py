@@ -291,7 +291,7 @@ def test_what_needs_whole_logits_gets_them(spec: ActorSpec, adapter: Adapter | N
     source = ModelSource(config=config, weights=make_random_weights(config, 0), name="", adapter=adapter)
     form = choose_head(spec, source, world)
     assert form.why_whole == why
-    assert choose_head(spec, source, world, wants_logits="the trace").why_whole == (why or "the trace")
+    assert choose_head(spec, source, world, why_whole_logits="the trace").why_whole == (why or "the trace")
 
 
 @pytest.mark.usefixtures("one_world")

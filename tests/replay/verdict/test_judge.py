@@ -304,9 +304,9 @@ RIGHT, WRONG, VAGUE = (
 )
 
 
-def make_recorded(*claims: Claim, step: int = 0, **changes: Any) -> RecordedPass:
+def make_recorded(*claims: Claim, forward: int = 0, **changes: Any) -> RecordedPass:
     values: dict[str, Any] = {"rank": 0, "world_size": 1, "trains": True, "weights": SAME, "num_frozen": 0}
-    return RecordedPass(**{**values, "step": step, "claims": claims, "dtypes": ["float32"], **changes})
+    return RecordedPass(**{**values, "forward": forward, "claims": claims, "dtypes": ["float32"], **changes})
 
 
 def judge_passes(*passes: RecordedPass, setting: VerdictSettings = SETTING, **changes: Any) -> Verdict:
@@ -326,14 +326,14 @@ def judge_passes(*passes: RecordedPass, setting: VerdictSettings = SETTING, **ch
     [
         ([make_recorded(RIGHT)], Outcome.REPRODUCED, None),
         ([make_recorded(WRONG)], Outcome.DIFFERS, None),
-        ([make_recorded(RIGHT), make_recorded(WRONG, step=1)], Outcome.DIFFERS, None),
+        ([make_recorded(RIGHT), make_recorded(WRONG, forward=1)], Outcome.DIFFERS, None),
         ([make_recorded(WRONG, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
         ([make_recorded(RIGHT, weights=OTHER)], Outcome.CANNOT_TELL, "other weights"),
         ([make_recorded(RIGHT, weights=UNKNOWN)], Outcome.REPRODUCED, None),
         ([make_recorded(WRONG, weights=UNKNOWN)], Outcome.UNSETTLED, "loss is off by 0.063, but the capture holds no"),
         ([make_recorded(VAGUE)], Outcome.UNSETTLED, "another objective"),
         ([make_recorded(RIGHT, VAGUE)], Outcome.UNSETTLED, "another objective"),
-        ([make_recorded(RIGHT, VAGUE), make_recorded(WRONG, step=1)], Outcome.DIFFERS, None),
+        ([make_recorded(RIGHT, VAGUE), make_recorded(WRONG, forward=1)], Outcome.DIFFERS, None),
         ([make_recorded(replace(VAGUE, values=[1.5]))], Outcome.CANNOT_TELL, "another objective"),  # by chance, perhaps
         ([make_recorded(RIGHT, replace(VAGUE, values=[1.5]))], Outcome.REPRODUCED, None),
         (
@@ -371,7 +371,7 @@ def test_a_pass_answers_for_parameters_that_it_has_no_sample_of(
     own = WeightComparison(compared=("a", "b"), num_parameters=3)
     for step, expected in ((1, outcome), (0, outcome_before)):
         found = judge_passes(
-            make_recorded(claim, weights=own, step=step), make_recorded(claim, weights=other, step=1 - step)
+            make_recorded(claim, weights=own, forward=step), make_recorded(claim, weights=other, forward=1 - step)
         )
         assert found.passes[0].outcome is expected
         assert found.weights is not None
@@ -388,18 +388,18 @@ def test_a_model_with_dropout_differs_by_chance() -> None:
 def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
     """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
     dropout = replace(SETTING, dropout=["attention_dropout"])
-    verdict = judge_passes(make_recorded(RIGHT), make_recorded(WRONG, step=1), setting=dropout)
+    verdict = judge_passes(make_recorded(RIGHT), make_recorded(WRONG, forward=1), setting=dropout)
     assert (verdict.outcome, verdict.counts) == (Outcome.UNSETTLED, {Outcome.REPRODUCED: 1, Outcome.UNSETTLED: 1})
     assert "in other passes its masks are the job's" in str(verdict.reason)
     assert (
-        judge_passes(make_recorded(RIGHT, trains=False), make_recorded(WRONG, step=1), setting=dropout).outcome
+        judge_passes(make_recorded(RIGHT, trains=False), make_recorded(WRONG, forward=1), setting=dropout).outcome
         is Outcome.REPRODUCED
     )
     right_norm, wrong_norm = (Claim(name=GRAD_NORM, values=[value]) for value in (4.0, 8.0))
     for norm, outcome in ((right_norm, Outcome.REPRODUCED), (wrong_norm, Outcome.DIFFERS)):
-        passes = make_recorded(RIGHT, right_norm), make_recorded(RIGHT, norm, step=1)
+        passes = make_recorded(RIGHT, right_norm), make_recorded(RIGHT, norm, forward=1)
         assert judge_passes(*passes, setting=dropout).outcome is outcome
-    by_chance = make_recorded(WRONG, wrong_norm), make_recorded(WRONG, wrong_norm, step=1)
+    by_chance = make_recorded(WRONG, wrong_norm), make_recorded(WRONG, wrong_norm, forward=1)
     assert judge_passes(*by_chance, setting=dropout).outcome is Outcome.CANNOT_TELL
 
 
@@ -424,7 +424,7 @@ NORM = Claim(name=GRAD_NORM, values=[5.0])
         (make_recorded(RIGHT), {}, Outcome.UNSETTLED),  # the norm may be of two passes
         (
             make_recorded(RIGHT, NORM),
-            {"step": 2},
+            {"forward": 2},
             Outcome.UNSETTLED,
         ),  # of two passes, of which every second was recorded
         (make_recorded(RIGHT, NORM), {"num_frozen": 2}, Outcome.UNSETTLED),
@@ -439,7 +439,7 @@ NORM = Claim(name=GRAD_NORM, values=[5.0])
 def test_a_gradient_norm_counts_where_the_window_is_the_jobs(
     first: RecordedPass, changes: dict[str, Any], outcome: Outcome
 ) -> None:
-    second = replace(make_recorded(RIGHT, NORM, step=1), **changes)
+    second = replace(make_recorded(RIGHT, NORM, forward=1), **changes)
     assert judge_passes(first, second).outcome is outcome
 
 
@@ -452,7 +452,7 @@ def test_ranks_of_a_sharded_job_put_their_samples_together() -> None:
         Outcome.DIFFERS: 2
     }
     other = judge_passes(
-        make_recorded(RIGHT, weights=half), make_recorded(RIGHT, weights=wrong, rank=1), make_recorded(RIGHT, step=1)
+        make_recorded(RIGHT, weights=half), make_recorded(RIGHT, weights=wrong, rank=1), make_recorded(RIGHT, forward=1)
     )
     assert other.counts == {Outcome.CANNOT_TELL: 2, Outcome.REPRODUCED: 1}
     assert judge_passes(make_recorded(WRONG, weights=none)).outcome is Outcome.UNSETTLED

@@ -37,7 +37,7 @@ def test_the_ranks_of_a_job_have_each_a_recording_of_its_own() -> None:
         return [
             (
                 record(index, rank=rank),
-                RecordedPass(rank=rank, step=0, claims=claims, dtypes=[], recording=time, **same),
+                RecordedPass(rank=rank, forward=0, claims=claims, dtypes=[], recording=time, **same),
             )
             for rank, time in began.items()
         ]
