@@ -12,7 +12,7 @@ from capture import CaptureError
 from capture.cli import _list_flags, _parser, spell_in_flags
 from capture.facts import FactError, Setting
 from replay.command_line.cli import _build_commands
-from replay.options.option_parsing import format_error_with_flags, list_toggles
+from replay.options.option_parsing import format_error_with_flags, list_options
 
 ROOT = Path(__file__).parents[1]
 # Calls whose first argument is the name of a setting.
@@ -122,8 +122,8 @@ def test_an_error_keeps_its_fact_in_the_sentence_of_another() -> None:
 
 
 def test_each_setting_that_an_error_names_is_declared_as_an_option() -> None:
-    declared = {toggle.field for toggle in list_toggles()}
-    assert len(declared) == len({(toggle.part, toggle.field) for toggle in list_toggles()}), "two fields have one name"
+    declared = {toggle.field for toggle in list_options()}
+    assert len(declared) == len({(toggle.part, toggle.field) for toggle in list_options()}), "two fields have one name"
     named = {
         (path.relative_to(ROOT).as_posix(), node.args[0].value)
         for path in BELOW

@@ -22,7 +22,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
-from replay.options.option_parsing import Toggle, list_toggles
+from replay.options.option_parsing import DeclaredOption, list_options
 
 # Values by option name: a word of an enum, a number or a bool.
 Setting = Mapping[str, Any]
@@ -199,7 +199,7 @@ def _read_axis(key: str, path: Path) -> str:
 
 
 def list_axes() -> list[str]:
-    fields = dict.fromkeys(toggle.field for toggle in list_toggles() if toggle.part.startswith("actor"))
+    fields = dict.fromkeys(toggle.field for toggle in list_options() if toggle.part.startswith("actor"))
     return [DATA, *fields]
 
 
@@ -256,8 +256,8 @@ def to_options(setting: Setting) -> dict[str, Any]:
 
     Raises UsageError for an invalid value.
     """
-    by_field: dict[str, Toggle] = {}
-    for toggle in list_toggles():
+    by_field: dict[str, DeclaredOption] = {}
+    for toggle in list_options():
         by_field.setdefault(toggle.field, toggle)
     options: dict[str, Any] = {}
     for name, value in setting.items():

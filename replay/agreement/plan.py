@@ -18,7 +18,7 @@ from typing import Any
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
-from replay.options.option_parsing import build_replay_spec, format_error_with_flags, list_toggles
+from replay.options.option_parsing import build_replay_spec, format_error_with_flags, list_options
 from replay.options.spec import ReplaySpec
 from replay.processes.interpreter import Environment
 
@@ -139,7 +139,7 @@ def plan_matrix(
     typed_spec = build_replay_spec(common)
     typed_values = {
         toggle.field: toggle.read_value(typed_spec)
-        for toggle in list_toggles()
+        for toggle in list_options()
         if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
     }
     refused: dict[str, str] = {}
@@ -323,7 +323,7 @@ def _applies_to(field: str, backend: str) -> bool:
 
 
 def _find_field(parameter: str) -> str:
-    return next(toggle.field for toggle in list_toggles() if toggle.parameter == parameter)
+    return next(toggle.field for toggle in list_options() if toggle.parameter == parameter)
 
 
 def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext) -> None:

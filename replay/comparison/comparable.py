@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from actor_init.as_json import to_json
-from replay.options.option_parsing import Toggle, list_toggles
+from replay.options.option_parsing import DeclaredOption, list_options
 from replay.options.spec import USER_LOSS_PATTERN, ObjectiveSpec
 from replay.output.text import pluralise
 from replay.runlog.reader import GradientWindow, PastRun, SharedPass
@@ -111,7 +111,7 @@ def _compare_work_settings(reference: PastRun, other: PastRun) -> list[str]:
 def _compare_values(reference: PastRun, other: PastRun, names: Collection[str]) -> list[str]:
     values = [
         (toggle, toggle.read_value(other), toggle.read_value(reference))
-        for toggle in list_toggles()
+        for toggle in list_options()
         if toggle.field in names
     ]
     return [
@@ -129,7 +129,7 @@ def _compare_loss_files(reference: PastRun, other: PastRun) -> list[str]:
     return [f"--loss {loss} is other code: its file has changed in between"]
 
 
-def _format_typed(toggle: Toggle, value: Any) -> str:
+def _format_typed(toggle: DeclaredOption, value: Any) -> str:
     return f"no {toggle.flag}" if value is None else " ".join(toggle.format_arguments(value))
 
 

@@ -47,7 +47,7 @@ METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Toggle:
+class DeclaredOption:
     """Describe one command line option: a field's own option, or a switch that sets the field to a fixed value.
 
     flag          as it is typed
@@ -90,26 +90,26 @@ class Toggle:
 
 
 @cache
-def list_toggles() -> tuple[Toggle, ...]:
+def list_options() -> tuple[DeclaredOption, ...]:
     """List every option, in the order of the fields that declare them."""
-    all_toggles: list[Toggle] = []
+    all_options: list[DeclaredOption] = []
     for part, spec_class in PARTS.items():
         hints = get_type_hints(spec_class)
         for spec_field in fields(spec_class):
             if spec_field.metadata:
-                all_toggles.extend(_make_toggles(part, spec_field, unwrap_optional(hints[spec_field.name])))
-    assert len({toggle.parameter for toggle in all_toggles}) == len(all_toggles), "two options have one name"
-    return tuple(all_toggles)
+                all_options.extend(_make_options(part, spec_field, unwrap_optional(hints[spec_field.name])))
+    assert len({toggle.parameter for toggle in all_options}) == len(all_options), "two options have one name"
+    return tuple(all_options)
 
 
-def _make_toggles(part: str, spec_field: Field[Any], value_type: Any) -> Iterator[Toggle]:
+def _make_options(part: str, spec_field: Field[Any], value_type: Any) -> Iterator[DeclaredOption]:
     metadata = spec_field.metadata
     shared: dict[str, Any] = {"part": part, "field": spec_field.name, "default": spec_field.default}
     choices = _list_choices(spec_field, value_type)
     own_flag = flag_of(spec_field.name)
     text, metavar = (metadata[name]() if callable(metadata[name]) else metadata[name] for name in ("help", "metavar"))
     if metadata["named"]:
-        yield Toggle(
+        yield DeclaredOption(
             flag=own_flag,
             value_type=value_type,
             help=text,
@@ -122,7 +122,7 @@ def _make_toggles(part: str, spec_field: Field[Any], value_type: Any) -> Iterato
     for flag, value in metadata["flags"].items():
         if metadata["named"]:
             text = f"The same as {own_flag} {value}."
-        yield Toggle(flag=flag, value_type=bool, help=text, is_switch=True, switch_value=value, **shared)
+        yield DeclaredOption(flag=flag, value_type=bool, help=text, is_switch=True, switch_value=value, **shared)
         text = f"See {flag}."
 
 
@@ -142,10 +142,10 @@ def unwrap_optional(annotation: Any) -> Any:
 
 
 def add_options(
-    command: Callable[..., Any], *, serves: Callable[[Toggle], bool] = lambda toggle: True
+    command: Callable[..., Any], *, serves: Callable[[DeclaredOption], bool] = lambda toggle: True
 ) -> Callable[..., Any]:
     """Replace the `**given` of `command` with one parameter for each option that `serves` accepts."""
-    return with_parameters(command, [_make_parameter(toggle) for toggle in list_toggles() if serves(toggle)])
+    return with_parameters(command, [_make_parameter(toggle) for toggle in list_options() if serves(toggle)])
 
 
 def with_parameters(
@@ -164,7 +164,7 @@ def with_parameters(
     return command
 
 
-def _make_parameter(toggle: Toggle) -> inspect.Parameter:
+def _make_parameter(toggle: DeclaredOption) -> inspect.Parameter:
     has_negation = toggle.value_type is bool and not toggle.is_switch
     default = "on" if toggle.default is True else toggle.default
     says_default = not toggle.is_switch and default is not None and default is not False
@@ -191,7 +191,7 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
     """
     # By part and field: how it was typed, and its value.
     typed: dict[tuple[str, str], tuple[str, Any]] = {}
-    for toggle in list_toggles():
+    for toggle in list_options():
         if given.get(toggle.parameter) is None:
             continue
         value = toggle.switch_value if toggle.is_switch else _parse(toggle, given[toggle.parameter])
@@ -214,7 +214,7 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
-def _parse(toggle: Toggle, given: str | bool) -> Any:
+def _parse(toggle: DeclaredOption, given: str | bool) -> Any:
     """Convert the typed text to the field's type."""
     try:
         value = toggle.value_type(given)
@@ -226,7 +226,7 @@ def _parse(toggle: Toggle, given: str | bool) -> Any:
     return value
 
 
-def _check_range(toggle: Toggle, value: Any) -> None:
+def _check_range(toggle: DeclaredOption, value: Any) -> None:
     if isinstance(value, (int, float)) and not (
         (math.isfinite(value) or value == toggle.max)
         and (toggle.min is None or value >= toggle.min)
@@ -235,7 +235,7 @@ def _check_range(toggle: Toggle, value: Any) -> None:
         raise UsageError(f"{toggle.flag} {value} is not allowed. Give {_describe_allowed(toggle)}")
 
 
-def _describe_allowed(toggle: Toggle) -> str:
+def _describe_allowed(toggle: DeclaredOption) -> str:
     if toggle.choices:
         return f"one of {', '.join(toggle.choices)}"
     number = "a number" if toggle.max == math.inf else "a finite number"
@@ -249,7 +249,7 @@ def format_command_line(spec: ReplaySpec) -> list[str]:
     """Format the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
     arguments: list[str] = []
     written: set[tuple[str, str]] = set()
-    for toggle in list_toggles():
+    for toggle in list_options():
         value = toggle.read_value(spec)
         if (
             (toggle.part, toggle.field) in written
@@ -264,7 +264,7 @@ def format_command_line(spec: ReplaySpec) -> list[str]:
 
 def find_values_without_option(spec: ReplaySpec) -> dict[str, Any]:
     """Find the fields that no option sets and that are not at their default, with their values."""
-    declared = {(toggle.part, toggle.field) for toggle in list_toggles()}
+    declared = {(toggle.part, toggle.field) for toggle in list_options()}
     return {
         spec_field.name: value
         for part, spec_class in PARTS.items()
@@ -275,7 +275,7 @@ def find_values_without_option(spec: ReplaySpec) -> dict[str, Any]:
     }
 
 
-def replace_values(spec: ReplaySpec, values: Iterable[tuple[Toggle, Any]]) -> ReplaySpec:
+def replace_values(spec: ReplaySpec, values: Iterable[tuple[DeclaredOption, Any]]) -> ReplaySpec:
     """Replace the values of some options of a spec. Raises UsageError if they contradict the rest."""
     values_by_part = spec_to_dict(spec)
     for toggle, value in values:
@@ -298,7 +298,7 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
     Raises UsageError, with a message that begins with `source`, for invalid values.
     """
     spec = from_json(ReplaySpec, values, source=source)
-    for toggle in list_toggles():
+    for toggle in list_options():
         try:
             _check_range(toggle, toggle.read_value(spec))
         except UsageError as error:
@@ -318,7 +318,7 @@ def spell_setting(setting: Setting) -> str:
 
     The flags are those of the options that the field declares; a setting of `capture` is no option here.
     """
-    declared = [toggle for toggle in list_toggles() if toggle.field == setting.name]
+    declared = [toggle for toggle in list_options() if toggle.field == setting.name]
     toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.switch_value == setting.value), None)
     if toggle is None:
         flag = declared[0].flag if declared else flag_of(setting.name)

@@ -17,7 +17,7 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
 from replay.options.declarations import list_objectives_with
-from replay.options.option_parsing import list_toggles
+from replay.options.option_parsing import list_options
 from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
@@ -250,7 +250,7 @@ def _add_typed(choices: Sequence[ResolvedChoice], spec: ReplaySpec) -> list[Reso
     """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
     by_setting = {choice.setting: choice for choice in choices}
     in_option_order: dict[str, ResolvedChoice] = {}
-    for toggle in list_toggles():
+    for toggle in list_options():
         setting, value = f"{toggle.part}.{toggle.field}", toggle.read_value(spec)
         if setting in by_setting:
             in_option_order[setting] = by_setting[setting]

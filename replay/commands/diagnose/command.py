@@ -9,14 +9,14 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.on_ray.ranks import run_here_or_on_ray
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_inputs, is_objective
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import count_missing_processes, relaunch
 
 
-def _serves_diagnose(toggle: Toggle) -> bool:
+def _serves_diagnose(toggle: DeclaredOption) -> bool:
     """Tell whether the option applies to diagnose. Those that diagnose sets itself do not."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "timeout", "log_folder")

@@ -9,7 +9,7 @@ import typer
 
 from actor_init.spec import UsageError
 from replay.campaign.command_options import make_begin_action, make_continue_action
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec, refuse_typed
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, refuse_typed
 from replay.options.spec import check_result_folder
 from replay.processes.launch import refuse_launcher
 
@@ -17,7 +17,7 @@ from replay.processes.launch import refuse_launcher
 DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}
 
 
-def _applies_to_minimise(toggle: Toggle) -> bool:
+def _applies_to_minimise(toggle: DeclaredOption) -> bool:
     """Does the option apply? Nothing is saved, and a trial has a name of its own."""
     return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
 

@@ -22,7 +22,7 @@ from actor_init.as_json import to_json
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_folder
 from capture.file_format.micro_batch import CaptureError
-from replay.options.option_parsing import Toggle, format_command_line, list_toggles, replace_values
+from replay.options.option_parsing import DeclaredOption, format_command_line, list_options, replace_values
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
 from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
@@ -65,7 +65,7 @@ class Candidate:
         return hashlib.sha256(json.dumps(to_json(self.cuts)).encode()).hexdigest()
 
     @property
-    def changed_options(self) -> list[Toggle]:
+    def changed_options(self) -> list[DeclaredOption]:
         """Return the options that are given."""
         return find_changed_options(self.spec)
 
@@ -74,20 +74,20 @@ class Candidate:
         cuts[place] = replace(cuts[place], **changes)
         return replace(self, cuts=tuple(cuts))
 
-    def without_options(self, dropped: Sequence[Toggle]) -> "Candidate":
+    def without_options(self, dropped: Sequence[DeclaredOption]) -> "Candidate":
         """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
         return replace(self, spec=replace_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
         """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
-        toggle = next(declared for declared in list_toggles() if declared.flag == flag)
+        toggle = next(declared for declared in list_options() if declared.flag == flag)
         return replace(self, spec=replace_values(self.spec, [(toggle, value)]))
 
 
-def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
+def find_changed_options(spec: ReplaySpec) -> list[DeclaredOption]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
-    options: dict[tuple[str, str], Toggle] = {}
-    for toggle in list_toggles():
+    options: dict[tuple[str, str], DeclaredOption] = {}
+    for toggle in list_options():
         value = toggle.read_value(spec)
         is_default = value == toggle.default or (toggle.is_switch and toggle.switch_value != value)
         if toggle.field not in FIELDS_OF_TRIALS and not is_default:
@@ -98,7 +98,7 @@ def find_changed_options(spec: ReplaySpec) -> list[Toggle]:
 
 def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec with the defaults of what minimise sets in every trial."""
-    defaults = {toggle.field: toggle.default for toggle in list_toggles() if toggle.field in FIELDS_OF_TRIALS}
+    defaults = {toggle.field: toggle.default for toggle in list_options() if toggle.field in FIELDS_OF_TRIALS}
     log_folder = defaults.pop("log_folder")
     return replace(spec, inputs=replace(spec.inputs, **defaults), measure=replace(spec.measure, log_folder=log_folder))
 

@@ -117,7 +117,7 @@ class MinimiseSearch:
         best, parallel = self.best, self.best.spec.actor.parallel
         if best.num_processes == 1:
             return
-        rank_options = [toggle for toggle in best.changed_options if toggle.part == "actor.parallel"]
+        rank_options = [option for option in best.changed_options if option.part == "actor.parallel"]
         num_data_ranks = best.num_processes // (parallel.tp * parallel.ring)
         for num_processes, dropped in (
             (1, rank_options),
@@ -217,22 +217,22 @@ class MinimiseSearch:
 
     def _reduce_options(self) -> None:
         fixed = ("--num-layers", *LIMITS, *self.fixed)
-        list_toggles = [toggle for toggle in self.best.changed_options if toggle.flag not in fixed]
+        changed_options = [option for option in self.best.changed_options if option.flag not in fixed]
         if self.best.num_processes > 1:
-            list_toggles = [toggle for toggle in list_toggles if toggle.part != "actor.parallel"]
-        if not list_toggles:
+            changed_options = [option for option in changed_options if option.part != "actor.parallel"]
+        if not changed_options:
             return
 
-        def shows(kept_toggles: Sequence[Any]) -> bool:
+        def shows(kept_options: Sequence[Any]) -> bool:
             smaller = _build_valid(
-                lambda: start.without_options([toggle for toggle in list_toggles if toggle not in kept_toggles])
+                lambda: start.without_options([option for option in changed_options if option not in kept_options])
             )
-            step_name = "options " + (" ".join(toggle.flag for toggle in kept_toggles) or "none")
+            step_name = "options " + (" ".join(option.flag for option in kept_options) or "none")
             return smaller is not None and self._try(smaller, step_name)
 
         start = self.best
-        if not shows([]) and len(list_toggles) > 1:
-            ddmin(list_toggles, shows)
+        if not shows([]) and len(changed_options) > 1:
+            ddmin(changed_options, shows)
         actor = self.best.spec.actor
         if not actor.random_weights and actor.model is not None and Path(actor.model).is_dir():
             candidate = _build_valid(lambda: self.best.with_option("--random-weights", True))

@@ -9,14 +9,14 @@ import typer
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
 from replay.options.spec import check_inputs
 from replay.processes.launch import count_missing_processes, relaunch
 
 Word = TypeVar("Word", bound=str)
 
 
-def _serves_mismatch(toggle: Toggle) -> bool:
+def _serves_mismatch(toggle: DeclaredOption) -> bool:
     """Tell whether the option applies to mismatch: it runs forwards alone, in dtypes and kernels of its own lists."""
     if toggle.part == "measure":
         return toggle.field in ("timeout", "log_folder")

@@ -16,7 +16,7 @@ from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import describe_first_difference
-from replay.options.option_parsing import build_replay_spec, format_command_line, format_error_with_flags, list_toggles
+from replay.options.option_parsing import build_replay_spec, format_command_line, format_error_with_flags, list_options
 from replay.options.ray_options import RayOptions
 from replay.options.spec import Passes, ReplaySpec, find_edge_folder
 from replay.output.text import Pairs
@@ -98,7 +98,7 @@ def _plan_edges(
     """
     if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
         return
-    of_inputs = {toggle.parameter for toggle in list_toggles() if toggle.part == "inputs"}
+    of_inputs = {toggle.parameter for toggle in list_options() if toggle.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}
     common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
     typed_values = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
@@ -146,7 +146,7 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
-    for toggle in list_toggles():
+    for toggle in list_options():
         if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
             raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
 

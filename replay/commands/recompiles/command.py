@@ -15,13 +15,13 @@ from replay.campaign.command_options import (
     run_limit_option,
 )
 from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, parse_buckets
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
 from replay.processes.pool import RunLimits
 
 NUM_PASSES = 1000
 
 
-def _applies_to_recompiles(toggle: Toggle) -> bool:
+def _applies_to_recompiles(toggle: DeclaredOption) -> bool:
     """Does the option apply to recompiles? It compiles, pads and repeats by itself, and judges nothing."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "backward", "timeout", "log_folder")

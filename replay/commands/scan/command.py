@@ -14,14 +14,14 @@ from replay.campaign.command_options import (
     run_limit_option,
     time_limit_option,
 )
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.processes.pool import RunLimits
 
 GROUP_SIZE = 8  # inputs
 
 
-def _applies_to_scan(toggle: Toggle) -> bool:
+def _applies_to_scan(toggle: DeclaredOption) -> bool:
     """Does the option apply to scan? Each group begins from the same weights, so nothing is trained or saved."""
     return toggle.part != "state" and toggle.field not in (
         *("input_file", "uneven", "shuffle_inputs", "random_seed", "epochs", "learning_rate", "step"),

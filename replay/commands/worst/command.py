@@ -14,14 +14,14 @@ from replay.campaign.command_options import (
     run_limit_option,
 )
 from replay.commands.worst.configuration import WorstPlan
-from replay.options.option_parsing import CommandAction, Toggle, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
 from replay.processes.pool import RunLimits
 
 NUM_MEASURED = 12  # inputs
 NUM_SHOWN = 10
 
 
-def _applies_to_worst(toggle: Toggle) -> bool:
+def _applies_to_worst(toggle: DeclaredOption) -> bool:
     """Does the option apply to worst? It chooses and orders the inputs itself, and judges nothing."""
     if toggle.part == "measure":
         return toggle.field in ("loss", "backward", "step", "timeout", "log_folder", "full_names")

@@ -16,7 +16,7 @@ from typer.models import OptionInfo
 
 from actor_init.spec import UsageError
 from replay.command_line.cli import app, main
-from replay.options.option_parsing import list_toggles
+from replay.options.option_parsing import list_options
 from replay.options.spec import ReplaySpec
 from tests.helpers.made_captures import damage, write_config, write_pass
 
@@ -287,7 +287,7 @@ def test_run_as_a_folder_it_is_that_folder_that_runs(tmp_path: Path) -> None:
     assert "This is the copy" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("flag", [flag for toggle in list_toggles() for flag in (toggle.flag, toggle.negation)])
+@pytest.mark.parametrize("flag", [flag for toggle in list_options() for flag in (toggle.flag, toggle.negation)])
 def test_torchrun_hands_every_option_on(flag: str) -> None:
     parser = get_args_parser()
     assert parser.parse_args(["--nproc-per-node", "2", "replay", flag, "x"]).training_script_args == [flag, "x"]
