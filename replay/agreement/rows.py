@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from actor_init.spec import UsageError
 from replay.agreement.plan import REPEATS, Cell, ParityPlan, Role
-from replay.campaign.campaign import Campaign, Job, SettledJob
+from replay.campaign.campaign import Campaign, CampaignJob, FinishedJob
 from replay.options.option_parsing import format_error_with_flags
 from replay.processes.pool import Child
 from replay.runlog.reader import PastRun
@@ -52,11 +52,11 @@ class ParityRow:
         has_run_alone = self.seconds is not None and self.ran_alone
         return self.state is RowState.PENDING or (self.state is RowState.FAILED and not has_run_alone)
 
-    def after(self, settled: SettledJob) -> Self:
+    def after(self, finished: FinishedJob) -> Self:
         """Return the row with what came of its run."""
-        state, error, log = _judge_child(settled.child)
+        state, error, log = _judge_child(finished.child)
         return replace(
-            self, state=state, error=error, log=log, seconds=settled.child.seconds, ran_alone=settled.ran_alone
+            self, state=state, error=error, log=log, seconds=finished.child.seconds, ran_alone=finished.ran_alone
         )
 
 
@@ -71,8 +71,8 @@ class ParityLog:
         self.campaign.has_failed = _has_failed_run
         self.rows = [ParityRow(cell=cell) for cell in self.campaign.plan.cells]
         for number, job in enumerate(self.jobs):
-            if (settled := self.campaign.find_settled(job)) is not None:
-                self.rows[number] = self.rows[number].after(settled)
+            if (finished := self.campaign.find_finished(job)) is not None:
+                self.rows[number] = self.rows[number].after(finished)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -84,10 +84,10 @@ class ParityLog:
         return self.campaign.folder
 
     @property
-    def jobs(self) -> list[Job]:
-        """Return the job of each row."""
+    def jobs(self) -> list[CampaignJob]:
+        """Return the campaign job of each row."""
         return [
-            Job(
+            CampaignJob(
                 home=f"cells/{number:03d}-{folder_name_of(row.cell.name)}",
                 spec=row.cell.spec,
                 num_processes=row.cell.num_processes,
@@ -97,7 +97,7 @@ class ParityLog:
             for number, row in enumerate(self.rows, start=1)
         ]
 
-    def settle(self, *, references: bool) -> Iterator[int]:
+    def run_rows(self, *, references: bool) -> Iterator[int]:
         """Run pending rows, and yield their numbers; those whose reference failed are not run.
 
         references  run the references; False: the others, which depend on what came of them
@@ -115,9 +115,9 @@ class ParityLog:
                 self.rows[number] = replace(row, state=RowState.FAILED, error=error)
                 yield number
         jobs = self.jobs
-        for settled in self.campaign.settle([jobs[number] for number in numbers]):
-            number = numbers[settled.position]
-            self.rows[number] = self.rows[number].after(settled)
+        for finished in self.campaign.run_jobs([jobs[number] for number in numbers]):
+            number = numbers[finished.position]
+            self.rows[number] = self.rows[number].after(finished)
             yield number
 
     def write(self, result: dict[str, Any]) -> None:

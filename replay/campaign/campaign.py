@@ -1,16 +1,19 @@
-"""Run the jobs that a command asks for, each once: a journal keeps those that are over, whatever ends the command.
+"""Run the campaign jobs of a command, each once: a journal keeps those that are over, whatever ends the command.
 
-`logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its jobs, and the
-result; it is written when the command begins and when it ends:
+A campaign job is a replay that the command needs, and no job in the sense of the glossary: that is the training that was
+recorded. Where nothing else is meant, `job` in a name stands for a campaign job.
+
+`logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its campaign
+jobs, and the result; it is written when the command begins and when it ends:
 
     {"format": 1, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
 
-`journal.jsonl` gets a line whenever a job is over:
+`journal.jsonl` gets a line whenever a campaign job is over:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "home": "groups/0001/0"}
 
-`--continue` asks for the same jobs again. Those in the journal come back without a run.
+`--continue` asks for the same campaign jobs again. Those in the journal come back without a run.
 """
 
 import hashlib
@@ -42,13 +45,15 @@ Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class CampaignJob:
     """A replay in processes of its own.
 
-    home      folder of the job, relative to the campaign's, such as `groups/0001`; it holds a folder for each attempt
+    The journal knows it by a digest of these fields and their names: under another name, a field would be another job.
+
+    home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
     repeat    number of this run, where the same replay is run several times
-    contents  digest of the inputs, where other inputs may lie in the same folder later; empty: they never change
+    contents  digest of what the inputs hold, where others may lie in their folder later; empty: they never change
     """
 
     home: str
@@ -59,8 +64,8 @@ class Job:
     contents: str = ""
 
     def digest_in(self, folder: Path) -> str:
-        """Return the digest by which the campaign in `folder` knows the job."""
-        # The digest leaves out where the job writes its files, and takes the campaign's folder out of all paths:
+        """Return the digest by which the campaign in `folder` knows the campaign job."""
+        # The digest leaves out where the campaign job writes its files, and takes the campaign's folder out of all paths:
         # a folder that was moved or copied still knows its jobs.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
         job = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
@@ -68,15 +73,15 @@ class Job:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def is_unfinished(child: Child) -> bool:
-    """Did a replay neither come to its end nor refuse its options?"""
+def was_cut_short(child: Child) -> bool:
+    """Was it cut short? Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers."""
     return child.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
-class SettledJob(NamedTuple):
-    """A job that is over.
+class FinishedJob(NamedTuple):
+    """A campaign job that is over.
 
-    position   among the jobs that the command asked for
+    position   among the campaign jobs that the command asked for
     ran_alone  nothing else ran on the machine; otherwise its times mean nothing
     is_new     it was run now; False: its result was in the journal
     """
@@ -89,10 +94,10 @@ class SettledJob(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JournalLine:
-    """What the journal keeps of a job that is over.
+    """What the journal keeps of a campaign job that is over.
 
-    job   digest of the job
-    home  folder of its last attempt, relative to the campaign's
+    job   digest of the campaign job
+    home  folder of its last attempt alone, relative to the campaign's folder; it lies in that of `CampaignJob.home`
     """
 
     job: str
@@ -115,16 +120,16 @@ class _CampaignFile:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign(Generic[Plan]):
-    """The jobs of one command: which of them are over, and where and under which limits the others run.
+    """The campaign jobs of one command: which of them are over, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
     name        of the command, such as `scan`
     command     line that a user types to repeat the campaign
     machine     on which the campaign was begun
-    plan        from which the command makes its jobs; read and written as JSON
+    plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
     result      what the command knows of its answer so far; written as JSON
-    has_failed  judges a job that is over; one that failed while others ran beside it is run again
+    has_failed  judges a campaign job that is over; one that failed while others ran beside it is run again
     """
 
     folder: Path
@@ -134,13 +139,13 @@ class Campaign(Generic[Plan]):
     plan: Plan
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
     result: Mapping[str, Any] | None = None
-    has_failed: Callable[[Child], bool] = is_unfinished
+    has_failed: Callable[[Child], bool] = was_cut_short
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _run_tasks: RunTasks | None = None
     _jobs_run_alone: bool = True
     _seconds_per_job: float = 0.0
-    # No job is started after this time of `time.monotonic`.
-    _last_start: float = 0.0
+    # No campaign job is started after this time of `time.monotonic`.
+    _start_deadline: float = 0.0
 
     @classmethod
     def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
@@ -165,12 +170,17 @@ class Campaign(Generic[Plan]):
 
     @classmethod
     def read(cls, name: str, folder: Path, plan_class: type[Plan]) -> Self:
-        """Read the campaign that `replay <name>` left. Raises UsageError for anything but one of this version."""
+        """Read the campaign that `replay <name>` left.
+
+        Raises UsageError if the folder holds no campaign file that this version can read.
+        """
         path = folder / f"{name}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
-                raise UsageError(f"{path} is of format {content['format']}; this version goes on with {FORMAT} alone")
+                raise UsageError(
+                    f"{path} is of format {content['format']}; this version can only continue format {FORMAT}"
+                )
             file = from_json(_CampaignFile, content, source=f"{path} is damaged", ignore_others=True)
             plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
             lines = _read_journal(folder / JOURNAL)
@@ -184,7 +194,7 @@ class Campaign(Generic[Plan]):
             machine=file.machine,
             versions=file.versions,
             plan=plan,
-            # A job that ran again has several lines, of which the last one holds.
+            # A campaign job that ran again has several lines, of which the last one holds.
             _lines_by_digest={line.job: line for line in lines},
         )
 
@@ -206,19 +216,19 @@ class Campaign(Generic[Plan]):
 
     @property
     def continue_command(self) -> str:
-        """Return the command that a user types to run the jobs that are not over."""
+        """Return the command that a user types to run the campaign jobs that are not over."""
         return f"replay {self.name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
-        """Make the campaign ready to run jobs on `executor`; the time limit for all of them begins now.
+        """Make the campaign ready to run its jobs on `executor`; the time limit for all of them begins now.
 
-        storage  folder or URI where jobs keep the states from which they resume; None: they keep none
+        storage  folder or URI where campaign jobs keep the states from which they resume; None: they keep none
         """
-        self._seconds_per_job, self._last_start = limits.run_seconds, limits.compute_deadline()
+        self._seconds_per_job, self._start_deadline = limits.run_seconds, limits.compute_deadline()
         if storage is None:
             self._run_tasks = executor.make_runner(self.folder, self.machine, limits.at_once)
         else:
-            self._run_tasks = executor.make_trainer(self.folder, self.machine, storage)
+            self._run_tasks = executor.make_resumable_runner(self.folder, self.machine, storage)
         self._jobs_run_alone = executor.gives_whole_machine(self.machine, limits.at_once)
 
     @property
@@ -226,61 +236,63 @@ class Campaign(Generic[Plan]):
         return self._run_tasks.num_running if self._run_tasks is not None else 0
 
     @property
-    def num_settled(self) -> int:
-        """Return how many jobs are over."""
+    def num_finished(self) -> int:
+        """Return how many campaign jobs are over."""
         return len(self._lines_by_digest)
 
-    def check_resumable(self, executor: Executor, jobs: Iterable[Job] | None = None) -> None:
-        """Raise UsageError if jobs still have to run, and would run on another machine or with other versions.
+    def check_resumable(self, executor: Executor, jobs: Iterable[CampaignJob] | None = None) -> None:
+        """Raise UsageError if campaign jobs still have to run, but on another machine or with other versions.
 
         jobs  all that the command will ask for; None: they are not known yet
         """
-        if jobs is not None and all(self.find_settled(job) for job in jobs):
+        if jobs is not None and all(self.find_finished(job) for job in jobs):
             return
         executor.check_machine(self.machine, self.folder)
         refuse_other_versions(self.versions, self.folder)
 
-    def find_settled(self, job: Job, position: int = 0) -> SettledJob | None:
-        """Return the job with its result if it is over; None if it has to run."""
+    def find_finished(self, job: CampaignJob, position: int = 0) -> FinishedJob | None:
+        """Return the campaign job with its result if it is over; None if it has to run."""
         line = self._lines_by_digest.get(job.digest_in(self.folder))
         if line is None:
             return None
-        home = self.folder / line.home
-        child = Child(exit_code=line.exit_code, seconds=line.seconds, output=home / OUTPUT, logs=home)
-        # The job has to run again if it failed while others ran beside it. They may have taken the memory or the time
-        # that it lacked: alone it might succeed.
+        attempt_folder = self.folder / line.home
+        child = Child(
+            exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
+        )
+        # The campaign job has to run again if it failed while others ran beside it. They may have taken the memory or
+        # the time that it lacked: alone it might succeed.
         if not line.ran_alone and self.has_failed(child):
             return None
-        return SettledJob(position, child, line.ran_alone, is_new=False)
+        return FinishedJob(position, child, line.ran_alone, is_new=False)
 
-    def forget(self, job: Job) -> None:
-        """Take a job out of those that are over, so that it runs again."""
+    def forget(self, job: CampaignJob) -> None:
+        """Take a campaign job out of those that are over, so that it runs again."""
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
-    def settle(self, jobs: Iterable[Job], *, last_start: float | None = None) -> Generator[SettledJob]:
-        """Yield each job when it is over: first those of the journal, then the others as they end.
+    def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
+        """Run campaign jobs, and yield each when it is over: first those of the journal, then the others as they end.
 
-        last_start  no job is started after this time of `time.monotonic`; None: as the limits say
+        start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
         """
         assert self._run_tasks is not None, "call open() first"
         pending = {}
         for position, job in enumerate(jobs):
-            if (settled := self.find_settled(job, position)) is not None:
-                yield settled
+            if (finished := self.find_finished(job, position)) is not None:
+                yield finished
             else:
                 pending[position] = job
         tasks = ((position, self._make_task(job)) for position, job in pending.items())
-        last_start = self._last_start if last_start is None else last_start
-        for position, child in self._run_tasks(tasks, until=last_start):
+        start_deadline = self._start_deadline if start_deadline is None else start_deadline
+        for position, child in self._run_tasks(tasks, until=start_deadline):
             self._record(pending[position], child)
-            yield SettledJob(position, child, self._jobs_run_alone, is_new=True)
+            yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
-    def run(self, job: Job) -> Child:
-        """Run one job, unless it is over, however little time is left."""
-        [settled] = self.settle([job], last_start=math.inf)
-        return settled.child
+    def run(self, job: CampaignJob) -> Child:
+        """Run one campaign job, unless it is over, however little time is left."""
+        [finished] = self.run_jobs([job], start_deadline=math.inf)
+        return finished.child
 
-    def _make_task(self, job: Job) -> Task:
+    def _make_task(self, job: CampaignJob) -> Task:
         return Task.attempt(
             self.folder / job.home,
             ChildJob(spec=job.spec),
@@ -289,8 +301,8 @@ class Campaign(Generic[Plan]):
             python=job.python,
         )
 
-    def _record(self, job: Job, child: Child) -> None:
-        """Write a job that is over into the journal."""
+    def _record(self, job: CampaignJob, child: Child) -> None:
+        """Write a campaign job that is over into the journal."""
         line = _JournalLine(
             job=job.digest_in(self.folder),
             exit_code=child.exit_code,
@@ -327,7 +339,7 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Jobs that run are ended first, by `Campaign.settle`.
+    Campaign jobs that run are ended first, by `Campaign.run_jobs`.
     """
     interruption = Interruption()
     try:
@@ -352,7 +364,7 @@ class ShapedInputs:
     def read(cls, spec: InputsSpec, *, loss: str, grad_accumulation: int | None) -> Self:
         """Read the shapes, of one data rank. Raises UsageError if no input can be replayed.
 
-        grad_accumulation  passes of a window; None: as many as the job's
+        grad_accumulation  passes of a window; None: as many as in the job that was recorded
         """
         selection = select(spec, 0, 1, loss=loss, grad_accumulation=grad_accumulation)
         shapes, unfeedable = read_shapes(selection.inputs, loss)

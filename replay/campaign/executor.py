@@ -1,4 +1,4 @@
-"""Choose where the jobs of a campaign run: in processes on this machine, or on a Ray cluster."""
+"""Choose where campaign jobs run: in processes on this machine, or on a Ray cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 class Executor(Protocol):
     def choose_machine(self, num_devices: int | None, option: str) -> Machine:
-        """Return the devices that jobs may use. Raises UsageError, which names `option`, if there are fewer."""
+        """Return the devices that campaign jobs may use. Raises UsageError, which names `option`, if there are fewer."""
 
     def check_machine(self, machine: Machine, folder: Path) -> None:
         """Raise UsageError if the campaign in `folder`, begun on `machine`, cannot continue here."""
@@ -29,14 +29,14 @@ class Executor(Protocol):
         at_once  processes on each GPU at the same time, or tasks on a CPU; None: one task at a time
         """
 
-    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        """Return what trains tasks whose logs lie below `root`, one after another.
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+        """Return what runs tasks whose logs lie below `root`, one after another, and resumes one that was interrupted.
 
-        storage  folder or URI where the tasks keep the states from which they resume; None: they keep none
+        storage  folder or URI where tasks keep the states from which they resume; None: they keep none, and do not resume
         """
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
-        """Does each job get the machine for itself, so that its times mean something?"""
+        """Does each campaign job get the machine for itself, so that its times mean something?"""
 
 
 class ThisMachine:
@@ -59,7 +59,7 @@ class ThisMachine:
         gpus = list_gpus(machine.num_devices) if at_once and machine.has_gpus else []
         return RunHere(at_once=at_once or 1, gpus=gpus)
 
-    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
         return self.make_runner(root, machine, None)
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
@@ -86,7 +86,7 @@ class OnRay:
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         return RayTaskRunner(self.cluster, root, at_once=at_once or 1)
 
-    def make_trainer(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
         return self.make_runner(root, machine, None) if storage is None else RayTrainings(self.cluster, root, storage)
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
@@ -97,7 +97,7 @@ class OnRay:
 def open_executor(ray: RayOptions | None, num_ranks: int = PROCESSES_ON_A_CPU) -> Iterator[Executor]:
     """Connect to the Ray cluster that the options name, or use this machine.
 
-    num_ranks  the most that a job has on a cluster without GPUs
+    num_ranks  the most that a campaign job has on a cluster without GPUs
     """
     if ray is None:
         yield ThisMachine()

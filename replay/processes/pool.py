@@ -116,7 +116,7 @@ class Child:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A job in a number of processes on this machine, for at most `limit` seconds.
+    """One attempt at a replay, in a number of processes, for at most `limit` seconds.
 
     Its output goes into the file `output`. `python` is the path of another environment's interpreter; empty: this one.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
 from capture.file_format.micro_batch import CaptureError
-from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import ThisMachine
 from replay.commands.minimise.console import MinimiseConsole
@@ -305,7 +305,7 @@ class _Minimisation:
         """Run one replay, and of a parity cell first its reference."""
         children: list[Child] = []
         for job in self._make_jobs(trial, repeat):
-            if self.log.campaign.find_settled(job) is None:
+            if self.log.campaign.find_finished(job) is None:
                 self.is_new = True
                 self.console.show_progress(len(self.log.trials) + 1)
             children.append(self.log.campaign.run(job))
@@ -318,9 +318,9 @@ class _Minimisation:
 
     def _has_to_run(self, trial: _TrialPlan, repeat: int) -> bool:
         """Is a replay of this trial still to be run?"""
-        return self.log.campaign.find_settled(self._make_jobs(trial, repeat)[0]) is None
+        return self.log.campaign.find_finished(self._make_jobs(trial, repeat)[0]) is None
 
-    def _make_jobs(self, trial: _TrialPlan, repeat: int) -> list[Job]:
+    def _make_jobs(self, trial: _TrialPlan, repeat: int) -> list[CampaignJob]:
         """Return the runs of a trial: of a parity cell its reference's first. Raises UsageError for wrong options."""
         plan, cell, candidate = self.log.plan, self.log.plan.parity, trial.candidate
         runs = [("runs", plan.spec if trial.inputs is None else candidate.spec, candidate.num_processes)]
@@ -329,7 +329,9 @@ class _Minimisation:
             runs.insert(0, ("reference", reference, cell.num_processes))
         shared: dict[str, Any] = {"repeat": repeat, "contents": trial.contents}
         return [
-            Job(home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared)
+            CampaignJob(
+                home=f"{trial.home}/{name}", spec=trial.with_inputs(spec), num_processes=num_processes, **shared
+            )
             for name, spec, num_processes in runs
         ]
 

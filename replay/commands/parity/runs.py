@@ -11,7 +11,7 @@ from replay.agreement.matrix import EDGES, arrange_settings, make_edge_settings,
 from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
 from replay.agreement.rows import ParityLog, RowState, folder_name_of
-from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.parity.report import ParityProgress, write_report
@@ -179,7 +179,7 @@ def _run(log: ParityLog, executor: Executor, limits: RunLimits, *, trace: bool) 
     differences: Pairs = []
     with catch_interruption() as interruption:
         for references in (True, False):
-            for number in log.settle(references=references):
+            for number in log.run_rows(references=references):
                 progress.show_run(number, log.rows[number], judge.judge(log.rows), campaign.num_running)
         if trace:
             differences.extend(FirstDifferences(log).find(judge.judge(log.rows)))
@@ -235,7 +235,9 @@ class FirstDifferences:
             measure=replace(cell.spec.measure, trace=True, warmup=0),
         )
         home = f"traces/{first:04d}-{folder_name_of(cell.name)}"
-        child = self._campaign.run(Job(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python))
+        child = self._campaign.run(
+            CampaignJob(home=home, spec=spec, num_processes=cell.num_processes, python=cell.python)
+        )
         if child.exit_code != 0:
             raise UsageError(f"the traced run of {cell.name} failed: {child.error}")
         return PastRun.read(child.logs).folder

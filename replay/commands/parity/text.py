@@ -22,8 +22,8 @@ def format_header(log: ParityLog) -> Pairs:
         *((f"env {number}", environment.text) for number, environment in enumerate(environments, start=1)),
         ("runs", f"{len(log.rows)}: " + ", ".join(pluralise(number, role) for role, number in roles.items())),
     ]
-    if settled := sum(row.state is not RowState.PENDING for row in log.rows):
-        pairs.append(("going on", f"{settled} of {len(log.rows)} are there"))
+    if num_finished := sum(row.state is not RowState.PENDING for row in log.rows):
+        pairs.append(("going on", f"{num_finished} of {len(log.rows)} are there"))
     return pairs
 
 

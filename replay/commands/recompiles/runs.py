@@ -19,7 +19,7 @@ from typing import IO
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, Job, ShapedInputs, catch_interruption
+from replay.campaign.campaign import Campaign, CampaignJob, ShapedInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.commands.recompiles.policies import (
     Policy,
@@ -200,7 +200,7 @@ class _PolicyRuns:
             return PolicyResult(policy=policy, error=format_error_with_flags(error))
         actor = apply_policy(policy, plan.spec.actor, multiple=plan.multiple, sizes=sizes)
         numbers = [str(shape.number) for shape in self.shapes]
-        job = Job(
+        job = CampaignJob(
             home=f"runs/{policy}",
             spec=replace(
                 plan.spec,

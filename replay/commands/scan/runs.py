@@ -16,7 +16,7 @@ from typing import IO
 
 from actor_init.spec import UsageError
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import Campaign, Job, catch_interruption
+from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
 from replay.options.option_parsing import format_command_line
@@ -62,10 +62,10 @@ class ScanPlan:
         ]
 
     @property
-    def jobs(self) -> list[Job]:
-        """Return the job of each group."""
+    def jobs(self) -> list[CampaignJob]:
+        """Return the campaign job of each group."""
         return [
-            Job(
+            CampaignJob(
                 home=f"groups/{number:04d}",
                 spec=replace(
                     self.spec,
@@ -172,9 +172,9 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) ->
     groups = campaign.plan.groups
     console = ScanConsole(campaign, groups)
     with catch_interruption() as interruption:
-        for settled in campaign.settle(campaign.plan.jobs):
-            groups[settled.position] = groups[settled.position].with_result(settled.child, campaign.folder)
-            console.show_group(settled.position, groups[settled.position], is_new=settled.is_new)
+        for finished in campaign.run_jobs(campaign.plan.jobs):
+            groups[finished.position] = groups[finished.position].with_result(finished.child, campaign.folder)
+            console.show_group(finished.position, groups[finished.position], is_new=finished.is_new)
     campaign.result = {"groups": groups}
     campaign.write()
     console.finish()

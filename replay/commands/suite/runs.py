@@ -26,7 +26,7 @@ from actor_init.saving.huggingface import check_folder
 from actor_init.spec import Dtype, UsageError
 from capture.file_format.atomic_write import write_atomically
 from capture.progress_bar import ProgressBar
-from replay.campaign.campaign import JOURNAL, Campaign, Job, catch_interruption
+from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import Executor, open_executor
 from replay.commands.suite.inputs import SuiteInputs, prepare_inputs
 from replay.commands.suite.loss_curve import (
@@ -102,8 +102,8 @@ class Suite:
         if not suite.inputs_folder.is_dir():
             raise UsageError(f"--continue {folder}: its inputs in {suite.inputs_folder} are gone. Try: replay suite")
         for training in suite.runnable:
-            settled = suite.campaign.find_settled(suite.job(training))
-            child = None if settled is None else settled.child
+            finished = suite.campaign.find_finished(suite.job(training))
+            child = None if finished is None else finished.child
             # what a copy from the storage holds of a training that failed does not say why
             if child and (child.exit_code != 0 or isinstance(suite.curve_after(training, child), NoCurve)):
                 suite.campaign.forget(suite.job(training))
@@ -133,7 +133,7 @@ class Suite:
     def inputs_a_step(self) -> int:
         return count_inputs_per_step(self.plan)
 
-    def job(self, training: PlannedTraining) -> Job:
+    def job(self, training: PlannedTraining) -> CampaignJob:
         """Return the training of a configuration."""
         begin = str(self.init_weights) if self.spec.save_init_weights else self.spec.init_weights
         spec = build_run_spec(
@@ -146,22 +146,24 @@ class Suite:
             # Ray Train keeps the states in its storage, whatever this folder is
             states=None if self.storage is None else Path(self.storage) / training.name / "states",
         )
-        return Job(home=f"runs/{training.name}", spec=spec, num_processes=training.num_processes)
+        return CampaignJob(home=f"runs/{training.name}", spec=spec, num_processes=training.num_processes)
 
     @property
-    def job_of_init_weights(self) -> Job:
+    def job_of_init_weights(self) -> CampaignJob:
         """Return the run that writes the weights with which all configurations begin."""
         spec = build_init_weights_spec(
             self.spec, inputs=self.inputs_folder, loss=self.inputs.loss, folder=self.init_weights
         )
-        return Job(home="runs/init-weights", spec=spec)
+        return CampaignJob(home="runs/init-weights", spec=spec)
 
     @property
     def curves(self) -> dict[str, LossCurve | NoCurve]:
         """Return the curves of the configurations that were trained, by name. Raises UsageError for a damaged file."""
-        settled_jobs = [(training, self.campaign.find_settled(self.job(training))) for training in self.runnable]
+        finished_jobs = [(training, self.campaign.find_finished(self.job(training))) for training in self.runnable]
         return {
-            training.name: self.curve_after(training, settled.child) for training, settled in settled_jobs if settled
+            training.name: self.curve_after(training, finished.child)
+            for training, finished in finished_jobs
+            if finished
         }
 
     def curve_after(self, training: PlannedTraining, child: Child) -> LossCurve | NoCurve:

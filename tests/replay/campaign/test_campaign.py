@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actor_init.spec import UsageError
-from replay.campaign.campaign import JOURNAL, Campaign, Job, catch_interruption
+from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.spec import ReplaySpec
 from replay.processes.pool import Child, Machine, RunLimits, Task
@@ -26,9 +26,9 @@ class ToyPlan:
     num_jobs: int
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[CampaignJob]:
         return [
-            Job(
+            CampaignJob(
                 home=f"runs/{number}",
                 spec=replace(self.spec, inputs=replace(self.spec.inputs, skip_inputs=number, max_inputs=1)),
             )
@@ -74,17 +74,17 @@ def begin_campaign(tmp_path: Path, num_jobs: int = 4) -> Campaign[ToyPlan]:
 
 
 def settle_all(
-    campaign: Campaign[ToyPlan], machine: FakeMachine, jobs: Sequence[Job] | None = None
+    campaign: Campaign[ToyPlan], machine: FakeMachine, jobs: Sequence[CampaignJob] | None = None
 ) -> dict[int, tuple[Any, ...]]:
     campaign.open(machine, LIMITS)
     results = {}
     with catch_interruption():
-        for settled in campaign.settle(campaign.plan.jobs if jobs is None else jobs):
-            results[settled.position] = (
-                settled.child.exit_code,
-                settled.child.seconds,
-                settled.child.logs,
-                settled.child.error,
+        for finished in campaign.run_jobs(campaign.plan.jobs if jobs is None else jobs):
+            results[finished.position] = (
+                finished.child.exit_code,
+                finished.child.seconds,
+                finished.child.logs,
+                finished.child.error,
             )
     return results
 
@@ -129,7 +129,7 @@ def test_a_job_is_known_by_what_it_runs_and_not_by_where_its_files_lie(tmp_path:
         replace(job, python="/opt/python"),
         replace(job, spec=replace(job.spec, actor=replace(job.spec.actor, num_layers=1))),
     ]
-    assert [campaign.find_settled(job) is not None for job in [*known, *others]] == [True, False, False, False]
+    assert [campaign.find_finished(job) is not None for job in [*known, *others]] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,10 @@ def change_journal(folder: Path) -> None:
     ("change", "says"),
     [
         (damage, "is damaged: Expecting property name"),
-        (change_format, "is of format 7; this version goes on with 1 alone. Try: replay scan, from the beginning"),
+        (
+            change_format,
+            "is of format 7; this version can only continue format 1. Try: replay scan, from the beginning",
+        ),
         (change_plan, "is damaged: plan: "),
         (change_journal, "journal.jsonl is damaged in line 1: job is 3"),
     ],
