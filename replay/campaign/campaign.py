@@ -1,7 +1,7 @@
 """Run the campaign jobs of a command, each once: a journal keeps those that are over, whatever ends the command.
 
-A campaign job is a replay that the command needs, and no job in the sense of the glossary: that is the training that was
-recorded. Where nothing else is meant, `job` in a name stands for a campaign job.
+A campaign job is a replay that the command needs. The glossary's job, the training that is recorded, is something else;
+in the names of this module, `job` stands for a campaign job.
 
 `logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its campaign
 jobs, and the result; it is written when the command begins and when it ends:
@@ -65,8 +65,8 @@ class CampaignJob:
 
     def digest_in(self, folder: Path) -> str:
         """Return the digest by which the campaign in `folder` knows the campaign job."""
-        # The digest leaves out where the campaign job writes its files, and takes the campaign's folder out of all paths:
-        # a folder that was moved or copied still knows its jobs.
+        # The digest leaves out where the campaign job writes its files, and takes the campaign's folder out of all
+        # paths: a folder that was moved or copied still knows its campaign jobs.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
         job = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
         text = json.dumps(job, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")

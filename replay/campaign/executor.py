@@ -18,7 +18,10 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 class Executor(Protocol):
     def choose_machine(self, num_devices: int | None, option: str) -> Machine:
-        """Return the devices that campaign jobs may use. Raises UsageError, which names `option`, if there are fewer."""
+        """Return the devices that campaign jobs may use.
+
+        Raises UsageError, which names `option`, if there are fewer.
+        """
 
     def check_machine(self, machine: Machine, folder: Path) -> None:
         """Raise UsageError if the campaign in `folder`, begun on `machine`, cannot continue here."""
@@ -32,7 +35,7 @@ class Executor(Protocol):
     def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
         """Return what runs tasks whose logs lie below `root`, one after another, and resumes one that was interrupted.
 
-        storage  folder or URI where tasks keep the states from which they resume; None: they keep none, and do not resume
+        storage  folder or URI where tasks keep the states from which they resume; None: none resumes
         """
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
