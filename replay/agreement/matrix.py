@@ -199,7 +199,7 @@ def _read_axis(key: str, path: Path) -> str:
 
 
 def list_axes() -> list[str]:
-    fields = dict.fromkeys(toggle.field for toggle in list_options() if toggle.part.startswith("actor"))
+    fields = dict.fromkeys(option.field for option in list_options() if option.part.startswith("actor"))
     return [DATA, *fields]
 
 
@@ -257,8 +257,8 @@ def to_options(setting: Setting) -> dict[str, Any]:
     Raises UsageError for an invalid value.
     """
     by_field: dict[str, DeclaredOption] = {}
-    for toggle in list_options():
-        by_field.setdefault(toggle.field, toggle)
+    for option in list_options():
+        by_field.setdefault(option.field, option)
     options: dict[str, Any] = {}
     for name, value in setting.items():
         if name == DATA:

@@ -138,9 +138,9 @@ def plan_matrix(
     """
     typed_spec = build_replay_spec(common)
     typed_values = {
-        toggle.field: toggle.read_value(typed_spec)
-        for toggle in list_options()
-        if toggle.part.startswith("actor") and common.get(toggle.parameter) is not None
+        option.field: option.read_value(typed_spec)
+        for option in list_options()
+        if option.part.startswith("actor") and common.get(option.parameter) is not None
     }
     refused: dict[str, str] = {}
     cells: dict[Any, Cell] = {}
@@ -323,7 +323,7 @@ def _applies_to(field: str, backend: str) -> bool:
 
 
 def _find_field(parameter: str) -> str:
-    return next(toggle.field for toggle in list_options() if toggle.parameter == parameter)
+    return next(option.field for option in list_options() if option.parameter == parameter)
 
 
 def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext) -> None:

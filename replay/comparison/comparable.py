@@ -110,13 +110,13 @@ def _compare_work_settings(reference: PastRun, other: PastRun) -> list[str]:
 
 def _compare_values(reference: PastRun, other: PastRun, names: Collection[str]) -> list[str]:
     values = [
-        (toggle, toggle.read_value(other), toggle.read_value(reference))
-        for toggle in list_options()
-        if toggle.field in names
+        (option, option.read_value(other), option.read_value(reference))
+        for option in list_options()
+        if option.field in names
     ]
     return [
-        f"{_format_typed(toggle, value)}, not {_format_typed(toggle, reference_value)}"
-        for toggle, value, reference_value in values
+        f"{_format_typed(option, value)}, not {_format_typed(option, reference_value)}"
+        for option, value, reference_value in values
         if value != reference_value
     ]
 
@@ -129,8 +129,8 @@ def _compare_loss_files(reference: PastRun, other: PastRun) -> list[str]:
     return [f"--loss {loss} is other code: its file has changed in between"]
 
 
-def _format_typed(toggle: DeclaredOption, value: Any) -> str:
-    return f"no {toggle.flag}" if value is None else " ".join(toggle.format_arguments(value))
+def _format_typed(option: DeclaredOption, value: Any) -> str:
+    return f"no {option.flag}" if value is None else " ".join(option.format_arguments(value))
 
 
 def _compare_inputs(reference: PastRun, pairs: Sequence[tuple[SharedPass, SharedPass]], other: PastRun) -> list[str]:

@@ -98,7 +98,7 @@ def list_options() -> tuple[DeclaredOption, ...]:
         for spec_field in fields(spec_class):
             if spec_field.metadata:
                 all_options.extend(_make_options(part, spec_field, unwrap_optional(hints[spec_field.name])))
-    assert len({toggle.parameter for toggle in all_options}) == len(all_options), "two options have one name"
+    assert len({option.parameter for option in all_options}) == len(all_options), "two options have one name"
     return tuple(all_options)
 
 
@@ -142,10 +142,10 @@ def unwrap_optional(annotation: Any) -> Any:
 
 
 def add_options(
-    command: Callable[..., Any], *, serves: Callable[[DeclaredOption], bool] = lambda toggle: True
+    command: Callable[..., Any], *, serves: Callable[[DeclaredOption], bool] = lambda option: True
 ) -> Callable[..., Any]:
     """Replace the `**given` of `command` with one parameter for each option that `serves` accepts."""
-    return with_parameters(command, [_make_parameter(toggle) for toggle in list_options() if serves(toggle)])
+    return with_parameters(command, [_make_parameter(option) for option in list_options() if serves(option)])
 
 
 def with_parameters(
@@ -164,22 +164,22 @@ def with_parameters(
     return command
 
 
-def _make_parameter(toggle: DeclaredOption) -> inspect.Parameter:
-    has_negation = toggle.value_type is bool and not toggle.is_switch
-    default = "on" if toggle.default is True else toggle.default
-    says_default = not toggle.is_switch and default is not None and default is not False
-    help = f"{toggle.help} (default: {default})" if says_default else toggle.help
+def _make_parameter(option: DeclaredOption) -> inspect.Parameter:
+    has_negation = option.value_type is bool and not option.is_switch
+    default = "on" if option.default is True else option.default
+    says_default = not option.is_switch and default is not None and default is not False
+    help = f"{option.help} (default: {default})" if says_default else option.help
     return inspect.Parameter(
-        toggle.parameter,
+        option.parameter,
         inspect.Parameter.KEYWORD_ONLY,
-        annotation=(bool if toggle.value_type is bool else str) | None,
+        annotation=(bool if option.value_type is bool else str) | None,
         default=typer.Option(
             None,
-            f"{toggle.flag}/{toggle.negation}" if has_negation else toggle.flag,
+            f"{option.flag}/{option.negation}" if has_negation else option.flag,
             help=help,
-            metavar=toggle.metavar or "|".join(toggle.choices) or METAVARS[toggle.value_type],
+            metavar=option.metavar or "|".join(option.choices) or METAVARS[option.value_type],
             show_default=False,
-            rich_help_panel=PANELS[toggle.part],
+            rich_help_panel=PANELS[option.part],
         ),
     )
 
@@ -191,12 +191,12 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
     """
     # By part and field: how it was typed, and its value.
     typed: dict[tuple[str, str], tuple[str, Any]] = {}
-    for toggle in list_options():
-        if given.get(toggle.parameter) is None:
+    for option in list_options():
+        if given.get(option.parameter) is None:
             continue
-        value = toggle.switch_value if toggle.is_switch else _parse(toggle, given[toggle.parameter])
-        text = " ".join(toggle.format_arguments(value))
-        earlier, other = typed.setdefault((toggle.part, toggle.field), (text, value))
+        value = option.switch_value if option.is_switch else _parse(option, given[option.parameter])
+        text = " ".join(option.format_arguments(value))
+        earlier, other = typed.setdefault((option.part, option.field), (text, value))
         if other != value:
             raise UsageError(f"{earlier} and {text} exclude each other. Give one of the two")
     parts: dict[str, Any] = {}
@@ -214,57 +214,57 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
-def _parse(toggle: DeclaredOption, given: str | bool) -> Any:
+def _parse(option: DeclaredOption, given: str | bool) -> Any:
     """Convert the typed text to the field's type."""
     try:
-        value = toggle.value_type(given)
+        value = option.value_type(given)
     except ValueError:
         value = None
-    if given == "" or value is None or (toggle.choices and value not in toggle.choices):
-        raise UsageError(f"{toggle.flag} {given!r} is not allowed. Give {_describe_allowed(toggle)}")
-    _check_range(toggle, value)
+    if given == "" or value is None or (option.choices and value not in option.choices):
+        raise UsageError(f"{option.flag} {given!r} is not allowed. Give {_describe_allowed(option)}")
+    _check_range(option, value)
     return value
 
 
-def _check_range(toggle: DeclaredOption, value: Any) -> None:
+def _check_range(option: DeclaredOption, value: Any) -> None:
     if isinstance(value, (int, float)) and not (
-        (math.isfinite(value) or value == toggle.max)
-        and (toggle.min is None or value >= toggle.min)
-        and (toggle.max is None or value <= toggle.max)
+        (math.isfinite(value) or value == option.max)
+        and (option.min is None or value >= option.min)
+        and (option.max is None or value <= option.max)
     ):
-        raise UsageError(f"{toggle.flag} {value} is not allowed. Give {_describe_allowed(toggle)}")
+        raise UsageError(f"{option.flag} {value} is not allowed. Give {_describe_allowed(option)}")
 
 
-def _describe_allowed(toggle: DeclaredOption) -> str:
-    if toggle.choices:
-        return f"one of {', '.join(toggle.choices)}"
-    number = "a number" if toggle.max == math.inf else "a finite number"
-    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[toggle.value_type]
-    if toggle.max is not None:
-        return f"{kind} from {toggle.min} to {toggle.max}"
-    return kind if toggle.min is None else f"{kind} of at least {toggle.min}"
+def _describe_allowed(option: DeclaredOption) -> str:
+    if option.choices:
+        return f"one of {', '.join(option.choices)}"
+    number = "a number" if option.max == math.inf else "a finite number"
+    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[option.value_type]
+    if option.max is not None:
+        return f"{kind} from {option.min} to {option.max}"
+    return kind if option.min is None else f"{kind} of at least {option.min}"
 
 
 def format_command_line(spec: ReplaySpec) -> list[str]:
     """Format the shortest arguments that produce this spec, for example ["--max-inputs", "5", "--compile"]."""
     arguments: list[str] = []
     written: set[tuple[str, str]] = set()
-    for toggle in list_options():
-        value = toggle.read_value(spec)
+    for option in list_options():
+        value = option.read_value(spec)
         if (
-            (toggle.part, toggle.field) in written
-            or value == toggle.default
-            or (toggle.is_switch and toggle.switch_value != value)
+            (option.part, option.field) in written
+            or value == option.default
+            or (option.is_switch and option.switch_value != value)
         ):
             continue
-        arguments += toggle.format_arguments(value)
-        written.add((toggle.part, toggle.field))
+        arguments += option.format_arguments(value)
+        written.add((option.part, option.field))
     return arguments
 
 
 def find_values_without_option(spec: ReplaySpec) -> dict[str, Any]:
     """Find the fields that no option sets and that are not at their default, with their values."""
-    declared = {(toggle.part, toggle.field) for toggle in list_options()}
+    declared = {(option.part, option.field) for option in list_options()}
     return {
         spec_field.name: value
         for part, spec_class in PARTS.items()
@@ -278,11 +278,11 @@ def find_values_without_option(spec: ReplaySpec) -> dict[str, Any]:
 def replace_values(spec: ReplaySpec, values: Iterable[tuple[DeclaredOption, Any]]) -> ReplaySpec:
     """Replace the values of some options of a spec. Raises UsageError if they contradict the rest."""
     values_by_part = spec_to_dict(spec)
-    for toggle, value in values:
+    for option, value in values:
         part = values_by_part
-        for name in toggle.part.split("."):
+        for name in option.part.split("."):
             part = part[name]
-        part[toggle.field] = to_json(value)
+        part[option.field] = to_json(value)
     return spec_from_dict(values_by_part, source="the options")
 
 
@@ -298,9 +298,9 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
     Raises UsageError, with a message that begins with `source`, for invalid values.
     """
     spec = from_json(ReplaySpec, values, source=source)
-    for toggle in list_options():
+    for option in list_options():
         try:
-            _check_range(toggle, toggle.read_value(spec))
+            _check_range(option, option.read_value(spec))
         except UsageError as error:
             raise UsageError(f"{source}: {error.text}") from error
     return spec
@@ -318,9 +318,9 @@ def spell_setting(setting: Setting) -> str:
 
     The flags are those of the options that the field declares; a setting of `capture` is no option here.
     """
-    declared = [toggle for toggle in list_options() if toggle.field == setting.name]
-    toggle = next((toggle for toggle in declared if not toggle.is_switch or toggle.switch_value == setting.value), None)
-    if toggle is None:
+    declared = [option for option in list_options() if option.field == setting.name]
+    option = next((option for option in declared if not option.is_switch or option.switch_value == setting.value), None)
+    if option is None:
         flag = declared[0].flag if declared else flag_of(setting.name)
         return f"{flag} {setting.value}" if setting.has_value and not declared else flag
-    return " ".join(toggle.format_arguments(setting.value)) if setting.has_value else toggle.flag
+    return " ".join(option.format_arguments(setting.value)) if setting.has_value else option.flag

@@ -250,10 +250,10 @@ def _add_typed(choices: Sequence[ResolvedChoice], spec: ReplaySpec) -> list[Reso
     """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
     by_setting = {choice.setting: choice for choice in choices}
     in_option_order: dict[str, ResolvedChoice] = {}
-    for toggle in list_options():
-        setting, value = f"{toggle.part}.{toggle.field}", toggle.read_value(spec)
+    for option in list_options():
+        setting, value = f"{option.part}.{option.field}", option.read_value(spec)
         if setting in by_setting:
             in_option_order[setting] = by_setting[setting]
-        elif value != toggle.default:
+        elif value != option.default:
             in_option_order[setting] = ResolvedChoice(setting=setting, value=value, by=ChosenBy.TYPED)
     return list((in_option_order | by_setting).values())

@@ -16,11 +16,11 @@ from replay.processes.child_job import ChildJob
 from replay.processes.launch import count_missing_processes, relaunch
 
 
-def _serves_diagnose(toggle: DeclaredOption) -> bool:
+def _serves_diagnose(option: DeclaredOption) -> bool:
     """Tell whether the option applies to diagnose. Those that diagnose sets itself do not."""
-    if toggle.part == "measure":
-        return toggle.field in ("loss", "timeout", "log_folder")
-    return toggle.part not in ("state", "objective") and toggle.field not in (
+    if option.part == "measure":
+        return option.field in ("loss", "timeout", "log_folder")
+    return option.part not in ("state", "objective") and option.field not in (
         "learning_rate",
         "grad_accumulation",
         "uneven",

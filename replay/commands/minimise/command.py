@@ -17,9 +17,9 @@ from replay.processes.launch import refuse_launcher
 DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}
 
 
-def _applies_to_minimise(toggle: DeclaredOption) -> bool:
+def _applies_to_minimise(option: DeclaredOption) -> bool:
     """Does the option apply? Nothing is saved, and a trial has a name of its own."""
-    return toggle.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
+    return option.field not in ("save_state", "save_every", "resume", "save_model", "quiet", "full_names", "name")
 
 
 @partial(add_options, serves=_applies_to_minimise)

@@ -76,29 +76,29 @@ class Candidate:
 
     def without_options(self, dropped: Sequence[DeclaredOption]) -> "Candidate":
         """Return the candidate without these options. Raises UsageError if the rest contradict each other."""
-        return replace(self, spec=replace_values(self.spec, [(toggle, toggle.default) for toggle in dropped]))
+        return replace(self, spec=replace_values(self.spec, [(option, option.default) for option in dropped]))
 
     def with_option(self, flag: str, value: Any) -> "Candidate":
         """Return the candidate with the option `flag` set. Raises UsageError if that contradicts the others."""
-        toggle = next(declared for declared in list_options() if declared.flag == flag)
-        return replace(self, spec=replace_values(self.spec, [(toggle, value)]))
+        option = next(declared for declared in list_options() if declared.flag == flag)
+        return replace(self, spec=replace_values(self.spec, [(option, value)]))
 
 
 def find_changed_options(spec: ReplaySpec) -> list[DeclaredOption]:
     """Return the options of a spec that are not at their default and that minimise does not set itself."""
     options: dict[tuple[str, str], DeclaredOption] = {}
-    for toggle in list_options():
-        value = toggle.read_value(spec)
-        is_default = value == toggle.default or (toggle.is_switch and toggle.switch_value != value)
-        if toggle.field not in FIELDS_OF_TRIALS and not is_default:
+    for option in list_options():
+        value = option.read_value(spec)
+        is_default = value == option.default or (option.is_switch and option.switch_value != value)
+        if option.field not in FIELDS_OF_TRIALS and not is_default:
             # Of a field's options its own comes first, then its switches. The first one that fits is kept.
-            options.setdefault((toggle.part, toggle.field), toggle)
+            options.setdefault((option.part, option.field), option)
     return list(options.values())
 
 
 def remove_inputs(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec with the defaults of what minimise sets in every trial."""
-    defaults = {toggle.field: toggle.default for toggle in list_options() if toggle.field in FIELDS_OF_TRIALS}
+    defaults = {option.field: option.default for option in list_options() if option.field in FIELDS_OF_TRIALS}
     log_folder = defaults.pop("log_folder")
     return replace(spec, inputs=replace(spec.inputs, **defaults), measure=replace(spec.measure, log_folder=log_folder))
 

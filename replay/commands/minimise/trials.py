@@ -46,9 +46,9 @@ class ParityCell:
     def shared_flags(self) -> list[str]:
         """Return the flags of what cell and reference have in common: the noise was measured with these."""
         return [
-            toggle.flag
-            for toggle in find_changed_options(self.spec)
-            if toggle.read_value(self.reference) == toggle.read_value(self.spec)
+            option.flag
+            for option in find_changed_options(self.spec)
+            if option.read_value(self.reference) == option.read_value(self.spec)
         ]
 
     def build_reference(self, candidate: Candidate) -> ReplaySpec:
@@ -58,9 +58,9 @@ class ParityCell:
         """
         spec, candidate_spec = self.reference, candidate.spec
         reference = Candidate.from_spec([], spec, self.num_processes)
-        for toggle in candidate.changed_options:
-            if toggle.flag in FILE_OPTIONS and toggle.flag in self.shared_flags:
-                reference = reference.with_option(toggle.flag, toggle.read_value(candidate_spec))
+        for option in candidate.changed_options:
+            if option.flag in FILE_OPTIONS and option.flag in self.shared_flags:
+                reference = reference.with_option(option.flag, option.read_value(candidate_spec))
         if candidate_spec.actor.num_layers is not None:
             reference = reference.with_option("--num-layers", candidate_spec.actor.num_layers)
         num_data_ranks = candidate.num_processes // (

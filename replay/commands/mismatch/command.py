@@ -16,11 +16,11 @@ from replay.processes.launch import count_missing_processes, relaunch
 Word = TypeVar("Word", bound=str)
 
 
-def _serves_mismatch(toggle: DeclaredOption) -> bool:
+def _serves_mismatch(option: DeclaredOption) -> bool:
     """Tell whether the option applies to mismatch: it runs forwards alone, in dtypes and kernels of its own lists."""
-    if toggle.part == "measure":
-        return toggle.field in ("timeout", "log_folder")
-    return toggle.part in ("inputs", "actor", "actor.parallel") and toggle.field not in (
+    if option.part == "measure":
+        return option.field in ("timeout", "log_folder")
+    return option.part in ("inputs", "actor", "actor.parallel") and option.field not in (
         *("dtype", "attention", "uneven", "epochs", "grad_accumulation", "gradient_checkpointing"),
         *("learning_rate", "lr_warmup_steps", "max_norm", "weight_decay", "beta1", "beta2", "eps", "momentum"),
     )

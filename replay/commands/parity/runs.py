@@ -98,7 +98,7 @@ def _plan_edges(
     """
     if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
         return
-    of_inputs = {toggle.parameter for toggle in list_options() if toggle.part == "inputs"}
+    of_inputs = {option.parameter for option in list_options() if option.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}
     common |= {"inputs": "", "model": spec.actor.model or str(find_inputs_folder(spec.inputs))}
     typed_values = {"dtype": spec.actor.dtype, "attention": spec.actor.attention}
@@ -146,9 +146,9 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
-    for toggle in list_options():
-        if toggle.field in NOT_FOR_ALL and common.get(toggle.parameter) is not None:
-            raise UsageError(f"{toggle.flag} cannot be given to parity, which starts many runs. Leave it out")
+    for option in list_options():
+        if option.field in NOT_FOR_ALL and common.get(option.parameter) is not None:
+            raise UsageError(f"{option.flag} cannot be given to parity, which starts many runs. Leave it out")
 
 
 def _describe_context(spec: ReplaySpec, machine: Machine) -> MatrixContext:

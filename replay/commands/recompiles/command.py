@@ -21,11 +21,11 @@ from replay.processes.pool import RunLimits
 NUM_PASSES = 1000
 
 
-def _applies_to_recompiles(toggle: DeclaredOption) -> bool:
+def _applies_to_recompiles(option: DeclaredOption) -> bool:
     """Does the option apply to recompiles? It compiles, pads and repeats by itself, and judges nothing."""
-    if toggle.part == "measure":
-        return toggle.field in ("loss", "backward", "timeout", "log_folder")
-    return toggle.part != "state" and toggle.field not in (
+    if option.part == "measure":
+        return option.field in ("loss", "backward", "timeout", "log_folder")
+    return option.part != "state" and option.field not in (
         *("compile", "compile_lengths", "pad_tokens", "uneven", "shuffle_inputs", "random_seed", "epochs", "order"),
         *("pick_inputs", "grad_accumulation", "max_norm", "learning_rate", "lr_warmup_steps"),
     )

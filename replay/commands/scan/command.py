@@ -21,9 +21,9 @@ from replay.processes.pool import RunLimits
 GROUP_SIZE = 8  # inputs
 
 
-def _applies_to_scan(toggle: DeclaredOption) -> bool:
+def _applies_to_scan(option: DeclaredOption) -> bool:
     """Does the option apply to scan? Each group begins from the same weights, so nothing is trained or saved."""
-    return toggle.part != "state" and toggle.field not in (
+    return option.part != "state" and option.field not in (
         *("input_file", "uneven", "shuffle_inputs", "random_seed", "epochs", "learning_rate", "step"),
         *("full_names", "quiet", "name"),
     )

@@ -21,11 +21,11 @@ NUM_MEASURED = 12  # inputs
 NUM_SHOWN = 10
 
 
-def _applies_to_worst(toggle: DeclaredOption) -> bool:
+def _applies_to_worst(option: DeclaredOption) -> bool:
     """Does the option apply to worst? It chooses and orders the inputs itself, and judges nothing."""
-    if toggle.part == "measure":
-        return toggle.field in ("loss", "backward", "step", "timeout", "log_folder", "full_names")
-    return toggle.part != "state" and toggle.field not in (
+    if option.part == "measure":
+        return option.field in ("loss", "backward", "step", "timeout", "log_folder", "full_names")
+    return option.part != "state" and option.field not in (
         *("uneven", "shuffle_inputs", "random_seed", "epochs", "order", "pick_inputs"),
     )
 

@@ -228,7 +228,7 @@ def test_what_was_found_is_kept_where_the_runs_end() -> None:
 def test_options_that_need_each_other_are_not_tried_apart() -> None:
     """--step needs backward: a candidate that is refused costs no run."""
     candidate = Candidate.from_spec([], spec_of(["--step", "--learning-rate", "0.1", "--save-state", "x"]), 1)
-    [step] = [toggle for toggle in candidate.changed_options if toggle.flag == "--step"]
+    [step] = [option for option in candidate.changed_options if option.flag == "--step"]
     assert "--step" not in candidate.without_options([step]).arguments
     with pytest.raises(UsageError):
         candidate.with_option("--optimizer", "none")

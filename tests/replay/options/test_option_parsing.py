@@ -98,7 +98,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed(typed: str, allowed: str) -
 
 
 def test_a_field_without_help_is_no_option() -> None:
-    assert "parallel" not in {toggle.field for toggle in list_options()}
+    assert "parallel" not in {option.field for option in list_options()}
 
 
 FULL = ReplaySpec(
@@ -156,7 +156,7 @@ def test_a_saved_spec_that_no_spec_can_be_is_refused(saved: dict[str, object], c
 
 def test_no_page_gives_a_switch_a_value() -> None:
     switches = {
-        flag for toggle in list_options() if toggle.value_type is bool for flag in (toggle.flag, toggle.negation)
+        flag for option in list_options() if option.value_type is bool for flag in (option.flag, option.negation)
     }
     root = Path(__file__).parents[3]
     pages = [root / "README.md", *(root / "docs").glob("*.md")]
