@@ -5,14 +5,14 @@ the gradient's norm, single elements of it, and the parameters that had no gradi
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from capture.file_format.optimizer_step import OptimizerStep, Sample
+from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
-from replay.tolerances.difference import absolute_difference, is_coarse, relative_difference
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LEAST_RMS, LOSS, SAME_SHARES
+from replay.tolerances.difference import is_coarse, relative_difference
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LOSS, SAME_SHARES
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -34,9 +34,9 @@ from replay.verdict.pass_values import (
     WeightComparison,
     match_parameter_name,
 )
+from replay.verdict.sample_pairs import compute_scale, do_some_samples_agree, pair_samples
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
-ROUTED_PARAMETERS = ("expert", "router", ".gate.")
 MAX_NAMED = 4
 MAX_FORWARDS = 8
 
@@ -165,7 +165,9 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     gradient = _merge_gradients(window)
     doubt = _explain_doubt(window, steps)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
-        doubt = None if _some_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index)) else doubt
+        doubt = (
+            None if do_some_samples_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index)) else doubt
+        )
     missing = [] if gradient is None else _find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
@@ -430,7 +432,7 @@ def _compare_elements(
     can_tell = False
     for compared_pass in window:
         step = compared_pass.recorded.step_after
-        for pair in _pair_samples(step, gradient) if step is not None else ():
+        for pair in pair_samples(step, gradient) if step is not None else ():
             rank = f", rank {compared_pass.recorded.rank}" if has_ranks else ""
             can_tell |= pair.shows_vanishing(bound)
             # A tie that the floor's runs did not meet may move a routed parameter's gradient by its whole size.
@@ -456,75 +458,6 @@ def _compare_elements(
     if worst.agrees and (bound > HIDING_BOUND or not can_tell):
         return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
     return [worst]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SamplePair:
-    """A sample of the job's gradient, and the same elements of the replay's gradient.
-
-    scale  the root mean square of the parameter's gradient
-    worst  the position of the farthest element in the sample
-    """
-
-    name: str
-    sample: Sample
-    replayed: Sequence[float]
-    scale: float
-    worst: int
-
-    @property
-    def is_routed(self) -> bool:
-        """Tell whether the parameter is an expert's or a router's.
-
-        Another route of one token may change such a gradient by its whole size.
-        """
-        return any(word in self.name for word in ROUTED_PARAMETERS)
-
-    def shows_vanishing(self, bound: float) -> bool:
-        """Tell whether this bound would show that the job's or the replay's gradient of the parameter had vanished."""
-        return max(map(abs, (*self.sample.values, *self.replayed))) > bound * self.scale
-
-    @property
-    def job_value(self) -> float:
-        return self.sample.values[self.worst]
-
-    @property
-    def replay_value(self) -> float:
-        return self.replayed[self.worst]
-
-    @property
-    def difference(self) -> float:
-        return absolute_difference(self.replay_value, self.job_value) / self.scale if self.scale else 0.0
-
-
-def _pair_samples(step: OptimizerStep, gradient: GradientSamples) -> Iterator[_SamplePair]:
-    """Pair the job's samples with the replay's elements; samples that the replay has no elements of are left out."""
-    for sample in step.gradients.samples if step.gradients is not None else ():
-        name = match_parameter_name(sample.name, gradient.norms)
-        replayed = gradient.values.get((name, sample.start)) if name is not None else None
-        if name is None or replayed is None or len(replayed) != len(sample.values) or not replayed:
-            continue
-        differences = [absolute_difference(*values) for values in zip(replayed, sample.values, strict=True)]
-        worst = max(range(len(differences)), key=differences.__getitem__)
-        yield _SamplePair(name=name, sample=sample, replayed=replayed, scale=compute_scale(gradient, name), worst=worst)
-
-
-def _some_agree(steps: Sequence[OptimizerStep], gradient: GradientSamples, bound: float) -> bool:
-    """Tell whether a sampled gradient agrees that would not if the job had differentiated another loss.
-
-    It has to be so far from zero that a gradient that vanished, or changed its sign, would not agree.
-    """
-    return any(
-        pair.difference <= bound <= HIDING_BOUND and max(map(abs, pair.replayed)) > 2 * bound * pair.scale
-        for step in steps
-        for pair in _pair_samples(step, gradient)
-    )
-
-
-def compute_scale(gradient: GradientSamples, name: str) -> float:
-    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
-    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)
 
 
 def _select_worst_norm(findings: Sequence[Finding], job_norms: Sequence[tuple[int, float]]) -> list[Finding]:

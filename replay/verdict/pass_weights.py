@@ -1,0 +1,188 @@
+"""Conclude from samples, of all passes together, whether each pass ran on the weights that the job had.
+
+A capture samples a part of the weights. Passes between the same two optimizer steps ran on the same weights, so their
+samples are put together; where the replay updates the weights too (--step), they follow from its steps.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from replay.output.text import pluralise
+from replay.tolerances.difference import is_coarse
+from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, report_unmoved_weights
+from replay.verdict.gradient_findings import (
+    ComparedPass,
+    explain_unjudged_gradient,
+    group_into_windows,
+    list_step_differences,
+)
+from replay.verdict.pass_values import RecordedPass, WeightComparison
+
+
+def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
+    """Give each pass the comparison of all samples that were taken of the weights it ran on.
+
+    A capture has samples of some of a model's parameters, and each rank of a sharded job samples its own shards. So
+    first merge what all passes on the same weights sampled. Then a pass may still lack a sample of a parameter that
+    differed from the job's in another pass of the same model: `_infer_unsampled_parameters` concludes what it can.
+    """
+    keys = [_make_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
+    by_key: dict[Hashable, list[WeightComparison]] = {}
+    for key, compared_pass in zip(keys, compared_passes, strict=True):
+        by_key.setdefault(key, []).append(compared_pass.recorded.weights)
+    # A single comparison of a shard is merged too: merging adds a doubt if it sampled nothing.
+    merged = {
+        key: merge_comparisons(comparisons) if len(comparisons) > 1 or comparisons[0].is_sharded else comparisons[0]
+        for key, comparisons in by_key.items()
+    }
+    differing: dict[int | None, list[tuple[int, str]]] = {}
+    for key, compared_pass in zip(keys, compared_passes, strict=True):
+        recorded = compared_pass.recorded
+        in_model = differing.setdefault(_find_model_rank(recorded), [])
+        in_model += [(recorded.forward or 0, name) for name in merged[key].differing]
+    return [
+        replace(
+            compared_pass,
+            weights=_infer_unsampled_parameters(
+                merged[key], compared_pass.recorded.forward or 0, differing[_find_model_rank(compared_pass.recorded)]
+            ),
+        )
+        for key, compared_pass in zip(keys, compared_passes, strict=True)
+    ]
+
+
+def _find_model_rank(recorded: RecordedPass) -> int | None:
+    """Find the rank whose whole model a pass ran on; None where the ranks of the job shard one model."""
+    return None if recorded.weights.is_sharded else recorded.rank
+
+
+def _make_weights_key(recorded: RecordedPass, number: int) -> Hashable:
+    """Make a key that is equal for passes on the same weights.
+
+    Without a known optimizer step only the ranks of one forward of a sharded job share a key.
+    """
+    if recorded.num_steps_before is not None:
+        return "step", _find_model_rank(recorded), recorded.num_steps_before
+    return ("pass", recorded.forward) if recorded.weights.is_sharded else ("alone", number)
+
+
+def _infer_unsampled_parameters(
+    weights: WeightComparison, forward: int, differing: Sequence[tuple[int, str]]
+) -> WeightComparison:
+    """Conclude whether parameters that this pass did not sample, and that differ in other passes, differ in it too.
+
+    A parameter that differed in an earlier pass differs in this pass too. But if this pass sampled any parameter that
+    differs elsewhere, and found it to be the job's, then the job has moved its weights in between. That leaves a doubt,
+    as a difference in a later pass does.
+
+    forward    the number of this pass in the job
+    differing  of the same model: the number of a pass, and the parameter that differed in it
+    """
+    unsampled = [(other_forward, name) for other_forward, name in differing if name not in weights.compared]
+    if not unsampled or not weights.are_same:
+        return weights
+    earlier = tuple(dict.fromkeys(name for other_forward, name in unsampled if other_forward <= forward))
+    if earlier and not any(name in weights.compared for _, name in differing):
+        return replace(weights, differing=earlier)
+    doubt = f"in another pass {unsampled[0][1]} is not the job's, and this one has no sample of it"
+    return replace(weights, doubt=doubt)
+
+
+def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparison:
+    """Merge what several passes sampled of the same weights."""
+    doubt = next((weights.doubt for weights in comparisons if weights.doubt is not None), None)
+    compared_names = tuple(dict.fromkeys(name for weights in comparisons for name in weights.compared))
+    if doubt is None and not compared_names:
+        doubt = "the ranks whose passes were replayed hold no samples of the job's sharded weights"
+    return WeightComparison(
+        compared=compared_names,
+        differing=tuple(dict.fromkeys(name for weights in comparisons for name in weights.differing)),
+        num_parameters=max(weights.num_parameters for weights in comparisons),
+        first=next((weights.first for weights in comparisons if weights.first is not None), None),
+        is_sharded=comparisons[0].is_sharded,
+        doubt=doubt,
+    )
+
+
+def follow_weights_through_steps(
+    compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[ComparedPass]:
+    """Replace the weights of passes after a step of the replay (--step) by those of the first window.
+
+    Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
+    where the first weights were the job's, they are the job's again after each step that equalled the job's step.
+    A step whose gradient could not be judged may have been another one, and leaves a doubt.
+    """
+    windows = group_into_windows(compared_passes)
+    if not windows:
+        return list(compared_passes)
+    initial = merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
+    ends = [window[-1].record.index for window in windows]
+    reasons = [
+        list_step_differences(window, settings, number) or explain_unjudged_gradient(window, settings, number)
+        for number, window in enumerate(windows)
+    ]
+    followed = []
+    for compared_pass in compared_passes:
+        num_steps = sum(end < compared_pass.record.index for end in ends)
+        if not num_steps:
+            followed.append(compared_pass)
+            continue
+        doubt = next((step_reasons[0] for step_reasons in reasons[:num_steps] if step_reasons), None)
+        doubt = doubt or _explain_step_count(compared_pass.recorded, windows[0], num_steps)
+        if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
+            doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
+        weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
+        followed.append(replace(compared_pass, weights=weights))
+    return followed
+
+
+def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedPass], num_steps: int) -> str | None:
+    """Say that the job had taken another number of steps before a pass than the replay; None if it had not.
+
+    That happens where some of the job's passes were not recorded.
+    """
+    initial_step = first_window[0].recorded.num_steps_before
+    if (
+        recorded.num_steps_before is None
+        or initial_step is None
+        or recorded.num_steps_before - initial_step == num_steps
+    ):
+        return None
+    job_steps = pluralise(recorded.num_steps_before - initial_step, "step")
+    return f"the job had taken {job_steps} before this pass, the replay {num_steps}"
+
+
+def choose_shown_weights(compared_passes: Sequence[ComparedPass]) -> WeightComparison | None:
+    """Choose the weights to show: those of the first pass with other ones, else all passes' samples together."""
+    comparisons = [compared_pass.weights for compared_pass in compared_passes]
+    if not comparisons:
+        return None
+    other = next((weights for weights in comparisons if weights.first is not None), None)
+    return merge_comparisons(comparisons) if other is None else other
+
+
+def find_unmoved_weights(
+    window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[Finding]:
+    """Report that the job's bf16 weights are the same after a step that had a gradient and a learning rate."""
+    if settings.steps is not None:
+        # The weights of a later pass are then concluded from the steps, not from its samples.
+        return []
+    last = window[-1]
+    step = last.recorded.step_after
+    rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
+    if step is None or step.gradients is None or not rate:
+        return []
+    has_gradient = any(value for sample in step.gradients.samples for value in sample.values)
+    if not has_gradient or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
+        return []
+    next_step = (last.recorded.num_steps_before or 0) + 1
+    after = next(
+        (compared_pass for compared_pass in compared_passes if compared_pass.recorded.num_steps_before == next_step),
+        None,
+    )
+    # Both samples are compared with the replay's weights, which did not move: if both are the same, the job's did not.
+    if after is None or not after.weights.are_same or not last.weights.are_same:
+        return []
+    return [report_unmoved_weights(len(after.weights.compared), rate)]
