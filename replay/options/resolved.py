@@ -72,7 +72,7 @@ class ResolvedReplay(ReplayParts):
     Two words stay where there is no other: `--attention auto` where no word of the option names the kernel (cuDNN for
     long documents, a ring's), which `kernel` does; and `--tp-plan auto` where nothing is split.
 
-    source            the model, with the layout of rows, the form of the head, and what is frozen
+    source            the model: the layout of rows, whether its head makes whole logits or chunks, what is frozen
     kernel            the attention kernel's name in transformers
     attention_reason  why that kernel, for readers who may expect another; else empty
     why_whole_logits  what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
