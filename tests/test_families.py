@@ -45,11 +45,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_family_is_right_or_refused_in_a_line_that_says_why(home: Path, form: str) -> None:
     outcomes = read_results(home.glob("*.jsonl"))
     for family, ring in FAMILIES.items():
-        one = outcomes[family, form]
+        outcome = outcomes[family, form]
         if form == "ring 2" and ring != "right":
-            assert ring in one["refused"], one
-            assert one["refused"].endswith("Try: no --ring")
-            assert "\n" not in one["refused"]
+            assert ring in outcome["refused"], outcome
+            assert outcome["refused"].endswith("Try: no --ring")
+            assert "\n" not in outcome["refused"]
         else:
-            assert verdict(home, one) == "right", one
-            assert ("plan" in one and one["plan"] is not None) == (FORMS[form].tp > 1)
+            assert verdict(home, outcome) == "right", outcome
+            assert ("plan" in outcome and outcome["plan"] is not None) == (FORMS[form].tp > 1)

@@ -164,7 +164,7 @@ def upwards(name: str, dotted: str) -> list[str]:
         return []
     floors = {room: number for number, rooms in enumerate(ROOMS[package]) for room in rooms}
     here, there = (
-        _room(parts, floors) for parts in ([one for one in rest if one != "__init__"], dotted.split(".")[1:])
+        _room(parts, floors) for parts in ([part for part in rest if part != "__init__"], dotted.split(".")[1:])
     )
     if here == there or (floors[there] < floors[here]):
         return []

@@ -15,7 +15,7 @@ def test_a_bug_is_shown_in_two_ways(bug: Bug) -> None:
 
 
 def test_environments_are_told_apart_by_their_first_package() -> None:
-    environments: list[Environment] = [one for bug in BUGS.values() for one in (bug.broken, bug.fixed)]
-    by_name = {one.name: one for one in environments}
-    assert all(by_name[one.name] == one for one in environments)
-    assert all("==" in one.packages[0] for one in environments if one.packages)
+    environments: list[Environment] = [environment for bug in BUGS.values() for environment in (bug.broken, bug.fixed)]
+    by_name = {environment.name: environment for environment in environments}
+    assert all(by_name[environment.name] == environment for environment in environments)
+    assert all("==" in environment.packages[0] for environment in environments if environment.packages)

@@ -207,7 +207,7 @@ def test_what_an_adapter_cannot_be_replayed_with_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(warm_bin() / "python"))  # of the ranks that --tp 2 starts
-    given = [str(lora_job / "adapter") if one == "ADAPTER" else one for one in typed]
+    given = [str(lora_job / "adapter") if argument == "ADAPTER" else argument for argument in typed]
     assert replay_main(["--inputs", str(lora_job / "captures"), *given]) == 2
     assert says in " ".join(capfd.readouterr().err.split())  # with --tp 2 it is the ranks' own
 

@@ -57,7 +57,7 @@ def _padded(setup: Setup, generator: torch.Generator, lengths: list[int], prompt
 
 def _packed(generator: torch.Generator, lengths: list[int]) -> Batch:
     documents = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
-    labels = [torch.cat([torch.tensor([IGNORED, IGNORED]), one[2:]]) for one in documents]
+    labels = [torch.cat([torch.tensor([IGNORED, IGNORED]), document[2:]]) for document in documents]
     return {
         "input_ids": torch.cat(documents)[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],

@@ -82,8 +82,8 @@ class Campaign:
     def load(self) -> None:
         """Results of before."""
         path = self.home / "results.json"
-        for one in json.loads(path.read_text())["rows"] if path.exists() else ():
-            self.rows[one["job"], one["replay"]] = Row(**{name: one[name] for name in Row.__slots__})
+        for row in json.loads(path.read_text())["rows"] if path.exists() else ():
+            self.rows[row["job"], row["replay"]] = Row(**{name: row[name] for name in Row.__slots__})
 
     def save(self) -> None:
         rows = [{**asdict(row), "says": row.says} for row in self.rows.values()]
@@ -111,8 +111,10 @@ class Campaign:
 
     def _twin(self, job: Job, *arguments: str) -> Path:
         """The job unbroken; one for all jobs of this kind and setup."""
-        first = next(one for one in JOBS.values() if (one.kind, one.setup) == (job.kind, job.setup))
-        folder = self.home / "twins" / "-".join([first.name, *(one.strip("-") for one in arguments)])
+        first = next(
+            other_job for other_job in JOBS.values() if (other_job.kind, other_job.setup) == (job.kind, job.setup)
+        )
+        folder = self.home / "twins" / "-".join([first.name, *(argument.strip("-") for argument in arguments)])
         with self._lock:
             lock = self._locks.setdefault(str(folder), Lock())
         with lock:
@@ -130,7 +132,7 @@ class Campaign:
             effect, is_below = self.effect(job)
             traces = traces_of(job, folder, self._twin(job))
             is_below = is_below and not EXACT & traces.keys()
-        replays = [(" ".join(one), list(one)) for one in job.replays]
+        replays = [(" ".join(arguments), list(arguments)) for arguments in job.replays]
         if job.as_fsdp2:
             replays.append((FSDP2, []))
         found = []

@@ -43,13 +43,13 @@ class Effect:
 def effect_of(job: Job, run: Path, twin: Path) -> Effect:
     """Measure the effect on a run's values, compared with its unbroken twin, over all ranks."""
     found = [_of_rank(job, _read(run, rank), _read(twin, rank)) for rank in range(job.kind.num_ranks)]
-    return Effect(**{name: max(getattr(one, name) for one in found) for name in Effect.__slots__})
+    return Effect(**{name: max(getattr(effect, name) for effect in found) for name in Effect.__slots__})
 
 
 def judged_steps(job: Job) -> range:
     """Those that began with the weights of a replay."""
     setup = job.setup
-    moves = setup.learning_rate > 0 and not any("--step" in one for one in job.replays)
+    moves = setup.learning_rate > 0 and not any("--step" in arguments for arguments in job.replays)
     return range(setup.saved_at, setup.saved_at + 1) if moves else range(setup.num_steps)
 
 

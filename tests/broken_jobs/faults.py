@@ -78,18 +78,18 @@ def attribute_set(attribute: str, value: Any) -> ModelPatch:
     """Set an attribute of every submodule that has it; `value` may be a function of its old value."""
 
     def breaks(model: Any) -> None:
-        found = [one for one in model.modules() if attribute in vars(one)]
+        found = [module for module in model.modules() if attribute in vars(module)]
         assert found, attribute
-        for one in found:
-            setattr(one, attribute, value(getattr(one, attribute)) if callable(value) else value)
+        for module in found:
+            setattr(module, attribute, value(getattr(module, attribute)) if callable(value) else value)
 
     return breaks
 
 
 def several(*patches: ModelPatch) -> ModelPatch:
     def breaks(model: Any) -> None:
-        for one in patches:
-            one(model)
+        for patch in patches:
+            patch(model)
 
     return breaks
 
@@ -106,7 +106,7 @@ def gradients_changed(change: Callable[[Tensor], Tensor], names: str = "", rank:
     def breaks(model: Any) -> None:
         if rank is not None and dist.get_rank() != rank:
             return
-        found = [one for name, one in model.named_parameters() if names in name and one.requires_grad]
+        found = [parameter for name, parameter in model.named_parameters() if names in name and parameter.requires_grad]
         assert found, names
         for parameter in found:
             parameter.register_hook(change)
@@ -314,7 +314,7 @@ def attention_patched(change: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def in_bf16(attend: Callable[..., Any]) -> Callable[..., Any]:
     def patched(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-        half = [one.to(torch.bfloat16) for one in (query, key, value)]
+        half = [tensor.to(torch.bfloat16) for tensor in (query, key, value)]
         if (mask := more.get("attn_mask")) is not None and mask.is_floating_point():
             more["attn_mask"] = mask.to(torch.bfloat16)
         found: Tensor = attend(*half, **more)
@@ -330,7 +330,7 @@ def heads_interleaved(attend: Callable[..., Any]) -> Callable[..., Any]:
         heads = query.shape[1]
         if key.shape[1] == heads:  # repeated already, each in its place
             distinct = 2
-            key, value = (one[:, :: heads // distinct] for one in (key, value))
+            key, value = (tensor[:, :: heads // distinct] for tensor in (key, value))
         more.pop("enable_gqa", None)
         times = heads // key.shape[1]
         found: Tensor = attend(query, key.repeat(1, times, 1, 1), value.repeat(1, times, 1, 1), **more)
@@ -469,19 +469,25 @@ def zero_not_reduced(engine: Any) -> None:
 
 
 def clipped_by_value(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any:
-    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters.values() if one.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    )
     nn.utils.clip_grad_value_(parameters.values(), max_norm / 20)
     return norm
 
 
 def clipped_each(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any:
     """Each parameter by its own norm."""
-    return max(float(nn.utils.clip_grad_norm_([one], max_norm)) for one in parameters.values() if one.grad is not None)
+    return max(
+        float(nn.utils.clip_grad_norm_([parameter], max_norm))
+        for parameter in parameters.values()
+        if parameter.grad is not None
+    )
 
 
 def clipped_by_own_shard(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Any:
     """Each rank by the norm of what it holds."""
-    gradients: list[Any] = [one.grad for one in parameters.values() if one.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     own = [gradient.to_local() for gradient in gradients]
     norm = torch.nn.utils.get_total_norm(own)
     for gradient in own:
@@ -509,7 +515,7 @@ def without(names: Callable[[nn.Parameter], bool]) -> Callable[[Any], None]:
 
     def breaks(optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if not names(one)]
+            group["params"] = [parameter for parameter in group["params"] if not names(parameter)]
 
     return breaks
 

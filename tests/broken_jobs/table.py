@@ -245,7 +245,7 @@ _OPTIMIZER = _broken(
     ("no-bias-correction", TRAINER, "AdamW counts from 1000", FOUR, Fault(optimizer=f.counts_from(1000.0)), _ADAM),
     ("steps-twice", PLAIN, "each step is taken twice", FOUR, Fault(optimizer=f.steps_twice), _ADAM),
     ("vectors-left-out", PLAIN, "norms' weights were never given to the optimizer", FOUR,
-     Fault(optimizer=f.without(lambda one: one.ndim < 2)), _ADAM),
+     Fault(optimizer=f.without(lambda parameter: parameter.ndim < 2)), _ADAM),
     ("clipped-by-value", PLAIN, "gradients are clipped element by element", CLIPPED_STEPS,
      Fault(clip=f.clipped_by_value), {"replays": STEPS_CLIPPED}),
     ("clipped-each", PLAIN, "each gradient is clipped by its own norm", CLIPPED_STEPS, Fault(clip=f.clipped_each),

@@ -64,7 +64,7 @@ def _numbers(value: Any) -> list[float]:
     if value is None:
         return []
     values = value if isinstance(value, Sequence) else [value]
-    return [math.nan if one is None else float(one) for one in values]
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def _apart(here: Sequence[float], there: Sequence[float]) -> float:

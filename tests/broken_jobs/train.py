@@ -88,11 +88,11 @@ class Run:
         if self.fault.model is not None:
             self.fault.model(model)
         model.train()
-        self.began = {name: one.detach().clone() for name, one in model.named_parameters()}
+        self.began = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         return model
 
     def end(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.numbers.moved = {name: _whole(one) - self.began[name] for name, one in parameters.items()}
+        self.numbers.moved = {name: _whole(parameter) - self.began[name] for name, parameter in parameters.items()}
 
     def save(self, model: Any) -> None:
         if self.at.rank == 0:
@@ -101,12 +101,12 @@ class Run:
             saved.save_pretrained(self.folder / "model", save_original_format=False)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        trained = [one for one in model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups: Any = trained
         if self.setup.decay_groups:
             groups = [
-                {"params": [one for one in trained if one.ndim > 1]},
-                {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
+                {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+                {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
             ]
         settings = {"lr": self.setup.learning_rate, **self.setup.settings}
         kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -215,8 +215,8 @@ def _train_with_deepspeed(run: Run) -> None:
             at = replace(run.at, step=step, number=number, tokens=num_labels(batch), window_tokens=window_tokens)
             engine.backward(_loss_of(engine, batch, run, at))
             if number == len(window) - 1:
-                found = {name: safe_get_full_grad(one) for name, one in parameters.items()}
-                gradients = {name: one.float().clone() for name, one in found.items() if one is not None}
+                found = {name: safe_get_full_grad(parameter) for name, parameter in parameters.items()}
+                gradients = {name: gradient.float().clone() for name, gradient in found.items() if gradient is not None}
             engine.step()
         run.numbers.add_step(gradients, float(engine.get_global_grad_norm() or 0.0))
     dist.barrier()
@@ -374,11 +374,17 @@ def _clip(parameters: Mapping[str, nn.Parameter], run: Run) -> float:
         return float(run.fault.clip(parameters, max_norm))
     if max_norm is not None:
         return float(_whole(nn.utils.clip_grad_norm_(parameters.values(), max_norm)))
-    return float(torch.linalg.vector_norm(torch.stack([one.norm() for one in _whole_gradients(parameters).values()])))
+    return float(
+        torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in _whole_gradients(parameters).values()]))
+    )
 
 
 def _whole_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: _whole(one.grad).float().clone() for name, one in parameters.items() if one.grad is not None}
+    return {
+        name: _whole(parameter.grad).float().clone()
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -409,5 +415,5 @@ def _merged(model: Any) -> Any:
 
 
 if __name__ == "__main__":
-    arguments = [one for one in sys.argv[1:] if not one.startswith("--")]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     main(arguments[1], Path(arguments[0]), broken="--unbroken" not in sys.argv, eager="--eager" in sys.argv)

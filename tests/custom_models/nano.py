@@ -40,7 +40,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = (
-            one.view(rows, length, self.n_head, -1).transpose(1, 2) for one in self.c_attn(x).split(width, dim=2)
+            projected.view(rows, length, self.n_head, -1).transpose(1, 2)
+            for projected in self.c_attn(x).split(width, dim=2)
         )
         scores = q @ k.transpose(-2, -1) * self.scale
         scores = scores.masked_fill(~self.mask[:length, :length], float("-inf"))

@@ -126,7 +126,7 @@ def needs_two(config: dict[str, int], other: Callable[[], None]) -> nn.Module:
 
 def loads() -> nn.Module:
     module = Tiny()
-    module.load_state_dict({name: torch.ones(one.shape) for name, one in module.state_dict().items()})
+    module.load_state_dict({name: torch.ones(parameter.shape) for name, parameter in module.state_dict().items()})
     return module
 
 

@@ -57,7 +57,7 @@ class Ground:
     def cell(self, setting: Setting) -> Cell:
         """The cell of `setting`."""
         name = f"{self.group}: {name_of(setting)}" if self.group else name_of(setting)
-        [found] = [one for one in self.cells if one.name == name]
+        [found] = [cell for cell in self.cells if cell.name == name]
         return found
 
 
@@ -136,10 +136,10 @@ def comparing_once() -> Iterator[None]:
     def once(compared: Callable[[Log, Log], Found]) -> Callable[[Log, Log], Found]:
         known: dict[tuple[Path, Path], Found] = {}
 
-        def remembered(one: Log, other: Log) -> Found:
-            pair = one.folder, other.folder
+        def remembered(reference: Log, other: Log) -> Found:
+            pair = reference.folder, other.folder
             if pair not in known:
-                known[pair] = compared(one, other)
+                known[pair] = compared(reference, other)
             return known[pair]
 
         return remembered
@@ -184,19 +184,25 @@ class Campaign:
 
     def judged(self, number: int, cell: Cell, fault: str = "") -> JudgedCell:
         """What parity says of `cell` in that ground, which has the fault."""
-        rows = [self._row(number, one, "") for one in self.grounds[number].cells if one.name != cell.name]
+        rows = [
+            self._row(number, other_cell, "")
+            for other_cell in self.grounds[number].cells
+            if other_cell.name != cell.name
+        ]
         return MatrixJudge().judge([*rows, self._row(number, cell, fault)]).cells[cell.name]
 
     def parting(self, number: int, cell: Cell, fault: str = "") -> FirstDifference | None:
         """What parity names first, by the rule of `replay.commands.parity.runs`."""
         equivalents = [
-            one for one in self.grounds[number].cells if one.varies in ROUNDING_VARIATIONS and one.name != cell.name
+            other_cell
+            for other_cell in self.grounds[number].cells
+            if other_cell.varies in ROUNDING_VARIATIONS and other_cell.name != cell.name
         ]
-        [reference] = [one for one in self.grounds[number].cells if one.name == cell.reference]
+        [reference] = [other_cell for other_cell in self.grounds[number].cells if other_cell.name == cell.reference]
         return find_first_difference(
             self._log(number, reference, ""),
             self._log(number, cell, fault),
-            [self._log(number, one, "") for one in equivalents],
+            [self._log(number, equivalent, "") for equivalent in equivalents],
         )
 
     def _row(self, number: int, cell: Cell, fault: str) -> ParityRow:
@@ -210,7 +216,7 @@ def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
     """One for each model, options and group, with the cells that the faults are put into."""
     grounds: list[tuple[str, Mapping[str, Any], str, list[Setting]]] = []
     for fault in faults:
-        known = [one for one in grounds if one[:3] == (fault.model, fault.options, fault.group)]
+        known = [ground for ground in grounds if ground[:3] == (fault.model, fault.options, fault.group)]
         *_, settings = known[0] if known else (fault.model, fault.options, fault.group, list[Setting]())
         if not known:
             grounds.append((fault.model, fault.options, fault.group, settings))

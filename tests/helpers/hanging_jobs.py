@@ -110,14 +110,17 @@ def train(name: str, folder: Path, rank: int) -> None:
 
 def positions(folder: Path) -> list[LastPosition]:
     found = [read_position(path) for path in SHARED_MEMORY.glob(f"{_directory_prefix(folder)}*")]
-    return [one for one in found if one is not None]
+    return [record for record in found if record is not None]
 
 
 def is_stuck(name: str, folder: Path) -> bool:
     """Tell whether both ranks have come to where they stay."""
     if name.startswith("slow"):
         records = read_incidents(folder) if folder.is_dir() else []
-        return {one.rank for one in records for found in one.incidents if found.forward == FATAL_PASS} == {0, 1}
+        return {record.rank for record in records for found in record.incidents if found.forward == FATAL_PASS} == {
+            0,
+            1,
+        }
     known = {position.rank: (position.forward, position.phase) for position in positions(folder)}
     stands = {
         "data": (FATAL_PASS - 1, "after the optimizer's step"),

@@ -62,7 +62,7 @@ def write_log(
         {name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()}
     )
     folder.mkdir(parents=True)
-    ranks = sorted({one.rank for one in records})
+    ranks = sorted({record.rank for record in records})
     books = [Logbook(folder, rank) for rank in ranks]
     books[0].begin(
         MadeReplay.of(spec),

@@ -59,5 +59,5 @@ def agree(ours: Tensor, theirs: Tensor, inputs: ObjectiveInputs) -> None:
     assert gradient(theirs, inputs).abs().max() > 1e-3, "nothing to compare"
 
 
-def fields_of(one: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+def fields_of(instance: Any) -> dict[str, Any]:
+    return {name: getattr(instance, name) for name in instance.__dataclass_fields__}

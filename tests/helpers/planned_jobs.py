@@ -71,7 +71,7 @@ def record_rank(
     """Record one rank. `settings` are those of a recording; `freezes` takes the second head out of the training."""
     model = TwoHeads()
     model.second.requires_grad_(not freezes)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
     with as_rank(rank, world_size), recording(model, folder, reproduce=True, **settings):
         for number, planned in enumerate(plan):
             _make(model, optimizer, planned, 100 * rank + number if planned.seed is None else planned.seed)

@@ -64,9 +64,9 @@ class Reference:
     def gradients(self, paths: Sequence[Path]) -> dict[str, Tensor]:
         """By name, of the mean over all tokens of `paths`: the gradient of a window over its passes and data ranks."""
         each = [self.answer(path) for path in paths]
-        total = sum(one.num_tokens for one in each)
+        total = sum(row.num_tokens for row in each)
         names = each[0].gradients
-        return {name: sum_of([one.gradients[name] * (one.num_tokens / total) for one in each]) for name in names}
+        return {name: sum_of([row.gradients[name] * (row.num_tokens / total) for row in each]) for name in names}
 
     def gradient_norm(self, paths: Sequence[Path]) -> float:
         """Return the norm of all those gradients."""

@@ -35,7 +35,7 @@ def repeated_by(line: str) -> Repeated:
 
 
 def _with_remark(spec: ReplaySpec, said: str) -> ReplaySpec:
-    fields = dict(one.split("=") for one in said.split(", ")) if said else {}
+    fields = dict(setting.split("=") for setting in said.split(", ")) if said else {}
     assert fields.keys() <= {"details", "reverse_rows"}
     assert set(fields.values()) <= {"True"}
     if "details" in fields:

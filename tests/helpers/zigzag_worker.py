@@ -51,12 +51,12 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float | None) ->
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _of_heads(one: Tensor) -> Tensor:
-    return one.repeat_interleave(H // K, dim=1)
+def _of_heads(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(H // K, dim=1)
 
 
-def _of_groups(one: Tensor) -> Tensor:
-    groups: Tensor = one.unflatten(1, (K, -1))
+def _of_groups(tensor: Tensor) -> Tensor:
+    groups: Tensor = tensor.unflatten(1, (K, -1))
     return groups.sum(2)
 
 
@@ -74,11 +74,11 @@ def main() -> None:
         expected = (scores.softmax(-1) @ _of_heads(whole[2])).transpose(1, 2)
         wanted = torch.autograd.grad(expected, whole, upstream)
         place = ring.local_index_L
-        own = [one.detach()[:, :, place].requires_grad_() for one in whole]
+        own = [tensor.detach()[:, :, place].requires_grad_() for tensor in whole]
         out = zigzag_attention(own[0], own[1], own[2], ring, SCALE, PlainBlocks())
         got = torch.autograd.grad(out, own, upstream[:, place])
         errors = [(out - expected[:, place]).detach().abs().max()]
-        errors += [(one - other[:, :, place]).abs().max() for one, other in zip(got, wanted, strict=True)]
+        errors += [(tensor - other[:, :, place]).abs().max() for tensor, other in zip(got, wanted, strict=True)]
         names = ("output", "query", "key", "value")
         said = ", ".join(f"{name} {float(error):.1e}" for name, error in zip(names, errors, strict=True))
         print(f"rank {group.rank()}, {num_fed} tokens: {said}", flush=True)

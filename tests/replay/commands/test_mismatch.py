@@ -44,8 +44,8 @@ def test_k3_is_the_divergence_of_known_distributions() -> None:
     rollout, replay = (0.5, 0.3, 0.2), (0.4, 0.4, 0.2)
     samples = [0] * 5 + [1] * 3 + [2] * 2
     found = measure_mismatch(
-        torch.tensor([math.log(rollout[one]) for one in samples], dtype=torch.float64),
-        torch.tensor([math.log(replay[one]) for one in samples], dtype=torch.float64),
+        torch.tensor([math.log(rollout[token]) for token in samples], dtype=torch.float64),
+        torch.tensor([math.log(replay[token]) for token in samples], dtype=torch.float64),
         torch.zeros(10, dtype=torch.long),
     )
     divergence = sum(p * math.log(p / q) for p, q in zip(rollout, replay, strict=True))
