@@ -72,8 +72,8 @@ def write_log(
         memory_kind=memory_kind,
         devices=["H200"] * len(ranks),
     )
-    for one in records:
-        books[one.rank].write(one)
+    for pass_record in records:
+        books[pass_record.rank].write(pass_record)
     if exit_code is not None:
         books[0].finish(RunEnd(statistics=summarize(records)), exit_code=exit_code)
     for book in books:
