@@ -27,7 +27,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 # A process that multiprocessing starts may train if its function is of one of these modules.
 _TRAINING_MODULES = ("torch.multiprocessing.spawn", "__main__")
 _ROOT = str(Path(__file__).resolve().parent.parent)
-# A child may have another path, so each command that it runs first makes this package importable.
+# A child may have another `sys.path`, so the command that starts it begins by making this package importable.
 _MAKE_IMPORTABLE = f"import sys; sys.path += [] if {_ROOT!r} in sys.path else [{_ROOT!r}]; "
 
 

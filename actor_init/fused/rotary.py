@@ -139,7 +139,7 @@ def _find_rotary_functions(function: FunctionType) -> Iterator[tuple[str, Rotary
 
 def _is_rotary(model_function: Rotary, where: torch.device) -> bool:
     q, k = make_random_numbers(2, 4, 5, 16, where=where, seed=4), make_random_numbers(2, 2, 5, 16, where=where, seed=5)
-    # The two halves of cos and sin are alike. Rotary embeddings make them so, and Liger's kernel expects it.
+    # Liger's kernel reads the first half of cos and sin alone: both halves are alike, as Llama's embedding makes them.
     angles = make_random_numbers(1, 5, 8, where=where, seed=3)
 
     def bind(function: Rotary, width: int, dtype: torch.dtype) -> Rotary:

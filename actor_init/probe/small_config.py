@@ -22,11 +22,11 @@ WIDTHS = (
 )
 QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
-# Of state-space layers.
+# Heads and groups of state-space layers.
 STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
 STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size", "local_attention")
-# Recurrent layers work in chunks of so many tokens.
+# How many tokens a layer handles at once: a recurrent layer's chunk, or a block of sparse attention.
 CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 TOP_K = ("index_topk",)

@@ -99,13 +99,16 @@ class SlowStepWatch:
             seconds = time.monotonic() - running.began
             if seconds >= running.max_seconds:
                 self._slow_steps.append((running.forward, seconds, running.max_seconds))
-        while self._slow_steps:
-            forward, seconds, limit = self._slow_steps.popleft()
+        while True:
+            # The job's thread and the writer's both come here, and the other may take the last step meanwhile.
+            try:
+                forward, seconds, limit = self._slow_steps.popleft()
+            except IndexError:
+                return None
             if forward != self._reported_forward:
                 self._reported_forward = forward
                 limit_name = "the limit is" if self._factor is None else f"{self._factor:g} times the median are"
                 return forward, f"{seconds:.3g} s and more; {limit_name} {limit:.3g} s"
-        return None
 
 
 class BlackBox(RecordingObserver):
@@ -191,7 +194,7 @@ class BlackBox(RecordingObserver):
         forward = self._recording.position.forward
         return forward if forward >= 0 else None
 
-    # The writer's thread calls these.
+    # The writer's thread calls these. The job's thread calls `on_deadline` too, when a step that was slow has ended.
 
     def seconds_left(self) -> float | None:
         return self._step_watch.seconds_left()

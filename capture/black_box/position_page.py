@@ -23,7 +23,8 @@ from capture.black_box.flight_recorder import POSITION_FILE, STACKS_FILE, Shared
 from capture.record.observer import TRAINING_PHASES, Recording, TrainingPhase
 
 PAGE_BYTES = 4096
-# The forward, the number of the phase, when it began, rank, world size, was_reported, has_stacks, last_backward.
+# The forward, the number of the phase, when this was written, rank, world size, was_reported, has_stacks,
+# last_backward.
 _POSITION = struct.Struct("<qqdqqqqq")
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(TRAINING_PHASES)}
 # Environment variables that say where NCCL's flight recorder writes its dump.

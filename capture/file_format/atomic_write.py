@@ -69,7 +69,7 @@ def remove_stale_temporaries(folder: Path, rank: int) -> None:
             if _is_stale(match, file, is_shared=rank_match is None):
                 os.unlink(file.path)
         except FileNotFoundError:
-            # Another rank has removed it at the same time.
+            # It is gone by now: another rank has removed it, or its writer has given it its final name.
             continue
 
 

@@ -30,7 +30,7 @@ Table = Mapping[str, Sequence[Any]]
 
 DATA = "data"
 EDGE_ROWS, EDGE_DOCUMENTS = "edge rows", "edge documents"
-# By group of runs, the folder of its inputs below inputs/edges.
+# The folder below inputs/edges that has the inputs of each group of runs.
 EDGES = {EDGE_ROWS: "rows", EDGE_DOCUMENTS: "documents"}
 COMPILE_SWITCHES = {Compile.BLOCKS: "compile", Compile.DEEPCOMPILE: "deepcompile"}
 # Without sharding, this backend is plain torch autograd.

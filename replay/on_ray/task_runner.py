@@ -134,7 +134,8 @@ class RayTaskRunner:
         actors = [actor_class.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         self._actors[group] = actors
         places: list[RankPlace] = ray.get([actor.find_place.remote() for actor in actors])
-        # Neighbouring ranks share a node, as under torchrun: tp and ring groups are neighbours.
+        # The ranks of a node get consecutive numbers, as under torchrun. Those of one replica of the model (tp x ring)
+        # are consecutive too, so they share a node where they fit.
         order = sorted(range(len(actors)), key=lambda index: places[index].node_id)
         actors, places = [actors[index] for index in order], [places[index] for index in order]
         port = ray.get(actors[0].open_store.remote(places[0].address)) if len(actors) > 1 else None

@@ -11,7 +11,7 @@ UNIT_ROUNDOFF = {"float64": 2**-53, "float32": 2**-24, "tf32": 2**-11, "float16"
 # Losses, log-probs and norms are fp32 in every dtype.
 FP32_SPACING = 2.0**-23
 _NAMES = {Dtype.FP32: "float32", Dtype.FP16: "float16", Dtype.BF16: "bfloat16"}
-# The odds by which `find_outlier_factor` takes a sound difference for a fault.
+# The probability of a false alarm that `find_outlier_factor` allows: one sound difference taken for a fault.
 FALSE_ALARM = 1e-7
 
 

@@ -23,7 +23,7 @@ TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
 GRADIENT = "gradient samples"
 TOKENS_RMS = "token log-probs, root mean square"
 
-# In fp32 sums in another order are more than what the formulas say.
+# In fp32, summing in another order changes a number by more than the formulas say.
 LEAST_BOUND = {
     LOSS: 1e-5,
     LOG_PROBS: 1e-5,
@@ -50,7 +50,8 @@ RMS_FACTOR = 3.0
 ROUTES_FACTOR = 10.0
 # Two passes' shares of a window's gradient that are no further apart are equal.
 SAME_SHARES = 1e-4
-# Relative to the root mean square of all parameters' gradients: a smaller gradient is taken for rounding.
+# Relative to the root mean square of all parameters' gradients: a parameter's difference is divided by at least this,
+# since a much smaller gradient may be rounding.
 LEAST_RMS = 1e-3
 # Relative: how far a weight may be from itself in bf16, rounded to nearest or towards zero.
 BF16_SPACING = 2**-7

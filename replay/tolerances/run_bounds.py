@@ -47,7 +47,7 @@ ROUNDINGS_PER_LAYER = 16.0
 # What equivalent runs were seen to differ by is multiplied by this.
 SAFETY_FACTOR = 4.0
 
-# Relative, of passes in `replay diagnose` whose answer is known because they do the same work in another way.
+# How far apart, relatively, the losses of two passes of `replay diagnose` may be that do the same work in two ways.
 LOSS_BOUND = 1e-3
 # Relative, of tensor parallel peers, which sum the same numbers.
 PEERS_BOUND = 1e-6

@@ -393,9 +393,6 @@ def _is_open_gradient(verdict: PassVerdict) -> bool:
     )
 
 
-# The summary
-
-
 def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
     """DIFFERS if any pass or gradient differs, else UNSETTLED, else REPRODUCED, else CANNOT TELL."""
     outcomes = {verdict.outcome for verdict in verdicts}

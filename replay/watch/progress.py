@@ -102,7 +102,8 @@ class Tracker:
         self._count_collectives = count_collectives
         self._counts_at_begin: Counter[str] = Counter()
         self._phase_path: PhasePath = (0, ())
-        # The collectives that this pass had entered by the end of each of its phases, and the most of earlier passes.
+        # How many collectives this pass had entered by the end of each phase, and the largest of these numbers in
+        # earlier passes.
         self._counts: dict[PhasePath, Counter[str]] = {}
         self._highest_counts: dict[PhasePath, Counter[str]] = {}
         self._file_path = position_path(folder, rank)

@@ -15,7 +15,8 @@ FASTEST_FIRST = (FLASH, VARLEN, CUDNN)
 RING_FASTEST_FIRST = (FLASH, SDPA)
 # Every device has these; the first that goes with the model is taken.
 PLAIN = (SDPA, EAGER)
-# From this many tokens on cuDNN saves a millisecond a layer and more on an H200: 2.9 of 6.7 for 8,192 tokens.
+# Below this, planning a call for each new length is not worth what cuDNN saves: for 8,192 tokens 2.8 of 6.7 ms a layer
+# on an H200 (benchmarks/RESULTS.md).
 LONG = 4096
 # Tokens on each rank. Below that, merging the ring's blocks costs as much as cuDNN saves.
 RING_LONG = 8192
