@@ -55,8 +55,8 @@ class SlowStepWatch:
 
     A median needs eight steps; a limit holds from the first one.
 
-    `begin_step` belongs to the job's thread, the other methods to the writer's. There is no lock: a signal's handler
-    may stop the job's thread anywhere, and wait for the writer's.
+    `begin_step` belongs to the job's thread and `seconds_left` to the writer's; both call `pop_slow_step`. There is no
+    lock: a signal's handler may stop the job's thread anywhere, and wait for the writer's.
     """
 
     def __init__(self, factor: float | None = None, *, max_seconds: float | None = None) -> None:

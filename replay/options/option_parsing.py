@@ -159,9 +159,14 @@ def with_parameters(
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     every = [*parameters, *own_parameters] if come_first else [*own_parameters, *parameters]
-    command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+    set_signature(command, signature.replace(parameters=every))
     return command
+
+
+def set_signature(command: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Give `command` another signature. typer takes the parameters from it, and their types from the annotations."""
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
 
 
 def _make_parameter(option: DeclaredOption) -> inspect.Parameter:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from actor_init.spec import UsageError
+from replay.options.option_parsing import set_signature
 
 
 class Launcher(StrEnum):
@@ -79,8 +80,7 @@ def with_ray_options(command: Callable[..., Any], *, of_one_replay: bool = False
         ray = _ray_options(**{name: values.pop(name) for name in names})
         return command(**values, ray=ray)
 
-    with_ray.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_ray.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    set_signature(with_ray, signature.replace(parameters=parameters))
     return with_ray
 
 

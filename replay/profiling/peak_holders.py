@@ -180,7 +180,7 @@ _open_histories: list[AllocationHistory] = []
 
 @cache
 def _attach_observer() -> None:
-    """Attach `_runs_out` for good: torch has no way to take an observer away, and each one more takes a snapshot."""
+    """Attach `_note_out_of_memory` for good: torch takes no observer away, and each one more takes a snapshot."""
     torch._C._cuda_attach_out_of_memory_observer(_note_out_of_memory)  # type: ignore[attr-defined]
 
 

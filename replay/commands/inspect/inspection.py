@@ -108,7 +108,7 @@ class KindTotals:
         self._tokens = [total + more for total, more in zip(self._tokens, new, strict=True)]
 
     def add_columns(self, rank: int | None, table: Tensor) -> None:
-        """Add passes of one rank by their records, as `columns` gives them."""
+        """Add passes of one rank by their records, as `as_table` gives them."""
         if not len(table):
             return
         self.ranks.add(rank)

@@ -13,7 +13,7 @@ from replay.options.option_parsing import CommandAction, DeclaredOption, add_opt
 from replay.options.spec import check_result_folder
 from replay.processes.launch import refuse_launcher
 
-# The defaults of the fields of `Limits` in trials.py.
+# The defaults of the fields of `MinimiseLimits` in trials.py.
 DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}
 
 

@@ -39,7 +39,7 @@ from replay.runlog.writer import INTERRUPTED
 def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any], *, redact: bool) -> int:
     """Minimise the failure of a replay, and return the exit code.
 
-    limits  those of `Limits`, by name
+    limits  those of `MinimiseLimits`, by name
 
     0: it failed, and what is smallest was written; 1: it did not fail in as many tries. Raises UsageError before
     anything has run if there is nothing to replay, or too few devices.

@@ -117,7 +117,7 @@ def _plan_edges(
 
 
 def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
-    """Return `here` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
+    """Return `context` for the edge shapes. Raises UsageError if the model's vocabulary lacks their tokens."""
     from actor_init.inputs.documents import find_documents
     from capture.file_format.capture_file import read_micro_batch
     from capture.file_format.listing import capture_files

@@ -140,7 +140,7 @@ def find_best(results: Sequence[PolicyResult], num_passes: int) -> PolicyResult 
 
 
 def find_break_even(result: PolicyResult, other: PolicyResult) -> int | None:
-    """Return from how many passes on `one` takes less time than `other`; None: never."""
+    """Return from how many passes on `result` takes less time than `other`; None: never."""
     if result.pass_seconds is None or other.pass_seconds is None or result.pass_seconds >= other.pass_seconds:
         return None
     return max(1, round((result.extra_seconds - other.extra_seconds) / (other.pass_seconds - result.pass_seconds)))

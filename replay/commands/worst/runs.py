@@ -44,7 +44,7 @@ NUM_CHECKED = 3
 
 
 def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
-    """Rank the inputs and return the exit code: 0 if all fit and nothing failed. `typed` are the words of own options.
+    """Rank the inputs and return the exit code: 0 if all fit and nothing failed. `words` are those of its own options.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
     pass could be measured.
