@@ -30,7 +30,8 @@ from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import Outcome, PassEvidence, Verdict, judge
+from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
 from replay.verdict.text import format_verdict
 from replay.verdict.training_remarks import list_training_remarks

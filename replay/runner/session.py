@@ -36,7 +36,8 @@ from replay.runner.states import EarlierPasses
 from replay.runner.text import Console
 from replay.tracing.writer import TraceWriter
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import Outcome, PassEvidence
+from replay.verdict.judge import PassEvidence
+from replay.verdict.outcomes import Outcome
 from replay.verdict.text import format_verdict
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase

@@ -11,15 +11,16 @@ is a doubt, the outcome is UNSETTLED.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from actor_init.as_json import to_json
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import roundoff
-from replay.tolerances.job_bounds import GRAD_NORM, NoiseFloor
+from replay.tolerances.job_bounds import GRAD_NORM
+from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.table import find_causes, list_unexplained
+from replay.verdict.coverage import measure_coverage
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -32,11 +33,19 @@ from replay.verdict.gradient_findings import (
     compare_window,
     group_into_windows,
 )
+from replay.verdict.outcomes import (
+    FAILED,
+    NOT_REPLAYED,
+    OTHER_WEIGHTS,
+    WHOLE_PASS_REASONS,
+    Outcome,
+    PassVerdict,
+    Verdict,
+)
 from replay.verdict.pass_values import (
     MISSING_GRADIENT,
     RecordedPass,
     ReplayedPass,
-    WeightComparison,
     describe_mixed_recordings,
 )
 from replay.verdict.pass_weights import (
@@ -46,11 +55,6 @@ from replay.verdict.pass_weights import (
     follow_weights_through_steps,
     merge_comparisons,
 )
-
-OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
-# These hold for every number of a pass, so none of them is an open question.
-WHOLE_PASS_REASONS = (OTHER_WEIGHTS, FAILED)
-NOT_REPLAYED = "what was recorded was not replayed"
 
 
 class PassEvidence(NamedTuple):
@@ -64,70 +68,6 @@ class PassEvidence(NamedTuple):
     record: PassRecord
     recorded: RecordedPass | None
     replayed: ReplayedPass
-
-
-class Outcome(StrEnum):
-    """The outcomes of a pass, of a window's gradient, and of a run.
-
-    UNSETTLED  a number differs, and nothing tells whether the replay or something else is the cause
-    """
-
-    REPRODUCED = "REPRODUCED"
-    DIFFERS = "DIFFERS"
-    UNSETTLED = "UNSETTLED"
-    CANNOT_TELL = "CANNOT TELL"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassVerdict:
-    """The outcome of one pass, or of the gradient of the window that ends with it.
-
-    optimizer_step  the number of the job's optimizer step that took this gradient; None where a pass is judged
-    """
-
-    index: int
-    source: str
-    rank: int
-    outcome: Outcome
-    reason: str | None
-    findings: Sequence[Finding]
-    optimizer_step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The outcome of a run, and the findings that it rests on.
-
-    reason         why the outcome is UNSETTLED, or why one cannot tell of some passes
-    counts         passes by outcome
-    window_counts  windows by outcome of their gradient
-    first          the first pass or window that DIFFERS, or is UNSETTLED, if that is the outcome
-    worst          of each quantity that was judged, the finding nearest to its bound or farthest beyond it
-    open           of each quantity that was not judged, or is unsettled, one finding with the reason
-    weights        of the first pass with other weights, else of all passes together
-    environment    the settings that differ: in the job, here
-    dtypes         what the job and the replay computed in; each bound is that of the coarser one
-    floors         the measured noise floors, by quantity
-    """
-
-    outcome: Outcome
-    reason: str | None
-    counts: Mapping[Outcome, int]
-    window_counts: Mapping[Outcome, int]
-    first: PassVerdict | None
-    worst: Sequence[Finding]
-    open: Sequence[Finding]
-    weights: WeightComparison | None
-    environment: Mapping[str, tuple[str, str]]
-    dtypes: tuple[str, str]
-    floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
-    passes: Sequence[PassVerdict] = ()
-    windows: Sequence[PassVerdict] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the `verdict` of run.json."""
-        values: dict[str, Any] = to_json(self)
-        return values
 
 
 def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
@@ -168,6 +108,12 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
         [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
     )
     outcome = _choose_outcome(verdicts)
+    environment = _compare_environments(compared_passes, settings)
+    windows = group_into_windows(compared_passes)
+    evidence = Evidence(
+        passes=compared_passes, windows=windows, verdicts=verdicts, settings=settings, environment=environment
+    )
+    causes = find_causes(evidence)
     return Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
@@ -177,11 +123,14 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
         worst=_select_worst_findings(verdicts),
         open=_select_open_findings(verdicts),
         weights=choose_shown_weights(compared_passes),
-        environment=_compare_environments(compared_passes, settings),
+        environment=environment,
         dtypes=(_find_coarsest_dtype(compared_passes), settings.dtype),
         floors=settings.floors,
         passes=pass_verdicts,
         windows=window_verdicts,
+        causes=causes,
+        unexplained=list_unexplained(evidence, causes),
+        coverage=measure_coverage(windows, pass_verdicts, window_verdicts),
     )
 
 

@@ -11,7 +11,8 @@ from collections import Counter
 from replay.output.text import Pairs, pluralise
 from replay.tolerances.job_bounds import GRADIENT
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
-from replay.verdict.judge import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict, count_reasons
+from replay.verdict.judge import count_reasons
+from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
 
 SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)

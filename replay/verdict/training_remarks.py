@@ -13,7 +13,8 @@ from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.output.text import Pairs, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS
-from replay.verdict.judge import PassEvidence, Verdict
+from replay.verdict.judge import PassEvidence
+from replay.verdict.outcomes import Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 
 LABEL = "trained"

@@ -11,7 +11,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook
-from replay.verdict.judge import Outcome, Verdict
+from replay.verdict.outcomes import Outcome, Verdict
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 

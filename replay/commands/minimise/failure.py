@@ -23,7 +23,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunFailure, RunFile, RunStart, read_section
 from replay.tolerances.job_bounds import LOG_PROBS
 from replay.verdict.findings import FindingStatus
-from replay.verdict.judge import Outcome, Verdict
+from replay.verdict.outcomes import Outcome, Verdict
 
 _PLACE = re.compile(r"row (\d+), token (\d+)")
 _ROW = re.compile(r"row (\d+)")

@@ -29,7 +29,7 @@ from replay.resolution.selection import select
 from replay.runlog.reader import read_run_below
 from replay.runlog.run_file import read_section
 from replay.runlog.writer import INTERRUPTED
-from replay.verdict.judge import Outcome, Verdict
+from replay.verdict.outcomes import Outcome, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

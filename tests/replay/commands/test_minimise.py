@@ -29,7 +29,7 @@ from replay.commands.minimise.trials import MinimiseTrial, ParityCell
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from replay.verdict.findings import Finding, FindingStatus
-from replay.verdict.judge import Outcome, PassVerdict
+from replay.verdict.outcomes import Outcome, PassVerdict
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
 from tests.helpers.made_captures import write_pass

@@ -18,7 +18,7 @@ from replay.runlog.run_file import RunFile
 from replay.runner.result import Run
 from replay.runner.run import run_in
 from replay.verdict.findings import Finding, FindingStatus
-from replay.verdict.judge import Outcome, PassVerdict, Verdict
+from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.watch.blame import report_failed_rank
 from replay.watch.progress import Phase, RankPosition
 from replay.watch.shutdown import claim_failure

@@ -27,7 +27,8 @@ from replay.tolerances.job_bounds import (
     compute_bound,
 )
 from replay.verdict.findings import VerdictSettings, make_finding
-from replay.verdict.judge import Outcome, PassEvidence, Verdict, judge
+from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import Claim, DifferingElement, RecordedPass, ReplayedPass, WeightComparison
 from replay.verdict.text import format_verdict
 from tests.helpers.made_records import record

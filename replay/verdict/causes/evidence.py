@@ -1,0 +1,83 @@
+"""Hold all that a cause may be told from: the compared passes of a run, its windows, and what was found in them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from replay.verdict.causes.cause import Cause, CauseName
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings
+from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.outcomes import Outcome, PassVerdict
+
+WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What a rule may look at.
+
+    passes       every pass of every rank, with what the job recorded of it
+    windows      the passes of each window, in the order of the replay
+    verdicts     on passes and on the gradients of windows, in the order of time
+    environment  the settings that differ: in the job, here
+    """
+
+    passes: Sequence[ComparedPass]
+    windows: Sequence[Sequence[ComparedPass]]
+    verdicts: Sequence[PassVerdict]
+    settings: VerdictSettings
+    environment: Mapping[str, tuple[str, str]]
+
+    @property
+    def wrong(self) -> Iterator[tuple[PassVerdict, Finding]]:
+        """Every finding that differs, or is unsettled, with the verdict that it belongs to, in the order of time."""
+        for verdict in self.verdicts:
+            if verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED):
+                for finding in verdict.findings:
+                    if finding.status in WRONG:
+                        yield verdict, finding
+
+    def find_wrong(self, *names: str) -> tuple[PassVerdict, Finding] | None:
+        """Find the first finding of one of these names that differs or is unsettled."""
+        return next(((verdict, finding) for verdict, finding in self.wrong if finding.name in names), None)
+
+    def list_wrong_names(self) -> list[str]:
+        return list(dict.fromkeys(finding.name for _, finding in self.wrong))
+
+    @property
+    def first_wrong(self) -> PassVerdict | None:
+        return next((verdict for verdict, _ in self.wrong), None)
+
+    @property
+    def is_forward_wrong(self) -> bool:
+        """Tell whether the first wrong number of the run is one of a forward, before any gradient is wrong."""
+        return self.first_wrong is not None and self.first_wrong.optimizer_step is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseRule:
+    """One rule of the table.
+
+    find     returns the cause if the evidence shows it
+    means    what the cause is, for docs/verdict.md
+    told_by  what it is told from, for docs/verdict.md
+    job      the job of tests/broken_jobs that has this cause
+    """
+
+    name: CauseName
+    find: Callable[[Evidence], Cause | None]
+    means: str
+    told_by: str
+    job: str
+
+
+def name_time(verdict: PassVerdict) -> str:
+    """Say since when: `since the job's step 1` or `since pass 3`."""
+    if verdict.optimizer_step is not None:
+        return f"since the job's step {verdict.optimizer_step + 1}"
+    return f"since pass {verdict.index + 1}"
+
+
+def name_some(names: Sequence[str], limit: int = 2) -> str:
+    """Name the first of these and count the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,38 @@
+"""List the rules that tell the cause of what differs, and apply them.
+
+Each rule is a small function over the evidence. The table stands in the order from cause to consequence: other weights
+explain any number, a wrong loss explains a wrong gradient, a wrong gradient explains a wrong step. A rule further down
+is left out of the answer where all that it explains is explained by a surer rule above it. docs/verdict.md lists this
+table.
+"""
+
+from collections.abc import Sequence
+
+from replay.verdict.causes import gradient_rules, weight_rules
+from replay.verdict.causes.cause import Cause, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence
+
+RULES = (*weight_rules.RULES, *gradient_rules.RULES)
+SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
+
+
+def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
+    """Return the causes that the evidence shows, the surest of those that explain most first.
+
+    Causes stand in the order of the table, the sure ones before the others. A cause that may be, or probably is, is
+    left out if a cause before it explains all that it explains.
+    """
+    found = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
+    causes: list[Cause] = []
+    for sureness in SURENESS_ORDER:
+        for cause in found:
+            explained = {name for other in causes for name in other.explains}
+            if cause.sureness is sureness and (sureness is Sureness.IS or not set(cause.explains) <= explained):
+                causes.append(cause)
+    return causes
+
+
+def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> list[str]:
+    """Name the findings that differ, or are unsettled, and that no cause explains."""
+    explained = {name for cause in causes for name in cause.explains}
+    return [name for name in evidence.list_wrong_names() if name not in explained]

@@ -1,0 +1,51 @@
+"""Count the passes and the optimizer steps of a run that were judged."""
+
+from collections.abc import Sequence
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LOG_PROBS, LOSS, TOKENS
+from replay.verdict.findings import Finding, FindingStatus
+from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
+from replay.verdict.pass_values import MISSING_GRADIENT
+
+FORWARD_QUANTITIES = (LOSS, TOKENS, LOG_PROBS)
+GRADIENT_QUANTITIES = (GRAD_NORM, GRADIENT, MISSING_GRADIENT)
+
+
+def measure_coverage(
+    windows: Sequence[Sequence[ComparedPass]],
+    pass_verdicts: Sequence[PassVerdict],
+    window_verdicts: Sequence[PassVerdict],
+) -> Coverage:
+    """Count what was judged.
+
+    windows          the passes of each window of the replay
+    pass_verdicts    one for each micro-batch
+    window_verdicts  one for each window of whose gradient the job recorded something
+    """
+    judged_ends = {verdict.index for verdict in window_verdicts if _is_judged(verdict, GRADIENT_QUANTITIES)}
+    end_of_pass = {compared.record.index: window[-1].record.index for window in windows for compared in window}
+    with_forward = [verdict for verdict in pass_verdicts if _is_judged(verdict, FORWARD_QUANTITIES)]
+    whole = [
+        verdict
+        for verdict in with_forward
+        if verdict.index not in end_of_pass or end_of_pass[verdict.index] in judged_ends
+    ]
+    return Coverage(
+        num_passes=len(pass_verdicts),
+        num_judged=len(whole),
+        num_forward_judged=len(with_forward) - len(whole),
+        num_steps=len(windows),
+        num_steps_judged=len(judged_ends),
+    )
+
+
+def _is_judged(verdict: PassVerdict, quantities: Sequence[str]) -> bool:
+    is_open = verdict.outcome in (Outcome.CANNOT_TELL, Outcome.UNSETTLED)
+    return not is_open and any(_is_sharp(finding) for finding in verdict.findings if finding.name in quantities)
+
+
+def _is_sharp(finding: Finding) -> bool:
+    """Tell whether a finding was judged by a bound that would show that the quantity had vanished."""
+    is_judged = finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS)
+    return is_judged and (finding.bound is None or finding.bound <= HIDING_BOUND)
