@@ -6,9 +6,9 @@ Eight of the jobs of tests/broken_jobs; `python -m tests.broken_jobs.campaign` h
 import pytest
 
 from tests.broken_jobs.batches import num_labels, windows_of
-from tests.broken_jobs.campaign import Campaign
-from tests.broken_jobs.declarations import FaultClass, Kind, Layout, Setup
-from tests.broken_jobs.table import JOBS
+from tests.broken_jobs.campaign import Campaign, Row, job_of, twins_of
+from tests.broken_jobs.declarations import Fault, FaultClass, Kind, Layout, Setup
+from tests.broken_jobs.table import JOBS, TWINS
 
 pytestmark = pytest.mark.long
 
@@ -33,6 +33,39 @@ def test_each_class_has_jobs_of_several_kinds() -> None:
     assert {job.kind for job in JOBS.values() if not job.is_broken} == set(Kind)
 
 
+def test_each_broken_job_has_its_causes_and_a_sound_twin() -> None:
+    for job in JOBS.values():
+        assert job.is_broken is bool(job.causes), job.name
+        assert len(set(job.causes)) == len(job.causes) <= 2, job.name
+        if job.is_broken:
+            twin = TWINS[job.twin.name]
+            assert (twin.kind, twin.setup, twin.replays) == (job.kind, job.setup, job.replays)
+            assert not twin.is_broken
+            assert twin.fault == Fault()
+    assert not TWINS.keys() & JOBS.keys()
+
+
+def test_jobs_that_are_trained_and_replayed_alike_have_one_twin() -> None:
+    names = ("gradients-x10", "loss-x10", "clean-llama", "betas", "eps", "fsdp2-gradients-x10", "fsdp2-v-dropped")
+    twins = twins_of([JOBS[name] for name in names])
+    assert [twin.twin_of for twin in twins] == ["gradients-x10", "betas", "fsdp2-gradients-x10", "fsdp2-v-dropped"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "causes", "says"),
+    [
+        ("REPRODUCED", [], "ok"),
+        ("REPRODUCED", [("dropout", "may be")], "ok"),
+        ("CANNOT TELL", None, "weak"),
+        ("REPRODUCED", [("dropout", "may be"), ("another dtype", "probably")], "WRONG"),
+        ("DIFFERS", [], "WRONG"),
+    ],
+)
+def test_what_is_said_of_a_twin(outcome: str, causes: list[tuple[str, str]] | None, says: str) -> None:
+    assert _row("gradients-x10-unbroken", outcome, causes).says == says
+    assert job_of("gradients-x10-unbroken").group == "twin"
+
+
 def test_micro_batches_have_unequal_numbers_of_labels_but_where_rows_are_full() -> None:
     def counts(layout: Layout) -> set[int]:
         setup = Setup(layout=layout, accumulation=2)
@@ -40,3 +73,9 @@ def test_micro_batches_have_unequal_numbers_of_labels_but_where_rows_are_full() 
 
     assert len(counts(Layout.FULL)) == 1
     assert all(len(counts(layout)) > 2 for layout in Layout if layout is not Layout.FULL)
+
+
+def _row(job: str, outcome: str, causes: list[tuple[str, str]] | None) -> Row:
+    return Row(
+        job=job, replay="", outcome=outcome, headline="", effect=None, is_below=False, traces=None, causes=causes
+    )

@@ -1,13 +1,14 @@
 """Records the jobs, replays each as a user would, and says what the verdict was.
 
-    python -m tests.broken_jobs.campaign [--only NAME] [--class C] [--kind K] [--keep FOLDER]
+    python -m tests.broken_jobs.campaign [--only NAME] [--class C] [--kind K] [--twins] [--keep FOLDER]
 
     job              class           kind     effect            outcome       expected
     gradients-x10    gradient scale  plain    gradient 9        REPRODUCED    another one   WRONG
     clean-llama      clean           plain                      REPRODUCED    REPRODUCED    ok
 
 A broken job must not be REPRODUCED unless its effect is below what its dtype can carry; a clean one must not DIFFER.
-Exit code 1 where one is.
+With --twins the unbroken twin of each chosen broken job is replayed in its place, with the same arguments: it must not
+DIFFER, and no cause may be surer than "may be". Exit code 1 where one is not as it must be.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from pathlib import Path
 from threading import Lock
 
 from replay.processes.launch import list_rank_variables, open_rank_store
+from replay.verdict.causes.cause import Sureness
 from tests.broken_jobs.declarations import FaultClass, Job, Kind
 from tests.broken_jobs.effect import Effect, effect_of
-from tests.broken_jobs.table import JOBS
+from tests.broken_jobs.table import JOBS, TWINS
 from tests.broken_jobs.traces import traces_of
 from tests.helpers.machine import job_environment
 from tests.warm import warm_bin
@@ -51,17 +53,25 @@ class Row:
     effect: Mapping[str, float] | None
     is_below: bool  # the effect is below what the job's dtype can carry
     traces: Mapping[str, float] | None  # what of the recording is other than the unbroken job's
+    causes: Sequence[Sequence[str]] | None = None  # name and sureness of each, in the verdict's order; None: not told
 
     @property
     def says(self) -> str:
-        job = JOBS[self.job]
+        job = job_of(self.job)
         if self.outcome == "FAILED" or (not job.is_broken and self.outcome == "DIFFERS"):
+            return "WRONG"
+        if job.twin_of and any(sureness != Sureness.MAY_BE for _, sureness in self.causes or ()):
             return "WRONG"
         if not job.is_broken:
             return "ok" if self.outcome == "REPRODUCED" else "weak"
         if self.outcome != "REPRODUCED":
             return "ok"
         return "below" if self.is_below else "WRONG"
+
+
+def job_of(name: str) -> Job:
+    """A job of the table, or the twin of one."""
+    return JOBS[name] if name in JOBS else TWINS[name]
 
 
 @dataclass(slots=True)
@@ -83,7 +93,7 @@ class Campaign:
         """Results of before."""
         path = self.home / "results.json"
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
-            self.rows[row["job"], row["replay"]] = Row(**{name: row[name] for name in Row.__slots__})
+            self.rows[row["job"], row["replay"]] = Row(**{name: row[name] for name in Row.__slots__ if name in row})
 
     def save(self) -> None:
         rows = [{**asdict(row), "says": row.says} for row in self.rows.values()]
@@ -94,6 +104,8 @@ class Campaign:
 
     def record(self, job: Job) -> Path:
         """Its folder. A job that was recorded is not recorded again."""
+        if job.twin_of:
+            return self._twin(job)
         folder = self.home / "jobs" / job.name
         if not _is_done(folder, job):
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,9 +123,7 @@ class Campaign:
 
     def _twin(self, job: Job, *arguments: str) -> Path:
         """The job unbroken; one for all jobs of this kind and setup."""
-        first = next(
-            other_job for other_job in JOBS.values() if (other_job.kind, other_job.setup) == (job.kind, job.setup)
-        )
+        first = next(other_job for other_job in JOBS.values() if other_job.is_trained_as(job))
         folder = self.home / "twins" / "-".join([first.name, *(argument.strip("-") for argument in arguments)])
         with self._lock:
             lock = self._locks.setdefault(str(folder), Lock())
@@ -137,7 +147,7 @@ class Campaign:
             replays.append((FSDP2, []))
         found = []
         for name, arguments in replays:
-            outcome, headline = self._replay(folder, name, arguments)
+            outcome, headline, causes = self._replay(folder, name, arguments)
             found.append(
                 Row(
                     job=job.name,
@@ -147,11 +157,15 @@ class Campaign:
                     effect=None if effect is None else asdict(effect),
                     is_below=is_below,
                     traces=traces,
+                    causes=causes,
                 )
             )
         return found
 
-    def _replay(self, folder: Path, name: str, arguments: Sequence[str]) -> tuple[str, str]:
+    def _replay(
+        self, folder: Path, name: str, arguments: Sequence[str]
+    ) -> tuple[str, str, Sequence[Sequence[str]] | None]:
+        """Return the outcome, the verdict's line and the causes, as `Row` has them."""
         logs = folder / "logs" / str(abs(hash((name, *arguments, *self.replay_arguments))))
         shutil.rmtree(logs, ignore_errors=True)
         command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--loss", "sft"]
@@ -165,9 +179,10 @@ class Campaign:
         runs = sorted(logs.glob("*/run.json"))
         verdict = json.loads(runs[0].read_text()).get("verdict") if runs else None
         if not verdict:
-            return "FAILED", (done.stdout + done.stderr)[-1500:]
+            return "FAILED", (done.stdout + done.stderr)[-1500:], None
         lines = [line for line in done.stdout.splitlines() if line.startswith("verdict")]
-        return str(verdict["outcome"]), lines[0].removeprefix("verdict").strip() if lines else ""
+        causes = [(cause["name"], cause["sureness"]) for cause in verdict["causes"]] if "causes" in verdict else None
+        return str(verdict["outcome"]), lines[0].removeprefix("verdict").strip() if lines else "", causes
 
     def _run(self, job: Job, arguments: Sequence[str], folder: Path) -> None:
         """Carry the job out under `capture run`. Its ranks meet as torchrun's would."""
@@ -197,10 +212,18 @@ def chosen(only: Sequence[str], classes: Sequence[str], kinds: Sequence[str]) ->
     return [
         job
         for job in JOBS.values()
-        if (not only or job.name in only)
-        and (not classes or (job.fault_class or "clean") in classes)
-        and (not kinds or job.kind in kinds)
+        if (not only or job.name in only) and (not classes or job.group in classes) and (not kinds or job.kind in kinds)
     ]
+
+
+def twins_of(jobs: Sequence[Job]) -> list[Job]:
+    """The twins of the broken ones; one for all that are trained and replayed alike."""
+    found: list[Job] = []
+    for job in jobs:
+        is_known = any(job.is_trained_as(twin) and job.is_replayed_as(twin) for twin in found)
+        if job.is_broken and not is_known:
+            found.append(job.twin)
+    return found
 
 
 def in_turn(jobs: Sequence[Job]) -> list[Job]:
@@ -208,8 +231,8 @@ def in_turn(jobs: Sequence[Job]) -> list[Job]:
     places: Counter[str] = Counter()
     order = []
     for number, job in enumerate(jobs):
-        places[job.fault_class or "clean"] += 1
-        order.append((places[job.fault_class or "clean"], number))
+        places[job.group] += 1
+        order.append((places[job.group], number))
     return [jobs[number] for _, number in sorted(order)]
 
 
@@ -217,23 +240,22 @@ def totals(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
     """How many replays of each class have which outcome, and what is said of them."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
-        counts = found.setdefault(JOBS[row.job].fault_class or "clean", Counter())
+        counts = found.setdefault(job_of(row.job).group, Counter())
         counts.update(["replays", row.outcome, row.says])
     return {name: dict(counts) for name, counts in found.items()}
 
 
 def line_of(row: Row) -> str:
-    job = JOBS[row.job]
+    job = job_of(row.job)
     effect = ""
     if row.effect is not None:
         effect = " ".join(f"{name} {value:.1e}" for name, value in row.effect.items() if value)
     if row.traces is not None:
         effect += "; recorded: " + (" ".join(f"{name} {value:.1e}" for name, value in row.traces.items()) or "nothing")
-    expected = "not REPRODUCED" if job.is_broken else "REPRODUCED"
+    expected = "not REPRODUCED" if job.is_broken else "not DIFFERS" if job.twin_of else "REPRODUCED"
     name = f"{row.job} ({row.replay})" if row.replay else row.job
     name = name if len(name) < 40 else f"{name[:36]}...)"
-    kind = job.fault_class or "clean"
-    return f"{name:40} {kind:14} {job.kind:11} {row.outcome:12} {expected:14} {row.says:6} {effect}"
+    return f"{name:40} {job.group:14} {job.kind:11} {row.outcome:12} {expected:14} {row.says:6} {effect}"
 
 
 def text_of_totals(rows: Sequence[Row]) -> str:
@@ -254,9 +276,10 @@ def text_of_totals(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"{name:14}  {numbers[0]:7}  {numbers[1]:10}  {numbers[2]:12}  {numbers[3]:7}  {numbers[4]:11}  "
                      f"{numbers[5]:6}  {numbers[6]:5}  {numbers[7]:5}")  # fmt: skip
-    broken = [row for row in rows if JOBS[row.job].is_broken]
+    broken = [row for row in rows if job_of(row.job).is_broken]
     untraced = dict.fromkeys(row.job for row in broken if row.traces is not None and not row.traces)
-    clean = [row for row in rows if not JOBS[row.job].is_broken]
+    clean = [row for row in rows if job_of(row.job).group == "clean"]
+    twins = [row for row in rows if job_of(row.job).twin_of]
     reproduced = [row for row in broken if row.outcome == "REPRODUCED"]
     lines += [
         f"broken     {len(reproduced)} of {len(broken)} REPRODUCED, "
@@ -266,12 +289,14 @@ def text_of_totals(rows: Sequence[Row]) -> str:
         f"clean      {sum(row.outcome == 'REPRODUCED' for row in clean)} of {len(clean)} REPRODUCED, "
         f"{sum(row.outcome == 'DIFFERS' for row in clean)} DIFFER; others: "
         + (", ".join(f"{row.job} {row.outcome}" for row in clean if row.says == "weak") or "none"),
+        f"twins      {sum(row.says == 'WRONG' for row in twins)} of {len(twins)} WRONG: "
+        + (", ".join(row.job for row in twins if row.says == "WRONG") or "none"),
     ]
     return "\n".join(lines)
 
 
 def _why_below(row: Row) -> str:
-    return JOBS[row.job].below or "the table gives no reason"
+    return job_of(row.job).below or "the table gives no reason"
 
 
 def _launcher(num_ranks: int) -> list[str]:
@@ -301,6 +326,11 @@ def main() -> int:
         "--class", action="append", default=[], dest="classes", choices=[*FaultClass, "clean"], help="This class."
     )
     parser.add_argument("--kind", action="append", default=[], choices=list(Kind), help="This kind of job.")
+    parser.add_argument(
+        "--twins",
+        action="store_true",
+        help="In place of each chosen broken job its unbroken twin; clean ones have none.",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Recordings and results; those there are used.")
     parser.add_argument("--continue", action="store_true", dest="goes_on", help="Replay only what has no result yet.")
     parser.add_argument("--jobs-only", action="store_true", help="Record, and replay nothing.")
@@ -312,6 +342,8 @@ def main() -> int:
     campaign = Campaign(home=home, replay_arguments=asked.replay_arguments, imports=IMPORTS)
     campaign.load()
     jobs = chosen(asked.only, asked.classes, asked.kind)
+    if asked.twins:
+        jobs = twins_of(jobs)
     known = {name for name, _ in campaign.rows}
     jobs = in_turn(jobs)
     todo = [job for job in jobs if not (asked.goes_on and job.name in known)]

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from replay.verdict.causes.cause import CauseName
+
 
 class Kind(StrEnum):
     """What trains: a loop in plain torch or transformers' Trainer, in one process or under a wrapper in two."""
@@ -145,9 +147,11 @@ class Job:
     """A job by its name.
 
     says      what is broken, or what is notable of a clean one, in one sentence
+    causes    the names that are a right answer to what is wrong, the best first; none for a clean job
     replays   the arguments of each replay of its recording, on top of those that all have
     as_fsdp2  it is replayed in two processes under FSDP2 too
     below     why its effect is below what the dtype can carry, which is measured all the same; empty: it is not
+    twin_of   the broken job whose unbroken twin this is; empty: a job of the table
     """
 
     name: str
@@ -158,11 +162,42 @@ class Job:
     fault: Fault = field(default_factory=Fault)
     replays: Sequence[tuple[str, ...]] = ((),)
     as_fsdp2: bool = False
+    causes: Sequence[CauseName] = ()
     below: str = ""
+    twin_of: str = ""
 
     @property
     def is_broken(self) -> bool:
         return self.fault_class is not None
+
+    @property
+    def twin(self) -> "Job":
+        """The same job without its fault, replayed as the broken one is.
+
+        It must not DIFFER, and nothing may be its cause, however likely what the broken job's cause is.
+        """
+        return replace(
+            self,
+            name=f"{self.name}-unbroken",
+            says=f"without the fault: {self.says}",
+            fault_class=None,
+            fault=Fault(),
+            causes=(),
+            below="",
+            twin_of=self.name,
+        )
+
+    @property
+    def group(self) -> str:
+        """Under which name its replays are counted."""
+        return self.fault_class or ("twin" if self.twin_of else "clean")
+
+    def is_trained_as(self, other: "Job") -> bool:
+        """Do the two train alike where neither is broken, so that one recording of the unbroken job serves both?"""
+        return (self.kind, self.setup) == (other.kind, other.setup)
+
+    def is_replayed_as(self, other: "Job") -> bool:
+        return (tuple(self.replays), self.as_fsdp2) == (tuple(other.replays), other.as_fsdp2)
 
     def as_run(self, *, broken: bool) -> tuple[Setup, Fault]:
         """The setup that the job really has, and the fault; of its unbroken twin where not `broken`."""

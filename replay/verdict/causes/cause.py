@@ -55,6 +55,7 @@ class CauseName(StrEnum):
     SUMMED = "gradients summed over ranks"
     NOT_CLEARED = "gradients that are not cleared"
     CLIPPED_EARLY = "clipping at the wrong time"
+    CLIPPING = "another clipping"
     # The step is another one than the gradient gives.
     OPTIMIZER = "another optimizer"
     SCHEDULE = "another schedule"
