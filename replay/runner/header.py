@@ -1,12 +1,10 @@
 """Say what a run's numbers belong to: the facts of run.json, and the lines above the passes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from actor_init.declarations.attention import find_form
-from actor_init.model import ModelSource, find_model, strip_config
-from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo, UsageError
+from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
@@ -19,16 +17,13 @@ from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
 from replay.runner.states import EarlierPasses
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_settings import list_setting_differences
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker
 
 # The header names this many differences of the config; run.json has all.
 MAX_NAMED_DIFFERENCES = 4
-# Names of outputs and tokens, and what fills weights that are read from files: no forward computes otherwise for them.
-NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"} | {
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "chunk_size_feed_forward"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +48,7 @@ class Header:
     earlier: EarlierPasses
     weight_checker: WeightChecker
     dropout: Sequence[str]
-    config_differences: list[str]
+    config_differences: Sequence[str]
     world: World
 
     def collect_facts(self) -> dict[str, str | int]:
@@ -198,29 +193,7 @@ def _describe_adapter(resolved: ResolvedReplay) -> dict[str, str]:
     return {"adapter": f"not built: {why}. Try: --adapter FOLDER"}
 
 
-def find_config_differences(spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None) -> list[str]:
-    """List the settings in which the model of `--model` computes otherwise than the job's config says.
-
-    captured  the config in the job's actor.json; None without one
-
-    Settings that the model's class does not know are in one of the two alone, and are left out.
-    """
-    if spec.model is None or spec.is_custom or captured is None:
-        return []
-    try:
-        job_config = find_model(ActorSpec(num_layers=spec.num_layers), captured, "the job").config
-    except UsageError:
-        # The transformers that is installed has no such model type, or the job's model has fewer layers than this run.
-        job_type, own_type = captured.get("model_type"), source.config.model_type
-        return [_describe_config_difference("model_type", job_type, own_type)] if job_type != own_type else []
-    job_settings, own_settings = strip_config(job_config), strip_config(source.config)
-    names = [name for name in own_settings if name in job_settings and name not in NOT_COMPUTED]
-    # Another model type explains all other differences, so it comes first.
-    names.sort(key=lambda name: name != "model_type")
-    return [text for name in names for text in _list_differences(name, job_settings[name], own_settings[name])]
-
-
-def _format_config_line(differences: list[str]) -> dict[str, str]:
+def _format_config_line(differences: Sequence[str]) -> dict[str, str]:
     """Return the line of the header; none if nothing differs."""
     if not differences:
         return {}
@@ -232,15 +205,10 @@ def _format_config_line(differences: list[str]) -> dict[str, str]:
     return {"config": f"other than the job's: {'; '.join(differences[:MAX_NAMED_DIFFERENCES])}{more}"}
 
 
-def _list_differences(name: str, job_value: Any, own_value: Any) -> Iterator[str]:
-    """Yield what differs, of settings within settings one by one."""
-    if isinstance(job_value, dict) and isinstance(own_value, dict):
-        for key in dict.fromkeys([*own_value, *job_value]):
-            if key not in NOT_COMPUTED:
-                yield from _list_differences(f"{name}.{key}", job_value.get(key), own_value.get(key))
-    elif job_value != own_value:
-        yield _describe_config_difference(name, job_value, own_value)
-
-
-def _describe_config_difference(name: str, job_value: Any, own_value: Any) -> str:
-    return f"{name} {job_value} in the job, {own_value} here"
+def format_config_differences(differences: Sequence[ModelDifference]) -> list[str]:
+    """Say in which settings of the config the job's model and the replay's differ."""
+    return [
+        f"{difference.where} {difference.job} in the job, {difference.replay} here"
+        for difference in differences
+        if difference.kind is ModelDifferenceKind.CONFIG
+    ]

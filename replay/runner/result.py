@@ -12,6 +12,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
+from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
@@ -26,6 +27,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
+from replay.runner.model_comparison import find_config_differences
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import NoiseFloor
@@ -168,6 +170,9 @@ def describe_setting(
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
         is_mixture=is_mixture(weight_checker.names),
+        model_differences=find_config_differences(
+            spec.actor, source, read_actor_config(find_inputs_folder(spec.inputs))
+        ),
         environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
     )
 

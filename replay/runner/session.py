@@ -11,21 +11,19 @@ import torch
 from actor_init.as_json import to_json
 from actor_init.model import ModelSource, strip_config
 from actor_init.world import World
-from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import VerdictRule
 from replay.output.text import Pairs, describe_unrecorded, pluralise
 from replay.processes.exit_code import repeat_for_torchrun
-from replay.resolution.job_defaults import find_inputs_folder
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import INTERRUPTED, Logbook
 from replay.runner.checkpoint import Saver, SavingError, describe_unsaved, digest_weights
-from replay.runner.header import Header, find_config_differences
+from replay.runner.header import Header, format_config_differences
 from replay.runner.meter import Meter
 from replay.runner.non_finite import find_first_non_finite
 from replay.runner.replayer import ReopenableActor, ReopeningError, Replayer
@@ -117,9 +115,7 @@ class Session:
                 earlier=self.earlier,
                 weight_checker=self.weight_checker,
                 dropout=self.setting.dropout,
-                config_differences=find_config_differences(
-                    self.spec.actor, source, read_actor_config(find_inputs_folder(self.spec.inputs))
-                ),
+                config_differences=format_config_differences(self.setting.model_differences),
                 world=world,
             )
             self.logbook.begin(

@@ -27,6 +27,7 @@ from replay.tolerances.job_bounds import (
     compute_rms_bound,
     measure_difference,
 )
+from replay.verdict.model_facts import ModelDifference
 from replay.verdict.pass_values import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
 
 MAX_LISTED_SHARES = 8
@@ -49,6 +50,7 @@ class VerdictSettings:
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
     is_mixture        the model is a mixture of experts
+    model_differences  what the job's model is known to have other than the replay's
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors       under --step, by pass, how far they were apart by then
     why_no_floors     why the floors could not be measured, if they could not
@@ -62,6 +64,7 @@ class VerdictSettings:
     dropout: Sequence[str] = ()
     packs: bool = False
     is_mixture: bool = False
+    model_differences: Sequence[ModelDifference] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)

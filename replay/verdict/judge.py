@@ -126,6 +126,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
         environment=environment,
         dtypes=(_find_coarsest_dtype(compared_passes), settings.dtype),
         floors=settings.floors,
+        model_differences=settings.model_differences,
         passes=pass_verdicts,
         windows=window_verdicts,
         causes=causes,
@@ -174,6 +175,7 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
         weights=None,
         environment={},
         dtypes=("unknown", settings.dtype),
+        model_differences=settings.model_differences,
         passes=verdicts,
     )
 

@@ -9,6 +9,7 @@ from actor_init.as_json import to_json
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.cause import Cause
 from replay.verdict.findings import Finding
+from replay.verdict.model_facts import ModelDifference
 from replay.verdict.pass_values import WeightComparison
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
@@ -84,6 +85,7 @@ class Verdict:
     environment    the settings that differ: in the job, here
     dtypes         what the job and the replay computed in; each bound is that of the coarser one
     floors         the measured noise floors, by quantity
+    model_differences  what the job's model is known to have other than the replay's
     causes         what is wrong, the surest first; empty where nothing differs, or where no cause is known
     unexplained    the quantities that differ, or are unsettled, and that no cause explains
     """
@@ -99,6 +101,7 @@ class Verdict:
     environment: Mapping[str, tuple[str, str]]
     dtypes: tuple[str, str]
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
+    model_differences: Sequence[ModelDifference] = ()
     passes: Sequence[PassVerdict] = ()
     windows: Sequence[PassVerdict] = ()
     causes: Sequence[Cause] = ()
