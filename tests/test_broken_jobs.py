@@ -6,7 +6,7 @@ Eight of the jobs of tests/broken_jobs; `python -m tests.broken_jobs.campaign` h
 import pytest
 
 from tests.broken_jobs.batches import num_labels, windows_of
-from tests.broken_jobs.campaign import Campaign, Row, job_of, twins_of
+from tests.broken_jobs.campaign import Campaign, Row, job_of, line_of, text_of_causes, twins_of
 from tests.broken_jobs.declarations import Fault, FaultClass, Kind, Layout, Setup
 from tests.broken_jobs.table import JOBS, TWINS
 
@@ -64,6 +64,31 @@ def test_jobs_that_are_trained_and_replayed_alike_have_one_twin() -> None:
 def test_what_is_said_of_a_twin(outcome: str, causes: list[tuple[str, str]] | None, says: str) -> None:
     assert _row("gradients-x10-unbroken", outcome, causes).says == says
     assert job_of("gradients-x10-unbroken").group == "twin"
+
+
+def test_right_causes_are_counted_over_broken_jobs_with_an_effect_that_the_dtype_carries() -> None:
+    rows = [
+        _row("ddp-summed", "DIFFERS", [("gradients summed over ranks", "is"), ("scaled gradients", "may be")]),
+        _row("mean-of-means", "DIFFERS", [("other weights of passes", "probably")]),
+        _row("rate-x10", "DIFFERS", [("another optimizer", "may be")]),
+        _row("betas", "DIFFERS", [("another schedule", "is"), ("another optimizer", "is")]),
+        _row("eps", "DIFFERS", [("another schedule", "probably")]),
+        _row("stale-state", "CANNOT TELL", None),
+        _row("llama-off-by-one", "REPRODUCED", []),
+        _row("clean-llama", "REPRODUCED", [("dropout", "is")]),
+    ]
+    assert text_of_causes(rows) == [
+        "causes     of 6 replays of broken jobs 2 have a right first cause at least probably, 1 as is",
+        "wrong is   1: betas (another schedule)",
+        "wrong      1 less surely: eps (probably another schedule)",
+        "no cause   1: stale-state",
+    ]
+
+
+def test_a_line_says_whether_the_cause_is_right() -> None:
+    assert "is another dtype: wrong" in line_of(_row("ddp-summed", "DIFFERS", [("another dtype", "is")]))
+    assert "is another dtype: right" in line_of(_row("bf16-masters", "DIFFERS", [("another dtype", "is")]))
+    assert "no cause" in line_of(_row("bf16-masters", "DIFFERS", []))
 
 
 def test_micro_batches_have_unequal_numbers_of_labels_but_where_rows_are_full() -> None:

@@ -56,6 +56,20 @@ class Row:
     causes: Sequence[Sequence[str]] | None = None  # name and sureness of each, in the verdict's order; None: not told
 
     @property
+    def cause(self) -> str | None:
+        """The name of the first cause; None where the verdict has none."""
+        return self.causes[0][0] if self.causes else None
+
+    @property
+    def sureness(self) -> str | None:
+        return self.causes[0][1] if self.causes else None
+
+    @property
+    def is_right(self) -> bool:
+        """Is the first cause one of the job's?"""
+        return self.cause in job_of(self.job).causes
+
+    @property
     def says(self) -> str:
         job = job_of(self.job)
         if self.outcome == "FAILED" or (not job.is_broken and self.outcome == "DIFFERS"):
@@ -96,7 +110,10 @@ class Campaign:
             self.rows[row["job"], row["replay"]] = Row(**{name: row[name] for name in Row.__slots__ if name in row})
 
     def save(self) -> None:
-        rows = [{**asdict(row), "says": row.says} for row in self.rows.values()]
+        rows = [
+            {**asdict(row), **{name: getattr(row, name) for name in ("cause", "sureness", "is_right", "says")}}
+            for row in self.rows.values()
+        ]
         text = json.dumps({"rows": rows, "totals": totals(self.rows.values())}, indent=1)
         partial = self.home / "results.json.part"
         partial.write_text(text)
@@ -255,7 +272,40 @@ def line_of(row: Row) -> str:
     expected = "not REPRODUCED" if job.is_broken else "not DIFFERS" if job.twin_of else "REPRODUCED"
     name = f"{row.job} ({row.replay})" if row.replay else row.job
     name = name if len(name) < 40 else f"{name[:36]}...)"
-    return f"{name:40} {job.group:14} {job.kind:11} {row.outcome:12} {expected:14} {row.says:6} {effect}"
+    cause = _cause_in_words(row)
+    return f"{name:40} {job.group:14} {job.kind:11} {row.outcome:12} {expected:14} {row.says:6} {cause:50} {effect}"
+
+
+def _cause_in_words(row: Row) -> str:
+    """Return the first cause with its sureness, and of a broken job whether it is a right one."""
+    if row.cause is None:
+        return "no cause"
+    told = f"{row.sureness} {row.cause}"
+    if not job_of(row.job).is_broken:
+        return told
+    return f"{told}: {'right' if row.is_right else 'wrong'}"
+
+
+def text_of_causes(rows: Iterable[Row]) -> list[str]:
+    """How many first causes are right, and how sure those are, over broken jobs with an effect that the dtype carries.
+
+    A job that is replayed in several ways counts once for each.
+    """
+    known = [row for row in rows if job_of(row.job).is_broken and not row.is_below and not job_of(row.job).below]
+    right = [row for row in known if row.is_right]
+    sure = [row for row in right if row.sureness == Sureness.IS]
+    likely = [row for row in right if row.sureness == Sureness.PROBABLY]
+    mistakes = [row for row in known if row.sureness == Sureness.IS and not row.is_right]
+    without = [row.job for row in known if row.cause is None]
+    others = [row for row in known if row.cause is not None and not row.is_right and row not in mistakes]
+    return [
+        f"causes     of {len(known)} replays of broken jobs {len(sure) + len(likely)} have a right first cause at least "
+        f"probably, {len(sure)} as is",
+        f"wrong is   {len(mistakes)}: " + (", ".join(f"{row.job} ({row.cause})" for row in mistakes) or "none"),
+        f"wrong      {len(others)} less surely: "
+        + (", ".join(f"{row.job} ({row.sureness} {row.cause})" for row in others) or "none"),
+        f"no cause   {len(without)}: {', '.join(without) or 'none'}",
+    ]
 
 
 def text_of_totals(rows: Sequence[Row]) -> str:
@@ -281,6 +331,7 @@ def text_of_totals(rows: Sequence[Row]) -> str:
     clean = [row for row in rows if job_of(row.job).group == "clean"]
     twins = [row for row in rows if job_of(row.job).twin_of]
     reproduced = [row for row in broken if row.outcome == "REPRODUCED"]
+    lines += text_of_causes(rows)
     lines += [
         f"broken     {len(reproduced)} of {len(broken)} REPRODUCED, "
         f"{sum(row.is_below for row in reproduced)} of them with an effect below the dtype",
