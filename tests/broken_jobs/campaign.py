@@ -299,8 +299,8 @@ def text_of_causes(rows: Iterable[Row]) -> list[str]:
     without = [row.job for row in known if row.cause is None]
     others = [row for row in known if row.cause is not None and not row.is_right and row not in mistakes]
     return [
-        f"causes     of {len(known)} replays of broken jobs {len(sure) + len(likely)} have a right first cause at least "
-        f"probably, {len(sure)} as is",
+        f"causes     of {len(known)} replays of broken jobs {len(sure) + len(likely)} have a right first cause "
+        f"at least probably, {len(sure)} as is",
         f"wrong is   {len(mistakes)}: " + (", ".join(f"{row.job} ({row.cause})" for row in mistakes) or "none"),
         f"wrong      {len(others)} less surely: "
         + (", ".join(f"{row.job} ({row.sureness} {row.cause})" for row in others) or "none"),
@@ -309,14 +309,14 @@ def text_of_causes(rows: Iterable[Row]) -> list[str]:
 
 
 def text_of_totals(rows: Sequence[Row]) -> str:
-    lines = [f"{'class':14}  replays  REPRODUCED  CONTRADICTED  DIFFERS  CANNOT TELL  FAILED  below  WRONG"]
+    lines = [f"{'class':14}  replays  REPRODUCED  UNSETTLED  DIFFERS  CANNOT TELL  FAILED  below  WRONG"]
     for name, counts in totals(rows).items():
         numbers = [
             counts.get(what, 0)
             for what in (
                 "replays",
                 "REPRODUCED",
-                "CONTRADICTED",
+                "UNSETTLED",
                 "DIFFERS",
                 "CANNOT TELL",
                 "FAILED",
@@ -324,7 +324,7 @@ def text_of_totals(rows: Sequence[Row]) -> str:
                 "WRONG",
             )
         ]
-        lines.append(f"{name:14}  {numbers[0]:7}  {numbers[1]:10}  {numbers[2]:12}  {numbers[3]:7}  {numbers[4]:11}  "
+        lines.append(f"{name:14}  {numbers[0]:7}  {numbers[1]:10}  {numbers[2]:9}  {numbers[3]:7}  {numbers[4]:11}  "
                      f"{numbers[5]:6}  {numbers[6]:5}  {numbers[7]:5}")  # fmt: skip
     broken = [row for row in rows if job_of(row.job).is_broken]
     untraced = dict.fromkeys(row.job for row in broken if row.traces is not None and not row.traces)
