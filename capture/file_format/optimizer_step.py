@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.micro_batch import CaptureError
 
 NUM_SAMPLED_ELEMENTS = 4
@@ -116,6 +117,7 @@ class OptimizerStep:
                       loss itself was, 1 / 4 in a mean over four passes; fp16's loss scale is part of it
     gradients         samples of the gradients as the optimizer would get them without clipping, at the elements that
                       samples of the weights have; of parameters that have a gradient
+    signatures        of the gradients as they were when `gradients` were sampled; taken at some steps alone
     without_gradient  names of sampled parameters that are trained and have no gradient
     grad_norm         global norm before clipping, where the job computed one
     is_part_of_norm   `grad_norm` is that of this rank's shards: the squares of all ranks add up
@@ -132,6 +134,7 @@ class OptimizerStep:
     passes: Sequence[int]
     shares: Sequence[float | None]
     gradients: ParameterSamples | None = None
+    signatures: Sequence[GradientSignature] = ()
     without_gradient: Sequence[str] = ()
     grad_norm: float | None = None
     is_part_of_norm: bool = False
@@ -146,7 +149,9 @@ class OptimizerStep:
         """Return the step as the text that is written."""
         # `asdict` would copy every sample.
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return json.dumps({**plain, "gradients": None if self.gradients is None else self.gradients.to_json()})
+        plain["gradients"] = None if self.gradients is None else self.gradients.to_json()
+        plain["signatures"] = [signature.to_plain() for signature in self.signatures]
+        return json.dumps(plain)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "OptimizerStep":
@@ -154,11 +159,12 @@ class OptimizerStep:
         try:
             content = json.loads(text)
             gradients = content.pop("gradients")
+            signatures = tuple(GradientSignature.from_plain(plain) for plain in content.pop("signatures", ()))
             plain: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
             }
             samples = None if gradients is None else ParameterSamples.from_json(gradients, source)
-            step = cls(gradients=samples, **plain)
+            step = cls(gradients=samples, signatures=signatures, **plain)
             step.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None
@@ -192,6 +198,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
     for gradients in (second.gradients, first.gradients):
         samples |= {} if gradients is None else {sample.name: sample for sample in gradients.samples}
     gradients = first.gradients or second.gradients
+    signatures = {signature.name: signature for signature in (*second.signatures, *first.signatures)}
     with_norm = first if first.grad_norm is not None or first.max_norm is not None else second
     names = [first.optimizer]
     if second.optimizer not in str(first.optimizer).split(", "):
@@ -204,6 +211,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
             for share, other_share in zip(first.shares, second.shares, strict=True)
         ),
         gradients=None if gradients is None else replace(gradients, samples=tuple(samples.values())),
+        signatures=tuple(signatures.values()),
         without_gradient=tuple(dict.fromkeys([*first.without_gradient, *second.without_gradient])),
         grad_norm=with_norm.grad_norm,
         is_part_of_norm=with_norm.is_part_of_norm,

@@ -16,6 +16,7 @@ from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.world import World
+from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import Sample
 from replay.objective.objective import measure_loss_sensitivity
 from replay.output.text import join_lines
@@ -24,7 +25,7 @@ from replay.runlog.records import CompilationSection, PassRecord
 from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import TraceWriter
-from replay.verdict.pass_values import GradientSamples, sample_gradients
+from replay.verdict.gradient_samples import GradientSamples, sample_gradients
 from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:
@@ -143,13 +144,19 @@ class GradientSampler(PassObserver):
 
     pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
 
-    def __init__(self, backend: Backend, recorded_samples: Mapping[str, Sequence[Sample]]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        recorded_samples: Mapping[str, Sequence[Sample]],
+        recorded_signatures: Mapping[str, Sequence[GradientSignature]],
+    ) -> None:
         self.samples: GradientSamples | None = None
         self._backend = backend
         self._recorded_samples = recorded_samples
+        self._recorded_signatures = recorded_signatures
 
     def after_backward(self) -> None:
-        self.samples = sample_gradients(self._backend.gradients(), self._recorded_samples)
+        self.samples = sample_gradients(self._backend.gradients(), self._recorded_samples, self._recorded_signatures)
 
 
 class GradientSketcher(PassObserver):

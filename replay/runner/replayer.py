@@ -1,7 +1,7 @@
 """Replay one capture after another on this rank: a capture goes in, its record comes out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,16 +19,16 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
-from capture.file_format.optimizer_step import Sample
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import join_lines
-from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds
+from replay.resolution.windows import InputRound
 from replay.runlog import token_log_probs
 from replay.runlog.records import InputSection, PassRecord, ResultSection
+from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
 from replay.runner.meter import Meter
@@ -58,58 +58,6 @@ from replay.verdict.pass_values import (
 )
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase, Tracker
-
-
-@dataclass(kw_only=True, slots=True)
-class AccumulationWindow:
-    """The accumulation window that is open on one rank. It has the same passes on every rank.
-
-    size              passes of each data rank in a window
-    rounds            the inputs that all data ranks replay at the same time; empty: unknown
-    first_index       index of the window's first pass
-    num_passes        passes of the window that have run
-    recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
-    """
-
-    size: int
-    rounds: Sequence[InputRound] = ()
-    first_index: int = 0
-    num_passes: int = 0
-    recorded_samples: dict[str, list[Sample]] = field(default_factory=dict)
-
-    def enter_pass(self, index: int, recorded: Mapping[str, Sample]) -> None:
-        """Begin a window with pass `index` if none is open, and take on the samples recorded with the pass."""
-        if not self.num_passes:
-            self.first_index, self.recorded_samples = index, {}
-        for name, sample in recorded.items():
-            self.recorded_samples.setdefault(name, []).append(sample)
-
-    def ends_with_next_pass(self, *, runs_backward: bool) -> bool:
-        return runs_backward and self.num_passes + 1 == self.size
-
-    def count_pass(self, *, runs_backward: bool) -> None:
-        """Count a pass that succeeded."""
-        is_last = self.ends_with_next_pass(runs_backward=runs_backward)
-        self.num_passes = 0 if is_last else self.num_passes + runs_backward
-
-    def discard(self) -> None:
-        """Forget the window: a pass of it failed, and its gradient is gone."""
-        self.num_passes = 0
-
-    def has_gradient_samples(self, index: int) -> bool:
-        """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""
-        return any(input_round.has_gradients for input_round in self.rounds[self.first_index : index + 1])
-
-    def find_token_weight(self, index: int, data_rank: int) -> float:
-        """Return the weight of pass `index` of a data rank by tokens; 1 where the rounds do not tell."""
-        if index >= len(self.rounds):
-            return 1.0
-        return compute_token_weight(self.rounds, index, data_rank, self.first_index, self.size)
-
-    def count_tokens(self) -> list[int]:
-        """Return the tokens of the loss in each pass of the window, of all data ranks; empty if unknown."""
-        window = find_training_rounds(self.rounds, self.first_index, self.size)
-        return [num_tokens for input_round in window for num_tokens in input_round.num_tokens]
 
 
 class ReopeningError(RuntimeError):
@@ -296,7 +244,8 @@ class Replayer:
         """
         gradients = call.step.gradients if call.step is not None else None
         recorded_samples = self.weight_checker.match_samples(gradients) if gradients is not None else {}
-        self.window.enter_pass(record.index, recorded_samples)
+        signatures = self.weight_checker.match_signatures(call.step.signatures if call.step is not None else ())
+        self.window.enter_pass(record.index, recorded_samples, signatures)
         inputs = self._prepare_inputs(record.index, call, batch)
         self._latest_inputs = inputs
 
@@ -344,7 +293,9 @@ class Replayer:
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
             loss_sensitivity=LossSensitivityObserver() if self._objective is not None else None,
-            gradient=GradientSampler(backend, self.window.recorded_samples) if has_samples else None,
+            gradient=GradientSampler(backend, self.window.recorded_samples, self.window.recorded_signatures)
+            if has_samples
+            else None,
             sketch=GradientSketcher(backend, folder, index, self.world) if folder is not None else None,
             loss_check=LossCheck(self.non_finite_search.is_needed_for_loss, self._search_before_step)
             if inputs.takes_step

@@ -41,8 +41,8 @@ from replay.tolerances.job_bounds import (
     measure_difference,
 )
 from replay.verdict.findings import VerdictSettings, list_dtypes
+from replay.verdict.gradient_samples import compute_scale
 from replay.verdict.judge import PassEvidence
-from replay.verdict.sample_pairs import compute_scale
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 

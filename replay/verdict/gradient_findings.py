@@ -25,16 +25,17 @@ from replay.verdict.findings import (
     report_other_weighting,
     root_mean_square,
 )
+from replay.verdict.gradient_evidence import GradientEvidence, compare_signatures
+from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.optimizer_settings import list_setting_differences
 from replay.verdict.pass_values import (
     MISSING_GRADIENT,
-    GradientSamples,
     RecordedPass,
     ReplayedPass,
     WeightComparison,
     match_parameter_name,
 )
-from replay.verdict.sample_pairs import compute_scale, do_some_samples_agree, pair_samples
+from replay.verdict.sample_pairs import do_some_samples_agree, pair_samples
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 MAX_NAMED = 4
@@ -120,6 +121,15 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictS
     last = window[-1].recorded.num_steps_before
     step_name = "the step before" if last is None else f"the job's step {last + 1}"
     return [f"the gradient of {step_name} could not be judged: {reason}"]
+
+
+def collect_gradient_evidence(window: Sequence[ComparedPass]) -> GradientEvidence | None:
+    """Hold the job's gradient of a window beside the replay's, by parameter and kind; None where either is not known.
+
+    It says nothing of whether the two should be equal: see the window's findings for that.
+    """
+    gradient = _merge_gradients(window)
+    return None if gradient is None else compare_signatures([member.recorded for member in window], gradient)
 
 
 def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
@@ -320,7 +330,8 @@ def _merge_gradients(window: Sequence[ComparedPass]) -> GradientSamples | None:
     if not known:
         return None
     values = {position: value for gradient in known for position, value in gradient.values.items()}
-    return GradientSamples(norms=known[0].norms, sizes=known[0].sizes, values=values)
+    signatures = {position: value for gradient in known for position, value in gradient.signatures.items()}
+    return GradientSamples(norms=known[0].norms, sizes=known[0].sizes, values=values, signatures=signatures)
 
 
 def _compare_norm(

@@ -24,6 +24,7 @@ from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
+from replay.verdict.gradient_samples import GradientSamples
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"
@@ -397,20 +398,6 @@ def is_mixture(parameters: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradientSamples:
-    """The gradient at the end of a window, of every parameter that has one.
-
-    norms   by parameter
-    sizes   numbers of elements, by parameter
-    values  the elements that the job sampled, by parameter and index of the first element
-    """
-
-    norms: Mapping[str, float]
-    sizes: Mapping[str, int]
-    values: Mapping[tuple[str, int], tuple[float, ...]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedPass:
     """What a replay computed of one pass.
 
@@ -454,25 +441,3 @@ def sample_log_probs(
     return [
         float(values_BA[row, column]) if column >= 0 and bool(has_BA[row, column]) else None for row, column in shifted
     ]
-
-
-@torch.no_grad()
-def sample_gradients(
-    gradients: Iterable[tuple[str, Tensor]], samples: Mapping[str, Sequence[Sample]]
-) -> GradientSamples:
-    """Take the norms and sizes of whole gradients, and the elements that the job sampled.
-
-    All ranks have to call it together, since iterating over a backend's `gradients` gathers each of them.
-
-    samples  of the job, by the name that the parameter has in the replay
-    """
-    norms: dict[str, Tensor] = {}
-    sizes: dict[str, int] = {}
-    values: dict[tuple[str, int], tuple[float, ...]] = {}
-    for name, gradient in gradients:
-        norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
-        sizes[name] = gradient.numel()
-        for sample in samples.get(name, ()):
-            elements = gradient.reshape(-1)[sample.start : sample.start + len(sample.values)]
-            values[name, sample.start] = tuple(elements.double().tolist())
-    return GradientSamples(norms={name: float(norm) for name, norm in norms.items()}, sizes=sizes, values=values)

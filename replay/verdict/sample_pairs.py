@@ -1,13 +1,13 @@
 """Pair the elements of a gradient that the job sampled with the replay's."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.tolerances.difference import absolute_difference
-from replay.tolerances.job_bounds import HIDING_BOUND, LEAST_RMS
-from replay.verdict.pass_values import GradientSamples, match_parameter_name
+from replay.tolerances.job_bounds import HIDING_BOUND
+from replay.verdict.gradient_samples import GradientSamples, compute_scale
+from replay.verdict.pass_values import match_parameter_name
 
 ROUTED_PARAMETERS = ("expert", "router", ".gate.")
 
@@ -73,9 +73,3 @@ def do_some_samples_agree(steps: Sequence[OptimizerStep], gradient: GradientSamp
         for step in steps
         for pair in pair_samples(step, gradient)
     )
-
-
-def compute_scale(gradient: GradientSamples, name: str) -> float:
-    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
-    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)

@@ -1,0 +1,66 @@
+"""Follow the accumulation window that is open on one rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from capture.file_format.gradient_signature import GradientSignature
+from capture.file_format.optimizer_step import Sample
+from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds
+
+
+@dataclass(kw_only=True, slots=True)
+class AccumulationWindow:
+    """The accumulation window that is open on one rank. It has the same passes on every rank.
+
+    size              passes of each data rank in a window
+    rounds            the inputs that all data ranks replay at the same time; empty: unknown
+    first_index       index of the window's first pass
+    num_passes        passes of the window that have run
+    recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
+    recorded_signatures  signatures of it, by that name
+    """
+
+    size: int
+    rounds: Sequence[InputRound] = ()
+    first_index: int = 0
+    num_passes: int = 0
+    recorded_samples: dict[str, list[Sample]] = field(default_factory=dict)
+    recorded_signatures: dict[str, list[GradientSignature]] = field(default_factory=dict)
+
+    def enter_pass(
+        self, index: int, recorded: Mapping[str, Sample], signatures: Mapping[str, GradientSignature]
+    ) -> None:
+        """Begin a window with pass `index` if none is open, and take on what was recorded of its gradient there."""
+        if not self.num_passes:
+            self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
+        for name, sample in recorded.items():
+            self.recorded_samples.setdefault(name, []).append(sample)
+        for name, signature in signatures.items():
+            self.recorded_signatures.setdefault(name, []).append(signature)
+
+    def ends_with_next_pass(self, *, runs_backward: bool) -> bool:
+        return runs_backward and self.num_passes + 1 == self.size
+
+    def count_pass(self, *, runs_backward: bool) -> None:
+        """Count a pass that succeeded."""
+        is_last = self.ends_with_next_pass(runs_backward=runs_backward)
+        self.num_passes = 0 if is_last else self.num_passes + runs_backward
+
+    def discard(self) -> None:
+        """Forget the window: a pass of it failed, and its gradient is gone."""
+        self.num_passes = 0
+
+    def has_gradient_samples(self, index: int) -> bool:
+        """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""
+        return any(input_round.has_gradients for input_round in self.rounds[self.first_index : index + 1])
+
+    def find_token_weight(self, index: int, data_rank: int) -> float:
+        """Return the weight of pass `index` of a data rank by tokens; 1 where the rounds do not tell."""
+        if index >= len(self.rounds):
+            return 1.0
+        return compute_token_weight(self.rounds, index, data_rank, self.first_index, self.size)
+
+    def count_tokens(self) -> list[int]:
+        """Return the tokens of the loss in each pass of the window, of all data ranks; empty if unknown."""
+        window = find_training_rounds(self.rounds, self.first_index, self.size)
+        return [num_tokens for input_round in window for num_tokens in input_round.num_tokens]

@@ -1,0 +1,63 @@
+"""Take from a replay's gradient what the job recorded of its own: norms, sampled elements and signatures."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from capture.file_format.gradient_signature import GradientSignature
+from capture.file_format.optimizer_step import Sample
+from replay.tolerances.job_bounds import LEAST_RMS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientSamples:
+    """The gradient at the end of a window, of every parameter that has one.
+
+    norms       by parameter
+    sizes       numbers of elements, by parameter
+    values      the elements that the job sampled, by parameter and index of the first element
+    signatures  the elements of the job's signatures, by parameter and index of the first element
+    """
+
+    norms: Mapping[str, float]
+    sizes: Mapping[str, int]
+    values: Mapping[tuple[str, int], tuple[float, ...]]
+    signatures: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def sample_gradients(
+    gradients: Iterable[tuple[str, Tensor]],
+    samples: Mapping[str, Sequence[Sample]],
+    signatures: Mapping[str, Sequence[GradientSignature]],
+) -> GradientSamples:
+    """Take the norms and sizes of whole gradients, and the elements that the job sampled.
+
+    All ranks have to call it together, since iterating over a backend's `gradients` gathers each of them.
+
+    samples, signatures  of the job, by the name that the parameter has in the replay
+    """
+    norms: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    values: dict[tuple[str, int], tuple[float, ...]] = {}
+    signed: dict[tuple[str, int], tuple[float, ...]] = {}
+    for name, gradient in gradients:
+        norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
+        sizes[name] = gradient.numel()
+        for sample in samples.get(name, ()):
+            elements = gradient.reshape(-1)[sample.start : sample.start + len(sample.values)]
+            values[name, sample.start] = tuple(elements.double().tolist())
+        for signature in signatures.get(name, ()):
+            elements = gradient.reshape(-1)[signature.start :: signature.stride][: len(signature.values)]
+            signed[name, signature.start] = tuple(elements.double().tolist())
+    plain_norms = {name: float(norm) for name, norm in norms.items()}
+    return GradientSamples(norms=plain_norms, sizes=sizes, values=values, signatures=signed)
+
+
+def compute_scale(gradient: GradientSamples, name: str) -> float:
+    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
+    whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
+    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)
