@@ -1,30 +1,44 @@
 """Write a verdict as text.
 
-verdict    DIFFERS: loss of pass 2, actor_inputs_[...]_00000001.pkl: 1.71204 in the job, 1.81377 here, 0.0594 apart, ...
-           ... bound 0.0041; 1 of 3 passes, 2 REPRODUCED
+verdict    DIFFERS: gradient norm of the job's step 1, which ends with pass 2: 12.3 in the job, 1.23 here, 9 apart, ...
+cause      each gradient is 10 times that of the loss, since the job's step 1
+try        look for a factor on the loss or on the gradients in the job's loop
+evidence   loss to 8.6e-08 (bound 1.7e-05); computed in float32
+open       passes 3 and 4: other weights
+coverage   2 of 4 passes and 1 of 2 steps judged
 weights    as the job's in 291 of its 291 parameters, sampled
 here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
-from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
 
 from replay.output.text import Pairs, pluralise
 from replay.tolerances.job_bounds import GRADIENT
+from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
-from replay.verdict.judge import count_reasons
-from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict, Verdict
+from replay.verdict.outcomes import OTHER_WEIGHTS, Coverage, Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
 
 SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)
 # The findings that name a parameter, the more telling one last.
 PARAMETER_FINDINGS = (GRADIENT, MISSING_GRADIENT)
 MAX_OTHER_FINDINGS = 2
+MAX_CAUSES = 3
 
 
 def format_verdict(verdict: Verdict) -> Pairs:
-    """Return the lines of a verdict, each with its label."""
-    lines: Pairs = [("verdict", f"{verdict.outcome}: {_describe_outcome(verdict)}")]
+    """Return the lines of a verdict, each with its label: what, why, what to try, and what it rests on."""
+    lines: Pairs = [("verdict", format_outcome(verdict))]
+    lines += [("cause", _describe_cause(cause)) for cause in verdict.causes[:MAX_CAUSES]]
+    lines += [("try", cause.try_next) for cause in verdict.causes[:1] if cause.try_next is not None]
+    if verdict.causes and verdict.unexplained:
+        lines.append(("also wrong", f"{', '.join(verdict.unexplained)}, which no cause above explains"))
+    lines += [("evidence", evidence) for evidence in _list_evidence(verdict)]
     lines += [("not judged", _describe_open_finding(finding)) for finding in verdict.open]
+    lines += [("open", _describe_open_passes(verdict))] if verdict.outcome is not Outcome.CANNOT_TELL else []
+    if verdict.coverage.num_passes:
+        lines.append(("coverage", _describe_coverage(verdict.coverage)))
     if verdict.weights is not None and verdict.weights.num_parameters:
         other = next((judged_pass for judged_pass in verdict.passes if judged_pass.reason == OTHER_WEIGHTS), None)
         place = "" if other is None else f" (pass {other.index + 1}, {other.source})"
@@ -35,7 +49,7 @@ def format_verdict(verdict: Verdict) -> Pairs:
             for name, (job_value, replay_value) in verdict.environment.items()
         ]
         lines.append(("here", ", ".join(differences)))
-    return lines
+    return [(label, text) for label, text in lines if text]
 
 
 def format_weights(weights: WeightComparison) -> str:
@@ -53,27 +67,15 @@ def format_weights(weights: WeightComparison) -> str:
     return f"as the job's in {len(weights.compared)} of its {num_parameters}, sampled{doubt}"
 
 
-def _describe_outcome(verdict: Verdict) -> str:
-    """Write the headline: the first wrong number or the worst agreeing ones, passes by outcome, and dtypes."""
-    num_passes = sum(verdict.counts.values())
-    share = f"{verdict.counts.get(verdict.outcome, 0)} of {pluralise(num_passes, 'pass')}"
-    if num_windows := sum(verdict.window_counts.values()):
-        share += f" and {verdict.window_counts.get(verdict.outcome, 0)} of {pluralise(num_windows, 'gradient')}"
-    both = Counter(verdict.counts) + Counter(verdict.window_counts)
-    for outcome, number in both.items():
-        if outcome not in (verdict.outcome, Outcome.CANNOT_TELL):
-            share += f", {number} {outcome}"
-    reasons = count_reasons([*verdict.passes, *verdict.windows])
-    share += "".join(f", {number} {Outcome.CANNOT_TELL} ({reason})" for reason, number in reasons.items())
+def format_outcome(verdict: Verdict) -> str:
+    """Write the first line: the outcome, and the first wrong number or the reason of one that is open."""
     match verdict.outcome:
-        case Outcome.CANNOT_TELL:
-            more = [f"of {number} others: {reason}" for reason, number in reasons.items() if reason != verdict.reason]
-            return "; ".join([str(verdict.reason), *more])
         case Outcome.REPRODUCED:
-            worst = ", ".join(
-                f"{finding.name} to {finding.difference:.2g} (bound {finding.bound:.2g})" for finding in verdict.worst
-            )
-            return f"{share}; {worst}; computed in {_describe_dtypes(verdict)}"
+            return f"{verdict.outcome}{_limit_outcome(verdict)}"
+        case Outcome.CANNOT_TELL:
+            reasons = _group_open_passes(verdict)
+            more = [f"{places}: {reason}" for reason, places in reasons.items() if reason != verdict.reason]
+            return f"{verdict.outcome}: {'; '.join([str(verdict.reason), *more])}"
         case _:
             first = verdict.first
             assert first is not None
@@ -84,8 +86,83 @@ def _describe_outcome(verdict: Verdict) -> str:
                 f"; also {_label_of(finding)}: {_describe_difference(finding)}"
                 for finding in others[:MAX_OTHER_FINDINGS]
             )
-            headline = f"{_describe_place(first, wrong)}: {_describe_difference(wrong)}{why}{also}"
-            return f"{headline}; {share}; computed in {_describe_dtypes(verdict)}"
+            return f"{verdict.outcome}: {_describe_place(first, wrong)}: {_describe_difference(wrong)}{why}{also}"
+
+
+def _limit_outcome(verdict: Verdict) -> str:
+    """Say of how much of the run REPRODUCED is said; nothing where it is all of it."""
+    coverage = verdict.coverage
+    if coverage.is_whole:
+        return ""
+    passes = pluralise(coverage.num_passes, "pass")
+    if coverage.num_judged < coverage.num_passes and coverage.num_judged:
+        return f" ({coverage.num_judged} of {passes})"
+    if coverage.num_judged:
+        return f" ({coverage.num_steps_judged} of {pluralise(coverage.num_steps, 'step')})"
+    if coverage.num_forward_judged == coverage.num_passes:
+        return " (forwards alone)"
+    if coverage.num_forward_judged:
+        return f" (the forward of {coverage.num_forward_judged} of {passes})"
+    num_reproduced = verdict.counts.get(Outcome.REPRODUCED, 0)
+    return f" (within wide bounds, {num_reproduced} of {passes})" if num_reproduced else " (gradients alone)"
+
+
+def _describe_cause(cause: Cause) -> str:
+    return cause.sentence if cause.sureness is Sureness.IS else f"{cause.sureness}: {cause.sentence}"
+
+
+def _list_evidence(verdict: Verdict) -> list[str]:
+    """List what was judged and agrees, the number nearest to its bound first, and the dtypes."""
+    agreeing = sorted(
+        (finding for finding in verdict.worst if finding.agrees),
+        key=lambda finding: finding.share_of_bound,
+        reverse=True,
+    )
+    if not agreeing:
+        return [f"computed in {_describe_dtypes(verdict)}"] if verdict.worst else []
+    numbers = ", ".join(
+        f"{finding.name} to {finding.difference:.2g} (bound {finding.bound:.2g})" for finding in agreeing
+    )
+    return [f"{numbers}; computed in {_describe_dtypes(verdict)}"]
+
+
+def _describe_coverage(coverage: Coverage) -> str:
+    text = f"{coverage.num_judged} of {pluralise(coverage.num_passes, 'pass')}"
+    if coverage.num_steps:
+        text += f" and {coverage.num_steps_judged} of {pluralise(coverage.num_steps, 'step')}"
+    forward = f"; of {coverage.num_forward_judged} more the forward" if coverage.num_forward_judged else ""
+    return f"{text} judged{forward}"
+
+
+def _describe_open_passes(verdict: Verdict) -> str:
+    return "; ".join(f"{places}: {reason}" for reason, places in _group_open_passes(verdict).items())
+
+
+def _group_open_passes(verdict: Verdict) -> dict[str, str]:
+    """Name the passes and steps that were not judged, by the reason."""
+    by_reason: dict[str, tuple[list[int], list[int]]] = {}
+    for judged in [*verdict.passes, *verdict.windows]:
+        if judged.outcome is Outcome.CANNOT_TELL:
+            passes, steps = by_reason.setdefault(str(judged.reason), ([], []))
+            (passes if judged.optimizer_step is None else steps).append(
+                judged.index + 1 if judged.optimizer_step is None else judged.optimizer_step + 1
+            )
+    return {
+        reason: " and ".join(text for text in (name_numbers("pass", passes), name_numbers("step", steps)) if text)
+        for reason, (passes, steps) in by_reason.items()
+    }
+
+
+def name_numbers(noun: str, numbers: Sequence[int]) -> str:
+    """Name passes or steps by their numbers: `passes 1 to 4, 6`; nothing where there is none."""
+    distinct = sorted(set(numbers))
+    runs = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(distinct), key=lambda place: place[1] - place[0])
+    ]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    plural = pluralise(len(distinct), noun).partition(" ")[2]
+    return f"{plural} {', '.join(texts)}" if texts else ""
 
 
 def _headline_sort_key(finding: Finding) -> tuple[int, int]:

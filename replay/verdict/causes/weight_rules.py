@@ -32,7 +32,7 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,
         sentence=f"the replay runs on other weights than pass {other.index + 1} did{of_step}: "
-        f"{name_some(weights.differing)} differ{element}",
+        f"{name_some(weights.differing)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
         try_next="--model FOLDER, with the weights that the job had before this pass",
     )
 

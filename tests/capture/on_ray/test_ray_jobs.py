@@ -73,7 +73,7 @@ def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
     typed = command.replace("/shared", str(tmp_path)).split()
     assert replay_main([*typed, "--verdict", "strict", "--log-folder", str(logs)]) == 0
     said = capfd.readouterr().out
-    assert "REPRODUCED: 8 of 8 passes and 4 of 4 gradients" in said, said
+    assert "8 of 8 passes and 4 of 4 steps judged" in said, said
     assert read_log(next(logs.iterdir()))[0]["status"] == "finished"
 
 

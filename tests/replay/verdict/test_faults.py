@@ -193,7 +193,7 @@ def test_of_a_dropout_model_the_passes_with_the_jobs_weights_give_the_reason(
     assert verdict["outcome"] == "CANNOT TELL"
     assert headline(capsys.readouterr().out) == (
         "CANNOT TELL: the model trains with attn_pdrop, embd_pdrop, resid_pdrop, so its numbers differ by chance. "
-        "Try: --no-packing, which draws the masks of padded rows; of 6 others: other weights"
+        "Try: --no-packing, which draws the masks of padded rows; passes 2 to 4 and steps 2 to 4: other weights"
     )
     verdict = verdict_on(job, tmp_path / "padded", "--dtype", "fp32", "--no-packing")
     assert "Try" not in verdict["reason"]
