@@ -50,6 +50,7 @@ class FaultClass(StrEnum):
     OPTIMIZER = "optimizer"
     DTYPE = "dtype"
     WEIGHTS = "weights"
+    DROPOUT = "dropout"
 
 
 class Layout(StrEnum):
@@ -87,16 +88,19 @@ class Setup:
     num_steps: int = 3
     accumulation: int = 1
     weighting: Weighting = Weighting.TOKENS
-    optimizer: str = "adamw"  # or sgd
+    optimizer: str = "adamw"  # or sgd; or muon, for the layers' matrices, and adamw for the other parameters
     learning_rate: float = 1e-3
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     decay_groups: bool = False  # vectors are not decayed
-    schedule: str = "constant"  # or linear, to zero; or warmup, two steps from zero on
+    schedule: str = "constant"  # or linear or cosine, to zero; warmup or cosine-warmup, two steps from zero on
     max_norm: float | None = None
     checkpointing: bool = False
     compiled: bool = False
     frozen: str = ""  # parameters whose names have this in them
     lora: bool = False
+    lora_dropout: float = 0.0
+    loss_scale: float = 1024.0  # that fp16 begins with
+    evaluates_average: bool = False  # a moving average of the weights is swapped in after each step, and out again
     saved_at: int = 0  # the step whose weights are saved, and replayed
 
 
@@ -127,7 +131,8 @@ class Fault:
     loss       what is differentiated, of the loss that the loop would differentiate
     gradients  is given the parameters, with the gradients of a whole step, before they are clipped
     clip       in place of the clipping; returns the norm that the loop believes
-    optimizer  is given the optimizer before the first step
+    optimizer  is given the optimizer before the first step; each of several
+    after_step is given the parameters after each step
     """
 
     process: Callable[[], object] | None = None
@@ -139,19 +144,23 @@ class Fault:
     gradients: Callable[[Parameters, At], object] | None = None
     clip: Callable[[Parameters, float], Any] | None = None
     optimizer: Callable[[Any], object] | None = None
+    after_step: Callable[[Parameters, At], object] | None = None
+    skipped_steps: Sequence[int] = ()  # those that the loop does not take
     zero_grad: bool = True  # are gradients emptied after a step?
+    unscales_first: bool = True  # is fp16's loss scale taken out before the clipping?
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A job by its name.
 
-    says      what is broken, or what is notable of a clean one, in one sentence
-    causes    the names that are a right answer to what is wrong, the best first; none for a clean job
-    replays   the arguments of each replay of its recording, on top of those that all have
-    as_fsdp2  it is replayed in two processes under FSDP2 too
-    below     why its effect is below what the dtype can carry, which is measured all the same; empty: it is not
-    twin_of   the broken job whose unbroken twin this is; empty: a job of the table
+    says        what is broken, or what is notable of a clean one, in one sentence
+    causes      the names that are a right answer to what is wrong, the best first; none for a clean job
+    replays     the arguments of each replay of its recording, on top of those that all have
+    as_fsdp2    it is replayed in two processes under FSDP2 too
+    is_stepped  its replay is to step as the job did without being asked, so that later steps are judged as well
+    below       why its effect is below what the dtype can carry, which is measured all the same; empty: it is not
+    twin_of     the broken job whose unbroken twin this is; empty: a job of the table
     """
 
     name: str
@@ -162,6 +171,7 @@ class Job:
     fault: Fault = field(default_factory=Fault)
     replays: Sequence[tuple[str, ...]] = ((),)
     as_fsdp2: bool = False
+    is_stepped: bool = False
     causes: Sequence[CauseName] = ()
     below: str = ""
     twin_of: str = ""
@@ -197,7 +207,8 @@ class Job:
         return (self.kind, self.setup) == (other.kind, other.setup)
 
     def is_replayed_as(self, other: "Job") -> bool:
-        return (tuple(self.replays), self.as_fsdp2) == (tuple(other.replays), other.as_fsdp2)
+        mine, theirs = ((tuple(job.replays), job.as_fsdp2, job.is_stepped) for job in (self, other))
+        return mine == theirs
 
     def as_run(self, *, broken: bool) -> tuple[Setup, Fault]:
         """The setup that the job really has, and the fault; of its unbroken twin where not `broken`."""

@@ -47,9 +47,10 @@ def effect_of(job: Job, run: Path, twin: Path) -> Effect:
 
 
 def judged_steps(job: Job) -> range:
-    """Those that began with the weights of a replay."""
+    """Return those that began with the weights of a replay."""
     setup = job.setup
-    moves = setup.learning_rate > 0 and not any("--step" in arguments for arguments in job.replays)
+    is_stepped = job.is_stepped or any("--step" in arguments for arguments in job.replays)
+    moves = setup.learning_rate > 0 and not is_stepped
     return range(setup.saved_at, setup.saved_at + 1) if moves else range(setup.num_steps)
 
 

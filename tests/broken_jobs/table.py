@@ -1,16 +1,17 @@
-"""The jobs: broken ones in ten classes, each with the names of its true cause, and clean ones, by name.
+"""The jobs: broken ones in eleven classes, each with the names of its true cause, and clean ones, by name.
 
 The causes say what was planted, by whoever planted it; what the verdict can see of it does not matter here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from replay.verdict.causes.cause import CauseName as C
 from tests.broken_jobs import faults as f
 from tests.broken_jobs.declarations import Dtype, Fault, FaultClass, Job, Kind, Layout, Setup, Weighting
+from tests.broken_jobs.further_jobs import FURTHER_JOBS
+from tests.broken_jobs.lines import broken_jobs, clean_jobs
 
 PLAIN, TRAINER, TRAINER_DDP, DDP = Kind.PLAIN, Kind.TRAINER, Kind.TRAINER_DDP, Kind.DDP
 FSDP2, ZERO1, ZERO2, ZERO3 = Kind.FSDP2, Kind.ZERO1, Kind.ZERO2, Kind.ZERO3
@@ -50,31 +51,7 @@ STEPS_WARMUP: Sequence[tuple[str, ...]] = (
 )
 
 
-def _broken(fault_class: FaultClass, *lines: tuple[Any, ...]) -> list[Job]:
-    """A line a job: name, kind, its cause, what is broken, how it trains, the fault, and what else there is to say.
-
-    The cause is one name, or a tuple of names where each is a right one, the best first.
-    """
-    found = []
-    for name, kind, cause, says, setup, fault, *more in lines:
-        extra: dict[str, Any] = more[0] if more else {}
-        causes = cause if isinstance(cause, tuple) else (cause,)
-        found.append(
-            Job(
-                name=name,
-                kind=kind,
-                says=says,
-                setup=setup,
-                fault=fault,
-                fault_class=fault_class,
-                causes=causes,
-                **extra,
-            )
-        )
-    return found
-
-
-_GRADIENT_SCALE = _broken(
+_GRADIENT_SCALE = broken_jobs(
     FaultClass.GRADIENT_SCALE,
     ("gradients-x10", PLAIN, C.GRADIENTS_SCALED, "every gradient is ten times too large", LLAMA,
      Fault(model=f.gradients_times(10))),
@@ -106,7 +83,7 @@ _GRADIENT_SCALE = _broken(
      CLIPPED, Fault(model=f.gradients_times(10))),
 )  # fmt: skip
 
-_DETACHED = _broken(
+_DETACHED = broken_jobs(
     FaultClass.DETACHED,
     ("o-proj-detached", PLAIN, C.NO_GRADIENT, "no gradient goes through one attention's output", LLAMA,
      Fault(model=f.output_changed("model.layers.1.self_attn.o_proj", f.detached))),
@@ -131,7 +108,7 @@ _DETACHED = _broken(
      Fault(model=f.output_changed("model.embed_tokens", lambda out: out.detach().requires_grad_()))),
 )  # fmt: skip
 
-_REDUCTION = _broken(
+_REDUCTION = broken_jobs(
     FaultClass.REDUCTION,
     ("ddp-summed", DDP, C.SUMMED, "gradients are added up over ranks, not averaged", LLAMA,
      Fault(wrapped=f.ddp_summed)),
@@ -163,7 +140,7 @@ _REDUCTION = _broken(
      Fault(model=f.logits_gradient_times(0, rank=1))),
 )  # fmt: skip
 
-_WEIGHTING = _broken(
+_WEIGHTING = broken_jobs(
     FaultClass.WEIGHTING,
     ("mean-of-means", PLAIN, C.WINDOW_WEIGHTS, "micro-batches of unequal tokens are averaged as means", WINDOWS,
      Fault(setup={"weighting": Weighting.MEANS})),
@@ -194,7 +171,7 @@ _WEIGHTING = _broken(
      Setup(dtype=Dtype.AUTOCAST, accumulation=2, num_steps=2), Fault(setup={"weighting": Weighting.MEANS})),
 )  # fmt: skip
 
-_MASKING = _broken(
+_MASKING = broken_jobs(
     FaultClass.MASKING,
     ("shifted-twice", PLAIN, C.OTHER_TOKENS, "labels are shifted twice", LLAMA, Fault(model=f.shifted_twice)),
     ("loss-over-padding", PLAIN, C.OTHER_TOKENS, "padding and prompts have labels", LLAMA,
@@ -223,7 +200,7 @@ _MASKING = _broken(
 )  # fmt: skip
 
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-_POSITIONS = _broken(
+_POSITIONS = broken_jobs(
     FaultClass.POSITIONS,
     ("rope-theta", PLAIN, C.MODEL_CONFIG, "rope's theta is 500000 for 10000", LLAMA, Fault(config=_ROPE)),
     ("trainer-rope-theta-bf16", TRAINER, C.MODEL_CONFIG, "rope's theta is 500000 for 10000, under bf16=True", AUTOCAST,
@@ -248,7 +225,7 @@ _POSITIONS = _broken(
      Fault(model=f.positions_changed(lambda p: p.shape[-1] - 1 - p))),
 )  # fmt: skip
 
-_KERNEL = _broken(
+_KERNEL = broken_jobs(
     FaultClass.KERNEL,
     ("softmax-scale", PLAIN, C.MODEL_CODE, "scores are divided by 8, not by its root", LLAMA,
      Fault(model=f.attribute_set("scaling", 0.125))),
@@ -281,7 +258,7 @@ _KERNEL = _broken(
 )  # fmt: skip
 
 _ADAM = {"replays": STEPS}
-_OPTIMIZER = _broken(
+_OPTIMIZER = broken_jobs(
     FaultClass.OPTIMIZER,
     ("betas", PLAIN, C.OPTIMIZER, "AdamW's betas are 0.5 and 0.9", FOUR,
      Fault(setup={"settings": {"betas": (0.5, 0.9)}}), _ADAM),
@@ -316,7 +293,7 @@ _OPTIMIZER = _broken(
      Fault(setup={"settings": {"betas": (0.5, 0.9)}}), _ADAM),
 )  # fmt: skip
 
-_DTYPE = _broken(
+_DTYPE = broken_jobs(
     FaultClass.DTYPE,
     ("gradients-in-bf16", PLAIN, C.DTYPE, "gradients are rounded to bf16 in a job of fp32", WINDOWS,
      Fault(model=f.gradients_changed(f.through_bf16))),
@@ -337,7 +314,7 @@ _DTYPE = _broken(
      Fault(model=f.output_changed("lm_head", f.through_bf16)), {"below": "they are bf16 already"}),
 )  # fmt: skip
 
-_WEIGHTS = _broken(
+_WEIGHTS = broken_jobs(
     FaultClass.WEIGHTS,
     ("o-proj-transposed", PLAIN, C.MODEL_CODE, "a square weight is used transposed", LLAMA,
      Fault(model=f.forward_replaced("model.layers.0.self_attn.o_proj", f.transposed_weight))),
@@ -363,15 +340,7 @@ _WEIGHTS = _broken(
      Fault(model=f.weight_changed("model.layers.2.self_attn.v_proj.weight", f.stepped_on))),
 )  # fmt: skip
 
-
-def _clean(*lines: tuple[Any, ...]) -> list[Job]:
-    return [
-        Job(name=f"clean-{name}", kind=kind, says=says, setup=setup, **(more[0] if more else {}))
-        for name, kind, says, setup, *more in lines
-    ]
-
-
-_CLEAN = _clean(
+_CLEAN = clean_jobs(
     ("llama", PLAIN, "fp32, rows padded on the right", LLAMA),
     ("autocast", PLAIN, "bf16's autocast", AUTOCAST),
     ("llama-bf16", PLAIN, "weights in bf16", BF16),
@@ -428,6 +397,7 @@ _CLEAN = _clean(
 _ALL = [
     *_GRADIENT_SCALE, *_DETACHED, *_REDUCTION, *_WEIGHTING, *_MASKING,
     *_POSITIONS, *_KERNEL, *_OPTIMIZER, *_DTYPE, *_WEIGHTS, *_CLEAN,
+    *FURTHER_JOBS,
 ]  # fmt: skip
 JOBS: Mapping[str, Job] = {job.name: job for job in _ALL}
 assert len(JOBS) == len(_ALL)

@@ -4,9 +4,10 @@
 `FOLDER/numbers_rank<r>.pt` what it computed, for tests/broken_jobs/effect.py. Nothing here tells capture anything.
 """
 
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.broken_jobs.batches import Batch, num_labels, windows_of
-from tests.broken_jobs.declarations import At, Dtype, Fault, Job, Kind, Setup, Weighting
+from tests.broken_jobs.declarations import At, Dtype, Fault, Job, Kind, Parameters, Setup, Weighting
+from tests.broken_jobs.further_faults import add_to_averages, copy_into
 from tests.broken_jobs.models import make_model, with_other_config
 from tests.broken_jobs.table import JOBS
 
 IGNORED = -100
+WARMUP_STEPS = 2
+# The Trainer's names of schedules that it calls otherwise, each with its warm-up.
+TRAINER_SCHEDULES = {"warmup": "constant_with_warmup", "cosine-warmup": "cosine"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,7 +75,7 @@ class Run:
         believed = self.job.setup
         model: Any = make_model(believed.model, believed.config)
         if believed.lora:
-            model = _with_adapter(model)
+            model = _with_adapter(model, believed.lora_dropout)
         if believed.dtype is Dtype.BF16:
             model = model.to(torch.bfloat16)
         if believed.saved_at == 0:
@@ -100,7 +105,22 @@ class Run:
             # by the names of the module: a replay reads no experts by their older names
             saved.save_pretrained(self.folder / "model", save_original_format=False)
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def make_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """One, but where Muon steps the layers' matrices alone; broken where the optimizer is."""
+        found = self._make_muon(model) if self.setup.optimizer == "muon" else [self._make_optimizer(model)]
+        for optimizer in found:
+            if self.fault.optimizer is not None:
+                self.fault.optimizer(optimizer)
+        return found
+
+    def _make_muon(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        names = {name for name, parameter in model.named_parameters() if parameter.ndim == 2 and "layers." in name}
+        matrices = [parameter for name, parameter in model.named_parameters() if name in names]
+        others = [parameter for name, parameter in model.named_parameters() if name not in names]
+        rate = self.setup.learning_rate
+        return [torch.optim.Muon(matrices, lr=rate), torch.optim.AdamW(others, lr=rate)]
+
+    def _make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups: Any = trained
         if self.setup.decay_groups:
@@ -115,7 +135,11 @@ class Run:
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         steps = self.setup.num_steps
-        factors = {"linear": lambda step: 1 - step / steps, "warmup": lambda step: min(1.0, step / 2)}
+        factors: dict[str, Callable[[int], float]] = {
+            "linear": lambda step: 1 - step / steps,
+            "cosine": lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)),
+            "warmup": lambda step: min(1.0, step / WARMUP_STEPS),
+        }
         if self.setup.schedule == "constant":
             return None
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factors[self.setup.schedule])
@@ -148,11 +172,10 @@ def _train_in_a_loop(run: Run) -> None:
     if fault.wrapped is not None:
         fault.wrapped(called)
     parameters = dict(model.named_parameters())
-    optimizer = run.make_optimizer(model)
-    if fault.optimizer is not None:
-        fault.optimizer(optimizer)
-    schedule = run.make_schedule(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=setup.dtype is Dtype.FP16)
+    optimizers = run.make_optimizers(model)
+    schedules = [run.make_schedule(optimizer) for optimizer in optimizers]
+    scaler = torch.amp.GradScaler("cpu", init_scale=setup.loss_scale, enabled=setup.dtype is Dtype.FP16)
+    averages: dict[str, Tensor] = {}
     for step, window in enumerate(windows_of(run.job.setup, run.at.rank)):
         if step and step == run.job.setup.saved_at:
             run.save(model)
@@ -163,22 +186,44 @@ def _train_in_a_loop(run: Run) -> None:
             with _without_reduction(called, kind) if not is_last else nullcontext():
                 loss = _loss_of(called, batch, run, at)
                 scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+        if fault.unscales_first:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         if fault.gradients is not None:
             fault.gradients(parameters, at)
         norm = _clip(parameters, run)
         run.numbers.add_step(_whole_gradients(parameters), norm)
-        scaler.step(optimizer)
-        scaler.update()
-        if schedule is not None:
-            schedule.step()
+        if step not in fault.skipped_steps:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        for schedule in schedules:
+            if schedule is not None:
+                schedule.step()
         if fault.zero_grad:
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        if fault.after_step is not None:
+            fault.after_step(parameters, at)
+        if setup.evaluates_average:
+            add_to_averages(averages, parameters)
+            _evaluate_average(called, parameters, averages, window[0])
     run.end(parameters)
     del called, model
     if kind.num_ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _evaluate_average(called: Any, parameters: Parameters, averages: dict[str, Tensor], batch: Batch) -> None:
+    """One pass of the averaged weights, without a gradient; then the weights are as before."""
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    copy_into(parameters, averages)
+    called.eval()
+    with torch.no_grad():
+        called(**batch)
+    called.train()
+    copy_into(parameters, weights)
 
 
 def _train_with_deepspeed(run: Run) -> None:
@@ -190,9 +235,7 @@ def _train_with_deepspeed(run: Run) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     setup, fault = run.setup, run.fault
     model = run.make_model()
-    optimizer = run.make_optimizer(model)
-    if fault.optimizer is not None:
-        fault.optimizer(optimizer)
+    (optimizer,) = run.make_optimizers(model)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -229,9 +272,7 @@ def _train_with_trainer(run: Run) -> None:
 
     setup, fault, numbers = run.setup, run.fault, run.numbers
     model = run.make_model()
-    optimizer = run.make_optimizer(model)
-    if fault.optimizer is not None:
-        fault.optimizer(optimizer)
+    (optimizer,) = run.make_optimizers(model)
     parameters = dict(model.named_parameters())
 
     class JobTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -250,6 +291,10 @@ def _train_with_trainer(run: Run) -> None:
     class Watching(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             numbers.gradients.append(_whole_gradients(parameters))
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if fault.after_step is not None:
+                fault.after_step(parameters, replace(run.at, step=state.global_step - 1))
 
         def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             if state.global_step and state.global_step == run.job.setup.saved_at:
@@ -271,7 +316,8 @@ def _train_with_trainer(run: Run) -> None:
         args=transformers.TrainingArguments(
             output_dir=str(run.folder / "trainer"),
             learning_rate=setup.learning_rate,
-            lr_scheduler_type=setup.schedule,
+            lr_scheduler_type=TRAINER_SCHEDULES.get(setup.schedule, setup.schedule),
+            warmup_steps=WARMUP_STEPS if setup.schedule in TRAINER_SCHEDULES else 0,
             gradient_accumulation_steps=setup.accumulation,
             max_grad_norm=setup.max_norm or 0.0,
             logging_steps=1,
@@ -400,10 +446,16 @@ def _sum_over_ranks(number: int) -> int:
     return int(total)
 
 
-def _with_adapter(model: Any) -> Any:
+def _with_adapter(model: Any, dropout: float) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(2)
     return get_peft_model(model, config)
 

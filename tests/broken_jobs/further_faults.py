@@ -1,0 +1,73 @@
+"""Patches of dropout, and of what happens to weights between two steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.broken_jobs.declarations import At, Parameters
+from tests.broken_jobs.faults import GradientPatch
+
+
+def stays_in_eval_mode(model: Any) -> None:
+    """The loop's model.train() is lost, as where an evaluation was not undone."""
+    model.eval()
+    model.train = lambda mode=True: model
+
+
+def masks_drawn_anew(model: Any) -> None:
+    """What is recomputed in the backward drops out other values than the forward did."""
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+    )
+
+
+def dropout_set(rate: float) -> Any:
+    """The rate of every nn.Dropout, and of attention's own."""
+
+    def breaks(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+            for attribute in ("attention_dropout", "attn_pdrop"):
+                if isinstance(vars(module).get(attribute), float):
+                    setattr(module, attribute, rate)
+
+    return breaks
+
+
+def average_swapped_in(at_step: int) -> GradientPatch:
+    """After that step the weights are their moving average, and training goes on from it."""
+    averages: dict[str, Tensor] = {}
+
+    def breaks(parameters: Parameters, at: At) -> None:
+        add_to_averages(averages, parameters)
+        if at.step == at_step:
+            copy_into(parameters, averages)
+
+    return breaks
+
+
+def reloaded(at_step: int, read_after: int) -> GradientPatch:
+    """After step `at_step` the weights are those of after step `read_after` again, as from an older checkpoint."""
+    kept: dict[str, Tensor] = {}
+
+    def breaks(parameters: Parameters, at: At) -> None:
+        if at.step == read_after:
+            kept.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+        if at.step == at_step:
+            copy_into(parameters, kept)
+
+    return breaks
+
+
+def add_to_averages(averages: dict[str, Tensor], parameters: Parameters) -> None:
+    """Move the averages a tenth of the way to the weights; they begin with these."""
+    for name, parameter in parameters.items():
+        averages.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+
+
+def copy_into(parameters: Parameters, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
