@@ -10,6 +10,8 @@ With `reproduce` the second also has what it takes to do the pass again:
 
     "outputs": {name: value}
     "random": {generator: {name: value}}
+    "random_after": {generator: bytes}    marks of torch's generators (`capture/record/generator_marks.py`)
+    "training": {"model": bool, "parts": [name]}
     "environment": {name: text}
     "weights": JSON        samples of the weights (`capture/file_format/optimizer_step.py`)
     "optimizer_step": int  number of the optimizer step that the pass went into
@@ -58,6 +60,7 @@ from capture.file_format.tensor_codec import (
     CaptureBody,
     Output,
     RandomStates,
+    TrainingMode,
     WrittenOrigin,
     check_body,
     check_total_bytes,
@@ -109,6 +112,8 @@ class Call:
                  `<name>_crc32`, and `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`;
                  `logits_dtype`, `loss_dtype`
     random       the generators' states before the pass, for `restore_random_states`
+    random_after marks of the states of torch's generators where the forward ended
+    training     whether the model was in training mode, and the parts of it that were not as the rest
     environment  settings that change numbers
     weights      samples of the weights before the pass
     optimizer_step  number of steps that the job's optimizer had taken before the pass, counted by this rank's recorder
@@ -125,6 +130,8 @@ class Call:
     origin: Origin
     outputs: Mapping[str, Output] = field(default_factory=dict)
     random: RandomStates = field(default_factory=RandomStates)
+    random_after: Mapping[str, bytes] = field(default_factory=dict)
+    training: TrainingMode | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     weights: ParameterSamples | None = None
     optimizer_step: int | None = None
@@ -168,6 +175,7 @@ class Call:
             origin=self.origin,
             left_out=self.left_out,
             random=self.random,
+            training=self.training,
             environment=self.environment,
             weights=None if self.weights is None else self.weights.to_json(),
             optimizer_step=self.optimizer_step,
@@ -175,6 +183,8 @@ class Call:
         )
         if self.outputs:
             encoded.body["outputs"] = dict(self.outputs)
+        if self.random_after:
+            encoded.body["random_after"] = dict(self.random_after)
         if self.step is not None:
             encoded.body["step"] = self.step.to_json()
         if self.notes:
@@ -276,6 +286,7 @@ def encode_call(
     origin: Origin,
     left_out: Mapping[str, str] | None = None,
     random: RandomStates | None = None,
+    training: TrainingMode | None = None,
     environment: Mapping[str, str] | None = None,
     weights: str | None = None,
     optimizer_step: int | None = None,
@@ -307,6 +318,8 @@ def encode_call(
     }
     if random:
         body["random"] = copy_plain(dict(random))
+    if training is not None:
+        body["training"] = copy_plain(training)
     if environment:
         body["environment"] = copy_plain(dict(environment))
     if weights:
@@ -330,7 +343,14 @@ def _check_readable(encoded: EncodedCall, source: str) -> None:
     global _latest_readable_facts
     body = encoded.body
     origin = {key: value for key, value in body["origin"].items() if key not in ("step", "time")}
-    parts = [body["call_facts"], body["left_out"], origin, list(body["tensors"]), body.get("environment")]
+    parts = [
+        body["call_facts"],
+        body["left_out"],
+        origin,
+        list(body["tensors"]),
+        body.get("environment"),
+        body.get("training"),
+    ]
     facts = pickle.dumps(parts, protocol=5)
     if facts != _latest_readable_facts:
         load_plain(encoded.pickle_parts()[1], source=source)
@@ -414,6 +434,8 @@ def _read(path: str | Path) -> Call | MicroBatch:
         origin=Origin(source=source, **body["origin"]),
         outputs=body.get("outputs", {}),
         random=body.get("random", {}),
+        random_after=body.get("random_after", {}),
+        training=body.get("training"),
         environment=body.get("environment", {}),
         weights=ParameterSamples.from_json(body["weights"], source) if "weights" in body else None,
         optimizer_step=body.get("optimizer_step"),

@@ -247,6 +247,16 @@ class RandomStates(TypedDict, total=False):
     numpy: NumpyState
 
 
+class TrainingMode(TypedDict):
+    """Whether the model was in training mode in a pass.
+
+    parts  names of the modules whose flag `training` is another one than that of the module around them
+    """
+
+    model: bool
+    parts: list[str]
+
+
 class WrittenOrigin(TypedDict):
     """Where a pass came from, without its file's name."""
 
@@ -273,6 +283,8 @@ class CaptureBody(_RequiredParts, total=False):
 
     outputs: dict[str, Output]
     random: RandomStates
+    random_after: dict[str, bytes]
+    training: TrainingMode
     environment: dict[str, str]
     weights: str
     optimizer_step: int
@@ -289,6 +301,7 @@ _ORIGIN_TYPES: Mapping[str, type | UnionType] = {
     "model_name": str | None,
     "versions": dict,
 }
+_TRAINING_TYPES: Mapping[str, type | UnionType] = {"model": bool, "parts": list}
 _REQUIRED_TYPES: Mapping[str, type | UnionType] = {
     "tensors": dict,
     "call_facts": dict,
@@ -299,6 +312,8 @@ _REQUIRED_TYPES: Mapping[str, type | UnionType] = {
 _OPTIONAL_TYPES: Mapping[str, type | UnionType] = {
     "outputs": dict,
     "random": dict,
+    "random_after": dict,
+    "training": dict,
     "environment": dict,
     "weights": str,
     "optimizer_step": int,
@@ -333,6 +348,13 @@ def check_body(content: object, source: str) -> CaptureBody:
             )
     if not all(isinstance(states, dict) for states in body.get("random", {}).values()):
         raise CaptureError(f"{source}: random must hold a dict for each generator, not {describe_type(body['random'])}")
+    if not all(isinstance(mark, bytes) for mark in body.get("random_after", {}).values()):
+        raise CaptureError(f"{source}: random_after must hold bytes, not {describe_type(body['random_after'])}")
+    training = body.get("training")
+    if training is not None and not (
+        _has_types(training, _TRAINING_TYPES) and all(isinstance(part, str) for part in training["parts"])
+    ):
+        raise CaptureError(f"{source}: training must hold a flag and names of parts, not {describe_type(training)}")
     if not all(_is_output(value) for value in body.get("outputs", {}).values()):
         raise CaptureError(
             f"{source}: outputs must be numbers, texts or lists of numbers, not {describe_type(body['outputs'])}"

@@ -126,6 +126,7 @@ def _redact_call(call: Call, tokens: TokenRedaction, config: Mapping[str, Any] |
         origin=replace(call.origin, model_name=None),
         outputs={},
         random={},
+        random_after={},
         weights=None,
         step=None if call.step is None else _without_gradients(call.step),
     )

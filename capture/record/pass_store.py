@@ -158,6 +158,7 @@ class PassStore:
             origin=origin,
             left_out=snapshot.left_out,
             random=None if snapshot.random is None else snapshot.random.to_plain(),
+            training=snapshot.training,
             environment={**read_environment(), **snapshot.settings} if self._retention.reproduce else None,
             weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
             optimizer_step=snapshot.optimizer_step,
@@ -192,6 +193,8 @@ class PassStore:
             encoded.body.setdefault("outputs", {}).update(outputs)
             if pass_outputs.weights is not None:
                 encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().to_json()
+            if pass_outputs.random_after is not None:
+                encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.settings:
                 encoded.body["environment"].update(pass_outputs.settings)
             if "step" in encoded.body:

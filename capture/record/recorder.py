@@ -19,6 +19,7 @@ from capture.file_format.folder_layout import find_ranks
 from capture.file_format.listing import format_ranges
 from capture.record.background_writer import BackgroundWriter, warn
 from capture.record.forward_hooks import ForwardHooks
+from capture.record.generator_marks import GeneratorSnapshot
 from capture.record.host_copy import is_capturing_graph
 from capture.record.job_facts import is_in_process_group, prepare_folder, read_rank_and_world_size
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
@@ -370,8 +371,9 @@ class Recorder:
             if error is not None:
                 self._end_failed_pass(error)
                 return
+            random_after = self._maker.take_random_after()
             settings, weights = self._maker.end_pass()
-            self._writer.wake(self._copy_outputs(output, settings, weights))
+            self._writer.wake(self._copy_outputs(output, settings, weights, random_after))
         except Exception as recorder_error:
             self._writer.stop(recorder_error)
 
@@ -409,7 +411,13 @@ class Recorder:
         elif self._writer.queue_pass(snapshot, snapshot.num_bytes):
             self._last_queued_forward = forward
 
-    def _copy_outputs(self, output: Any, settings: Mapping[str, str], weights: RawSamples | None) -> PassOutputs | None:
+    def _copy_outputs(
+        self,
+        output: Any,
+        settings: Mapping[str, str],
+        weights: RawSamples | None,
+        random_after: GeneratorSnapshot | None = None,
+    ) -> PassOutputs | None:
         """Begin to copy what is kept of a pass that ends; None if that is nothing."""
         forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.retention.reproduce)
         dtypes: dict[str, str] = {}
@@ -420,6 +428,6 @@ class Recorder:
             if (token_log_probs := self._maker.compute_log_probs(output)) is not None:
                 outputs["token_log_probs"] = token_log_probs
             dtypes = describe_dtypes(output, loss)
-        if not (outputs or settings or weights) or is_capturing_graph(outputs):
+        if not (outputs or settings or weights or random_after) or is_capturing_graph(outputs):
             return None
-        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights)
+        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights, random_after)

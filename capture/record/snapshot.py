@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from capture.file_format.micro_batch import ID_NAMES, Origin
 from capture.file_format.safe_unpickler import type_name
-from capture.file_format.tensor_codec import Output, can_encode
+from capture.file_format.tensor_codec import Output, TrainingMode, can_encode
 from capture.record.background_writer import warn
 from capture.record.call_arguments import find_forward_signature, sort_arguments
+from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     describe_call_settings,
@@ -27,6 +28,7 @@ from capture.record.job_facts import (
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
+from capture.record.training_mode import TrainingModeReader
 
 # The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
 _SAMPLES = " weights"
@@ -49,6 +51,7 @@ class PassSnapshot:
     make_origin     is called in the background, since it takes a while
     optimizer_step  number of the step that comes after the pass; None if steps are not recorded
     settings        those that the environment of the process does not tell
+    training        which parts of the model train; None if that is not recorded
     notes           what was noted before the pass
     """
 
@@ -62,6 +65,7 @@ class PassSnapshot:
     weights: RawSamples | None
     optimizer_step: int | None
     settings: Mapping[str, str]
+    training: TrainingMode | None = None
     notes: "PassNotes | None" = None
 
     @property
@@ -119,8 +123,9 @@ def _make_tensor(value: Any) -> Tensor | None:
 class PassOutputs:
     """What came out of the pass `forward`: plain values, and tensors on the host once `copy_events` have happened.
 
-    settings  those that were not known before the pass ran
-    weights   samples of the weights, if they were taken at the end of the pass
+    settings      those that were not known before the pass ran
+    weights       samples of the weights, if they were taken at the end of the pass
+    random_after  the states of torch's generators where the forward ended
     """
 
     forward: int
@@ -129,6 +134,7 @@ class PassOutputs:
     plain: Mapping[str, Output]
     settings: Mapping[str, str]
     weights: RawSamples | None
+    random_after: GeneratorSnapshot | None = None
 
     @classmethod
     def begin_copy(
@@ -138,6 +144,7 @@ class PassOutputs:
         plain: Mapping[str, Output],
         settings: Mapping[str, str] | None = None,
         weights: RawSamples | None = None,
+        random_after: GeneratorSnapshot | None = None,
     ) -> "PassOutputs":
         copies, copy_events = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
         if weights is not None:
@@ -149,6 +156,7 @@ class PassOutputs:
             plain=plain,
             settings=settings or {},
             weights=weights,
+            random_after=random_after,
         )
 
 
@@ -182,6 +190,9 @@ class SnapshotMaker:
         self._clock = clock
         self._model_name = model_name
         self._reproduce = reproduce
+        self._training_mode = TrainingModeReader(model) if reproduce else None
+        # Whether the running pass has a generator on the device; None if the states at its end are not kept.
+        self._draws_on_cuda: bool | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
@@ -222,6 +233,7 @@ class SnapshotMaker:
         tensors, copy_events = copy_to_host(to_copy)
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
+        self._draws_on_cuda = bool(copy_events) if self._reproduce else None
         return PassSnapshot(
             tensors=tensors,
             copy_events=copy_events,
@@ -230,6 +242,7 @@ class SnapshotMaker:
             trains=trains,
             make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
             random=take_random_snapshot(on_cuda=bool(copy_events)) if self._reproduce else None,
+            training=None if self._training_mode is None else self._training_mode.read(),
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
@@ -241,6 +254,15 @@ class SnapshotMaker:
         begins_window, self._begins_window = self._begins_window, None
         weights = None if begins_window is None else self._sample_weights(begins_window)
         return {} if self._compute_dtype is None else self._compute_dtype.end(), weights
+
+    def take_random_after(self) -> GeneratorSnapshot | None:
+        """Take the states of torch's generators where the forward of the latest pass ends.
+
+        They come first of all that is kept at the end, and a backward, which sets states back under activation
+        checkpointing, comes later. None if the pass is not recorded.
+        """
+        on_cuda, self._draws_on_cuda = self._draws_on_cuda, None
+        return None if on_cuda is None else take_generator_snapshot(on_cuda=on_cuda)
 
     def compute_log_probs(self, output: Any) -> Tensor | None:
         """Compute log-probs of a few tokens of the latest pass, which ends with `output`.

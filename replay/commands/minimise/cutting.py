@@ -170,6 +170,8 @@ def cut_call(call: Call, cut: Cut) -> Call:
         tensors={name: cutter.cut_tensor(tensor, num_trailing=num_actions) for name, tensor in call.tensors.items()},
         notes={name: cutter.cut_tensor(tensor, num_trailing=None) for name, tensor in call.notes.items()},
         outputs=_cut_outputs(call, cut, cutter),
+        # A part of the rows gets other masks than the whole did.
+        random_after={},
         step=None,
     )
     cut_down.micro_batch()

@@ -1,0 +1,39 @@
+from torch import nn
+
+from capture.record.training_mode import TrainingModeReader, read_training_mode
+
+
+class DistributedDataParallel(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+        self.head = nn.Linear(2, 2)
+
+
+def test_a_part_in_eval_mode_is_named_once_and_what_trains_inside_it_too() -> None:
+    model = TwoParts()
+    reader = TrainingModeReader(model)
+    assert reader.read() == {"model": True, "parts": []}
+    model.encoder.eval()
+    assert reader.read() == {"model": True, "parts": ["encoder"]}
+    model.encoder[1].train()
+    assert reader.read() == {"model": True, "parts": ["encoder", "encoder.1"]}
+    model.eval()
+    assert reader.read() == {"model": False, "parts": []}
+
+
+def test_the_flag_is_that_of_the_model_inside_its_wrapper() -> None:
+    """A job may call `eval` of the model that it gave to DDP: the wrapper's flag stays."""
+    model = TwoParts()
+    wrapper = DistributedDataParallel(model)
+    model.eval()
+    assert wrapper.training
+    assert read_training_mode(wrapper) == {"model": False, "parts": []}
+    model.head.train()
+    assert read_training_mode(wrapper)["parts"] == ["head"]
