@@ -264,7 +264,7 @@ def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep
         return f"{ANOTHER_LOSS}, or weighed its passes otherwise. Try: --window mean-of-means"
     if not steps and not all(compared_pass.previous_pass_has_grad_norm for compared_pass in window):
         return "one gradient norm does not tell how many passes it was accumulated over"
-    if len(window) > 1 and _compute_job_weights(window) is None:
+    if len(window) > 1 and compute_job_weights(window) is None:
         by_tokens = [compared_pass.recorded.num_tokens for compared_pass in window]
         if not sum(by_tokens) or _largest_difference(_as_shares(by_tokens), _equal_weights(window)) > SAME_SHARES:
             return "what each pass weighed in the job is not known. Try: --window mean-of-means"
@@ -275,7 +275,7 @@ def _compare_weighting(
     window: Sequence[ComparedPass], job_norms: Sequence[tuple[int, float]], replay_norm: float
 ) -> Finding | None:
     """Report that the job weighed its passes otherwise than the replay. Only shares count, not their sum."""
-    weights = _compute_job_weights(window) if len(window) > 1 else None
+    weights = compute_job_weights(window) if len(window) > 1 else None
     if weights is None:
         return None
     job_shares = _as_shares(weights)
@@ -299,7 +299,7 @@ def _equal_weights(window: Sequence[ComparedPass]) -> list[float]:
     return [1 / len(window)] * len(window)
 
 
-def _compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
+def compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
     """Compute what each pass's mean loss weighed in the job's gradient, ranks averaged; None where it is not known."""
     shares: dict[tuple[int, int | None], float | None] = {}
     for compared_pass in window:

@@ -1,19 +1,94 @@
 """Tell why a gradient is another one though the forward before it was the job's."""
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from replay.output.text import pluralise
+from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
-from replay.verdict.gradient_findings import ANOTHER_LOSS
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
+from replay.verdict.findings import list_dtypes
+from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
+from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, collect_gradient_evidence, compute_job_weights
+from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, WEIGHTING
 
 GRADIENT_FINDINGS = (MISSING_GRADIENT, GRAD_NORM, GRADIENT)
+# A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
+SAME_RATIO = {False: 1e-3, True: 0.08}
+SAME_COSINE = {False: 0.9999, True: 0.9}
+# A loss scale of fp16 is a power of 2, and rarely less.
+LEAST_LOSS_SCALE = 64.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrongGradient:
+    """The first window whose gradient is another one, with the gradients of its parameters.
+
+    is_coarse  rounding in a 16-bit dtype lies between the two
+    """
+
+    verdict: PassVerdict
+    window: Sequence[ComparedPass]
+    gradient: GradientEvidence
+    is_coarse: bool
+
+    def is_scaled(self, parameter: ComparedGradient) -> bool:
+        """Tell whether a parameter's gradient is the replay's times a number."""
+        return parameter.cosine is None or abs(parameter.cosine) >= SAME_COSINE[self.is_coarse]
+
+    def is_same(self, parameter: ComparedGradient) -> bool:
+        """Tell whether a parameter's gradient is the replay's."""
+        factor = find_factor(parameter)
+        return factor is not None and abs(factor - 1) <= SAME_RATIO[self.is_coarse] and self.is_scaled(parameter)
+
+
+def find_factor(parameter: ComparedGradient) -> float | None:
+    """Find the number that the replay's gradient of a parameter is multiplied by in the job, if it is one number."""
+    if parameter.ratio is None:
+        return None
+    return -parameter.ratio if (parameter.cosine or 0.0) < 0 else parameter.ratio
+
+
+def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
+    """Find the first window whose gradient differs, if the job recorded enough of it."""
+    wrong = evidence.find_wrong(*GRADIENT_FINDINGS)
+    if wrong is None or evidence.is_forward_wrong:
+        return None
+    verdict, _ = wrong
+    window = next((window for window in evidence.windows if window[-1].record.index == verdict.index), None)
+    gradient = None if window is None else collect_gradient_evidence(window)
+    if window is None or gradient is None or not gradient.parameters:
+        return None
+    dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
+    return WrongGradient(verdict=verdict, window=window, gradient=gradient, is_coarse=is_coarse(dtypes))
+
+
+def name_parameters(names: Sequence[str], all_names: Sequence[str]) -> str:
+    """Name parameters by their kinds where whole kinds are meant: `model.layers.*.mlp.up_proj.weight`."""
+    if len(names) == len(all_names):
+        return f"all {pluralise(len(all_names), 'parameter')}" if len(all_names) > 1 else names[0]
+    sizes: dict[str, int] = {}
+    for name in all_names:
+        sizes[name_kind(name)] = sizes.get(name_kind(name), 0) + 1
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        by_kind.setdefault(name_kind(name), []).append(name)
+    texts = [
+        text
+        for kind, members in by_kind.items()
+        for text in ([kind] if len(members) == sizes[kind] and len(members) > 1 else members)
+    ]
+    return name_some(texts, 3)
 
 
 def find_missing_gradient(evidence: Evidence) -> Cause | None:
     """Name the trained parameters that had no gradient in the job and have one here."""
     wrong = evidence.find_wrong(MISSING_GRADIENT)
     if wrong is None:
-        return None
+        return _find_zero_gradient(evidence)
     verdict, finding = wrong
     return Cause(
         name=CauseName.NO_GRADIENT,
@@ -22,6 +97,264 @@ def find_missing_gradient(evidence: Evidence) -> Cause | None:
         try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the loss",
         explains=GRADIENT_FINDINGS,
     )
+
+
+def _find_zero_gradient(evidence: Evidence) -> Cause | None:
+    """Name the parameters whose gradient is zero in the job alone, while others are as here."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None:
+        return None
+    parameters = wrong.gradient.parameters
+    zero = [name for name, parameter in parameters.items() if parameter.job_norm == 0 and parameter.replay_norm]
+    if not zero:
+        return None
+    return Cause(
+        name=CauseName.NO_GRADIENT,
+        sureness=Sureness.IS,
+        sentence=f"the gradient of {name_parameters(zero, list(parameters))} is zero in the job, "
+        f"{name_time(wrong.verdict)}, and is not here",
+        try_next="look for detach(), no_grad, .data or a factor of 0 on the way from these parameters to the loss",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
+    """Tell that ranks, each of which holds the whole model, stepped with gradients of their own."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None or len(wrong.gradient.ranks) < 2:
+        return None
+    by_rank = wrong.gradient.ranks
+    ranks = sorted(by_rank)
+    names = [name for name in by_rank[ranks[0]] if all(name in by_rank[rank] for rank in ranks)]
+    own = [name for name in names if not _are_equal([by_rank[rank][name] for rank in ranks])]
+    if not own:
+        return None
+    norms = ", ".join(
+        f"rank {rank} has {math.hypot(*(by_rank[rank][name].job_norm or 0.0 for name in own)):.6g}"
+        for rank in ranks[:4]
+    )
+    return Cause(
+        name=CauseName.NOT_REDUCED,
+        sureness=Sureness.IS,
+        sentence=f"the ranks do not average the gradients of {name_parameters(own, names)}, "
+        f"{name_time(wrong.verdict)}: each rank steps with its own, of norm {norms}",
+        try_next="look for no_sync, a communication hook, or parameters that the wrapper was told to ignore",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
+
+
+def _are_equal(gradients: Sequence[ComparedGradient]) -> bool:
+    """Tell whether several ranks recorded one gradient. Averaged gradients are equal to the last bits of fp32."""
+    first = gradients[0]
+    for other in gradients[1:]:
+        for value, other_value in ((first.job_norm, other.job_norm), (first.scale, other.scale)):
+            if value is not None and other_value is not None and not math.isclose(value, other_value, rel_tol=1e-3):
+                return False
+    return True
+
+
+def find_scaled_loss(evidence: Evidence) -> Cause | None:
+    """Tell that the job multiplied its losses, all by the same number, before it differentiated them."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None:
+        return None
+    weights = compute_job_weights(wrong.window)
+    if weights is None:
+        return None
+    replay_weights = [compared.record.result.weight for compared in wrong.window]
+    replay_total = math.fsum(replay_weights) / len(replay_weights)
+    factor = math.fsum(weights) / replay_total if replay_total else 1.0
+    uniform = find_uniform_factor(wrong)
+    if uniform is None or abs(factor - 1) < 1e-4 or not math.isclose(uniform, factor, rel_tol=0.1):
+        return None
+    num_passes = len(wrong.window)
+    if num_passes > 1 and math.isclose(abs(factor), num_passes, rel_tol=1e-3):
+        return Cause(
+            name=CauseName.WINDOW_WEIGHTS,
+            sureness=Sureness.IS,
+            sentence=f"the losses of a step's {num_passes} passes are added up and not averaged, "
+            f"{name_time(wrong.verdict)}: each gradient is {factor:.4g} times that of their mean",
+            try_next="divide each loss by the number of passes of a step before its backward",
+            explains=(*GRADIENT_FINDINGS, WEIGHTING),
+        )
+    return Cause(
+        name=CauseName.GRADIENTS_SCALED,
+        sureness=Sureness.IS,
+        sentence=f"the job differentiates {factor:.6g} times its loss{_explain_factor(factor)}, "
+        f"{name_time(wrong.verdict)}",
+        try_next="look for a factor on the loss between the model and the backward",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
+
+
+def _explain_factor(factor: float) -> str:
+    is_power_of_2 = factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-6
+    return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
+
+
+def find_uniform_factor(wrong: WrongGradient) -> float | None:
+    """Find the number that every gradient is multiplied by in the job; None if it is not one number for all."""
+    factors = [find_factor(parameter) for parameter in wrong.gradient.parameters.values() if parameter.replay_norm]
+    known = sorted(factor for factor in factors if factor is not None)
+    if not known or len(known) < len(factors):
+        return None
+    middle = known[len(known) // 2]
+    if not middle or not all(wrong.is_scaled(parameter) for parameter in wrong.gradient.parameters.values()):
+        return None
+    tolerance = 4 * SAME_RATIO[wrong.is_coarse]
+    return middle if all(abs(factor / middle - 1) <= tolerance for factor in known) else None
+
+
+def find_summed_gradients(evidence: Evidence) -> Cause | None:
+    """Tell that every gradient is as many times the mean over the ranks as there are ranks."""
+    wrong = find_wrong_gradient(evidence)
+    num_ranks = 1 if wrong is None else wrong.window[0].recorded.world_size or 1
+    factor = None if wrong is None else find_uniform_factor(wrong)
+    if wrong is None or num_ranks == 1 or factor is None:
+        return None
+    if not math.isclose(factor, num_ranks, rel_tol=2 * SAME_RATIO[wrong.is_coarse]):
+        return None
+    return Cause(
+        name=CauseName.SUMMED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the gradients of {num_ranks} ranks are added up and not averaged, {name_time(wrong.verdict)}: each "
+        f"is {factor:.4g} times the mean over the ranks, and the job differentiated the loss itself",
+        try_next="look for a reduction by sum, a divide factor of 1 or a communication hook",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def find_scaled_gradients(evidence: Evidence) -> Cause | None:
+    """Tell that the gradients of all parameters, or of some, are those of the loss times a number."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None:
+        return None
+    parameters = wrong.gradient.parameters
+    uniform = find_uniform_factor(wrong)
+    if uniform is not None:
+        if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
+            return None
+        return Cause(
+            name=CauseName.GRADIENTS_SCALED,
+            sureness=Sureness.PROBABLY if (wrong.window[0].recorded.world_size or 1) > 1 else Sureness.IS,
+            sentence=f"each gradient is {uniform:.4g} times that of the loss{_explain_factor(uniform)}, "
+            f"{name_time(wrong.verdict)}",
+            try_next="look for what multiplies gradients: a hook, a loss scale that is left in, a division",
+            explains=GRADIENT_FINDINGS,
+        )
+    off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
+    factors = [find_factor(parameter) for parameter in off.values()]
+    known = [factor for factor in factors if factor]
+    if not off or len(known) < len(off) or len(off) == len(parameters):
+        return None
+    if not all(wrong.is_scaled(parameter) for parameter in off.values()):
+        return None
+    if not all(math.isclose(factor, known[0], rel_tol=4 * SAME_RATIO[wrong.is_coarse]) for factor in known):
+        return None
+    return Cause(
+        name=CauseName.GRADIENTS_SCALED,
+        sureness=Sureness.IS,
+        sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is {known[0]:.4g} times that of the "
+        f"loss, {name_time(wrong.verdict)}; the others are the loss's",
+        try_next="look for what multiplies these gradients: a hook on these parameters or on their module",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def find_changed_gradients(evidence: Evidence) -> Cause | None:
+    """Tell that some parameters have another gradient, while the others have the loss's."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None:
+        return None
+    parameters = wrong.gradient.parameters
+    off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
+    if not off or len(off) == len(parameters):
+        return None
+    name, worst = min(off.items(), key=lambda pair: pair[1].cosine if pair[1].cosine is not None else 1.0)
+    how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
+    cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
+    return Cause(
+        name=CauseName.GRADIENTS_CHANGED,
+        sureness=Sureness.IS,
+        sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is not that of the loss, "
+        f"{name_time(wrong.verdict)}: that of {name} is {how}{cosine}; the others are the loss's",
+        try_next="look for a hook on these parameters, or for an autograd function of the job's own on the way to them",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def find_earlier_gradients(evidence: Evidence) -> Cause | None:
+    """Tell that a step's gradient holds that of the step before: it was not cleared, or is a step late."""
+    wrong = find_wrong_gradient(evidence)
+    if wrong is None:
+        return None
+    ends = [window[-1].record.index for window in evidence.windows]
+    place = ends.index(wrong.verdict.index)
+    if not place:
+        return None
+    before = evidence.windows[place - 1]
+    pairs = _pair_with_earlier(wrong.window, before)
+    shares = _fit_two(pairs)
+    if shares is None:
+        return None
+    own, earlier, residual = shares
+    if residual > (0.1 if wrong.is_coarse else 1e-4) or abs(earlier) < 0.1:
+        return None
+    what = "is that of the step before" if abs(own) < 0.05 else "still holds that of the step before"
+    return Cause(
+        name=CauseName.NOT_CLEARED,
+        sureness=Sureness.IS,
+        sentence=f"the gradient {what}, {name_time(wrong.verdict)}: it is {own:.3g} times the step's own and "
+        f"{earlier:.3g} times that of the step before",
+        try_next="call zero_grad() after each step",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def _pair_with_earlier(
+    window: Sequence[ComparedPass], before: Sequence[ComparedPass]
+) -> list[tuple[float, float, float]]:
+    """Pair each signed element of the job with the replay's of this window and of the window before."""
+    own_values = _list_signatures(window)
+    earlier_values = _list_signatures(before)
+    triples: list[tuple[float, float, float]] = []
+    for compared in window:
+        step = compared.recorded.step_after
+        for signature in step.signatures if step is not None else ():
+            for key, values in own_values.items():
+                name, start = key
+                if start != signature.start or not _is_named(signature.name, name) or key not in earlier_values:
+                    continue
+                if len(values) == len(signature.values) == len(earlier_values[key]):
+                    triples += zip(signature.values, values, earlier_values[key], strict=True)
+    return triples
+
+
+def _list_signatures(window: Sequence[ComparedPass]) -> Mapping[tuple[str, int], tuple[float, ...]]:
+    gradients = [compared.replayed.gradient for compared in window if compared.replayed.gradient is not None]
+    return {key: values for gradient in gradients for key, values in gradient.signatures.items()}
+
+
+def _is_named(job_name: str, name: str) -> bool:
+    return job_name == name or job_name.endswith(f".{name}")
+
+
+def _fit_two(triples: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+    """Fit the first numbers by multiples of the second and the third; return both multiples and the share left over."""
+    if len(triples) < 16:
+        return None
+    aa = math.fsum(own * own for _, own, _ in triples)
+    bb = math.fsum(other * other for _, _, other in triples)
+    ab = math.fsum(own * other for _, own, other in triples)
+    ja = math.fsum(job * own for job, own, _ in triples)
+    jb = math.fsum(job * other for job, _, other in triples)
+    jj = math.fsum(job * job for job, _, _ in triples)
+    determinant = aa * bb - ab * ab
+    if not jj or determinant <= 1e-9 * aa * bb:
+        return None
+    own, other = (ja * bb - jb * ab) / determinant, (jb * aa - ja * ab) / determinant
+    left = math.fsum((job - own * a - other * b) ** 2 for job, a, b in triples)
+    return own, other, left / jj
 
 
 def find_other_weighting(evidence: Evidence) -> Cause | None:
@@ -33,9 +366,9 @@ def find_other_weighting(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.WINDOW_WEIGHTS,
         sureness=Sureness.IS,
-        sentence=f"the passes of a step weigh {finding.said}, {name_time(verdict)}",
-        try_next=f"{finding.doubt}",
-        explains=(WEIGHTING, GRAD_NORM, GRADIENT),
+        sentence=f"the passes of a step weigh {finding.said}, {name_time(verdict)}: {finding.doubt}",
+        try_next="weigh each pass by its share of the step's tokens, as num_items_in_batch does",
+        explains=(WEIGHTING, *GRADIENT_FINDINGS),
     )
 
 
@@ -47,8 +380,8 @@ def find_other_loss(evidence: Evidence) -> Cause | None:
                 name=CauseName.OBJECTIVE,
                 sureness=Sureness.PROBABLY,
                 sentence=f"{ANOTHER_LOSS}, {name_time(verdict)}",
-                try_next="--objective FILE.py:function, with the loss that the job's loop differentiates",
-                explains=(GRAD_NORM, GRADIENT),
+                try_next="--loss FILE.py:function, with the loss that the job's loop differentiates",
+                explains=GRADIENT_FINDINGS,
             )
     return None
 
@@ -72,9 +405,16 @@ RULES = (
     CauseRule(
         name=CauseName.NO_GRADIENT,
         find=find_missing_gradient,
-        means="trained parameters have no gradient in the job: something is detached, or unused",
-        told_by="the names of parameters without a gradient, recorded at each step",
+        means="trained parameters have no gradient in the job, or a gradient of zero: something is detached or unused",
+        told_by="the names of parameters without a gradient, and the norm of each gradient, recorded at each step",
         job="o-proj-detached",
+    ),
+    CauseRule(
+        name=CauseName.NOT_REDUCED,
+        find=find_ranks_own_gradients,
+        means="ranks that train one model step with gradients of their own",
+        told_by="the ranks' gradients, which are not one",
+        job="ddp-not-reduced",
     ),
     CauseRule(
         name=CauseName.WINDOW_WEIGHTS,
@@ -82,6 +422,41 @@ RULES = (
         means="the micro-batches of a step, or its ranks, weigh otherwise than by their tokens",
         told_by="what the job multiplied each loss by before the backward",
         job="mean-of-means",
+    ),
+    CauseRule(
+        name=CauseName.GRADIENTS_SCALED,
+        find=find_scaled_loss,
+        means="the job differentiates its loss times a number",
+        told_by="what the job multiplied each loss by, and that each gradient is as many times the replay's",
+        job="loss-x10",
+    ),
+    CauseRule(
+        name=CauseName.SUMMED,
+        find=find_summed_gradients,
+        means="gradients are added up over the ranks and not averaged",
+        told_by="each gradient is as many times the replay's as the job has ranks",
+        job="ddp-summed",
+    ),
+    CauseRule(
+        name=CauseName.NOT_CLEARED,
+        find=find_earlier_gradients,
+        means="a step's gradient holds that of the step before",
+        told_by="the gradient is a sum of multiples of this step's and of the last step's in the replay",
+        job="zero-grad-forgotten",
+    ),
+    CauseRule(
+        name=CauseName.GRADIENTS_SCALED,
+        find=find_scaled_gradients,
+        means="gradients, of all parameters or of some, are those of the loss times a number",
+        told_by="the norm and the direction of each parameter's gradient",
+        job="gradients-x10",
+    ),
+    CauseRule(
+        name=CauseName.GRADIENTS_CHANGED,
+        find=find_changed_gradients,
+        means="some parameters have a gradient of another direction than the loss's",
+        told_by="the direction of each parameter's gradient",
+        job="q-gradient-transposed",
     ),
     CauseRule(
         name=CauseName.OBJECTIVE,
@@ -95,6 +470,6 @@ RULES = (
         find=find_lost_steps,
         means="weights in bf16 without fp32 masters: small steps are lost",
         told_by="samples of the weights before and after a step",
-        job="no-masters",
+        job="bf16-masters",
     ),
 )

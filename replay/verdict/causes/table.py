@@ -8,11 +8,11 @@ table.
 
 from collections.abc import Sequence
 
-from replay.verdict.causes import gradient_rules, weight_rules
+from replay.verdict.causes import gradient_rules, model_rules, weight_rules
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 
-RULES = (*weight_rules.RULES, *gradient_rules.RULES)
+RULES = (*weight_rules.RULES, *model_rules.FIRST_RULES, *gradient_rules.RULES, *model_rules.LAST_RULES)
 SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 
 

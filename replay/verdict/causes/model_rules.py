@@ -1,0 +1,201 @@
+"""Tell when the job's model, its loss or its wrapper is known to be another one than the replay's.
+
+The recording states what the job's model was, so these causes need no number. But a difference that is stated need not
+be what makes the numbers wrong: a hook may only look. So a stated difference *is* the cause where it alone can make the
+first wrong number wrong, and it changes what is computed by what it is; otherwise it *probably* is.
+"""
+
+from collections.abc import Sequence
+
+from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.pass_values import MISSING_GRADIENT
+
+Kind = ModelDifferenceKind
+FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
+ALL_FINDINGS = (*FORWARD_FINDINGS, GRAD_NORM, GRADIENT, MISSING_GRADIENT)
+
+# Kinds that can make a forward wrong, and those that can make a gradient wrong after a right forward.
+FORWARD_KINDS = (
+    Kind.CONFIG,
+    Kind.MODULE,
+    Kind.CLASS,
+    Kind.FORWARD,
+    Kind.FUNCTION,
+    Kind.ATTENTION_FUNCTION,
+    Kind.HOOK,
+    Kind.ATTRIBUTE,
+    Kind.BUFFER,
+    Kind.TIED,
+    Kind.DTYPE,
+)
+LOSS_KINDS = (Kind.LOSS_FUNCTION, Kind.FORWARD, Kind.FUNCTION, Kind.HOOK, Kind.CONFIG)
+GRADIENT_KINDS = (
+    Kind.WRAPPER,
+    Kind.FROZEN,
+    Kind.TIED,
+    Kind.PARAMETER_HOOK,
+    Kind.HOOK,
+    Kind.FORWARD,
+    Kind.FUNCTION,
+    Kind.ATTENTION_FUNCTION,
+    Kind.CLASS,
+)
+# What these state cannot be without effect on a forward.
+CERTAIN_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER, Kind.TIED, Kind.MODULE)
+# Words in the name of a setting that tell what it is a setting of.
+SETTING_CAUSES = (
+    (("dropout", "jitter", "layerdrop"), CauseName.DROPOUT),
+    (("rope", "position", "inv_freq", "theta"), CauseName.POSITIONS),
+    (("sliding_window", "is_causal"), CauseName.MASK),
+    (("aux_loss", "z_loss"), CauseName.ROUTER_LOSS),
+    (("norm_topk_prob", "top_k", "num_experts_per_tok"), CauseName.ROUTES),
+    (("attn_implementation",), CauseName.KERNEL),
+    (("tie_word",), CauseName.TIED_WEIGHTS),
+)
+
+
+def choose_cause_name(difference: ModelDifference, *, is_forward: bool) -> CauseName:
+    """Choose what a person would call this difference."""
+    where = f"{difference.where}.{difference.key}".lower()
+    match difference.kind:
+        case Kind.TIED:
+            return CauseName.TIED_WEIGHTS
+        case Kind.FROZEN:
+            return CauseName.FROZEN
+        case Kind.DTYPE:
+            return CauseName.DTYPE
+        case Kind.LOSS_FUNCTION:
+            return CauseName.OBJECTIVE
+        case Kind.ATTENTION_FUNCTION:
+            return CauseName.KERNEL
+        case Kind.PARAMETER_HOOK:
+            return CauseName.GRADIENTS_CHANGED
+        case Kind.WRAPPER:
+            return CauseName.NOT_REDUCED
+        case Kind.CONFIG | Kind.ATTRIBUTE | Kind.BUFFER:
+            if "lora" in where or ("scaling" in where and difference.job and difference.job.startswith("{")):
+                return CauseName.ADAPTER_SCALE
+            by_word = (name for words, name in SETTING_CAUSES if any(word in where for word in words))
+            return next(by_word, CauseName.MODEL_CONFIG)
+        case _:
+            return CauseName.MODEL_CODE if is_forward else CauseName.GRADIENTS_CHANGED
+
+
+def describe_model_difference(difference: ModelDifference) -> str:
+    """Describe a difference, as `scaling of model.layers.*.self_attn is 0.125 in the job, 0.354 here`."""
+    what = f"{difference.key} of {difference.where}" if difference.key else difference.where
+    ranks = f" (rank {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
+    job, replay = ("none" if value is None else value for value in (difference.job, difference.replay))
+    match difference.kind:
+        case Kind.CONFIG:
+            return f"the config's {what} is {job} in the job{ranks}, {replay} here"
+        case Kind.HOOK | Kind.PARAMETER_HOOK:
+            return f"the job has {what}: {job}{ranks}"
+        case Kind.FORWARD:
+            return f"the job runs another forward of {what}: {job}{ranks}"
+        case Kind.TIED | Kind.FROZEN:
+            return f"{what}: {job} in the job{ranks}, {replay} here"
+        case _:
+            return f"the {difference.kind} {what} is {job} in the job{ranks}, {replay} here"
+
+
+def find_model_difference(evidence: Evidence) -> Cause | None:
+    """Name the stated difference that may explain the first wrong number, if there is one."""
+    first = evidence.first_wrong
+    differences = evidence.settings.model_differences
+    if first is None or not differences:
+        return None
+    wrong_names = {finding.name for verdict, finding in evidence.wrong if verdict is first}
+    is_forward = evidence.is_forward_wrong
+    is_loss_alone = is_forward and wrong_names == {LOSS} and _were_tokens_judged(evidence)
+    kinds: Sequence[Kind] = LOSS_KINDS if is_loss_alone else FORWARD_KINDS if is_forward else GRADIENT_KINDS
+    fitting = [difference for difference in differences if difference.kind in kinds]
+    if not fitting:
+        return None
+    fitting.sort(key=lambda difference: kinds.index(difference.kind))
+    chosen = fitting[0]
+    is_certain = is_forward and len(fitting) == 1 and chosen.kind in CERTAIN_KINDS
+    more = f"; {len(fitting) - 1} more such differences are in run.json" if fitting[1:] else ""
+    return Cause(
+        name=choose_cause_name(chosen, is_forward=is_forward),
+        sureness=Sureness.IS if is_certain else Sureness.PROBABLY,
+        sentence=f"{describe_model_difference(chosen)}, and the numbers differ {name_time(first)}{more}",
+        try_next="replay the job's own code with --model FILE.py:function, or take the change out of the job",
+        explains=ALL_FINDINGS,
+    )
+
+
+def _were_tokens_judged(evidence: Evidence) -> bool:
+    """Tell whether the log-probs of single tokens were held against the job's in the first wrong pass, and agree."""
+    first = evidence.first_wrong
+    return first is not None and any(
+        finding.agrees for finding in first.findings if finding.name in (TOKENS, ACTION_TOKENS, LOG_PROBS)
+    )
+
+
+def find_other_versions(evidence: Evidence) -> Cause | None:
+    """Tell that libraries or devices differ, where nothing else is known to explain a wrong number."""
+    first = evidence.first_wrong
+    names = ("torch", "transformers", "deepspeed", "flash_attn", "device", "attention", "kernels")
+    differing = [name for name in names if name in evidence.environment]
+    if first is None or not differing:
+        return None
+    texts = [
+        f"{name} {evidence.environment[name][0]} in the job, {evidence.environment[name][1]} here" for name in differing
+    ]
+    return Cause(
+        name=CauseName.VERSIONS,
+        sureness=Sureness.MAY_BE,
+        sentence=f"{'; '.join(texts)}: one may compute otherwise than the other",
+        try_next="replay parity --python OTHER, with the job's versions",
+        explains=ALL_FINDINGS,
+    )
+
+
+def find_other_loss_function(evidence: Evidence) -> Cause | None:
+    """Tell that the forward is right, token by token, and the loss is not: it is another function of the log-probs."""
+    first = evidence.first_wrong
+    if first is None or not evidence.is_forward_wrong or not _were_tokens_judged(evidence):
+        return None
+    wrong = [finding for verdict, finding in evidence.wrong if verdict is first]
+    if {finding.name for finding in wrong} != {LOSS}:
+        return None
+    loss = wrong[0]
+    return Cause(
+        name=CauseName.OBJECTIVE,
+        sureness=Sureness.PROBABLY,
+        sentence=f"each sampled token's log-prob is the job's, and the loss is {loss.recorded:.6g} in the job, "
+        f"{loss.replayed:.6g} here, {name_time(first)}: it is another function of the tokens, or over others",
+        try_next="compare the job's loss function, labels and divisor with --loss",
+        explains=ALL_FINDINGS,
+    )
+
+
+FIRST_RULES = (
+    CauseRule(
+        name=CauseName.MODEL_CODE,
+        find=find_model_difference,
+        means="the job's model, loss function or wrapper is another one: code, settings, hooks, ties, dtypes",
+        told_by="what the recording states of each module, parameter and function of the job",
+        job="softmax-scale",
+    ),
+    CauseRule(
+        name=CauseName.OBJECTIVE,
+        find=find_other_loss_function,
+        means="the loss is another function of the same log-probs, or is over other tokens",
+        told_by="log-probs of single tokens agree, and the loss does not",
+        job="label-smoothing",
+    ),
+)
+LAST_RULES = (
+    CauseRule(
+        name=CauseName.VERSIONS,
+        find=find_other_versions,
+        means="other versions, devices or kernels, where no other cause is known",
+        told_by="the environment in the capture",
+        job="attention-in-bf16",
+    ),
+)
