@@ -36,6 +36,18 @@ def dropout_set(rate: float) -> Any:
     return breaks
 
 
+def frozen_after(step: int, names: str) -> GradientPatch:
+    """From the next step on, the parameters whose names have `names` in them are not trained."""
+
+    def breaks(parameters: Parameters, at: At) -> None:
+        for name, parameter in parameters.items():
+            if names in name and at.step == step:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+    return breaks
+
+
 def average_swapped_in(at_step: int) -> GradientPatch:
     """After that step the weights are their moving average, and training goes on from it."""
     averages: dict[str, Tensor] = {}
