@@ -104,9 +104,12 @@ class Campaign:
         return warm_bin(self.imports)
 
     def load(self) -> None:
-        """Results of before."""
+        """Results of before, of the jobs that there still are."""
         path = self.home / "results.json"
         for row in json.loads(path.read_text())["rows"] if path.exists() else ():
+            if row["job"] not in JOBS and row["job"] not in TWINS:
+                print(f"{row['job']} is no longer in the table: its result is left out", flush=True)
+                continue
             self.rows[row["job"], row["replay"]] = Row(**{name: row[name] for name in Row.__slots__ if name in row})
 
     def save(self) -> None:
