@@ -40,6 +40,10 @@ class Evidence:
         """Find the first finding of one of these names that differs or is unsettled."""
         return next(((verdict, finding) for verdict, finding in self.wrong if finding.name in names), None)
 
+    def find_window(self, verdict: PassVerdict) -> Sequence[ComparedPass] | None:
+        """Find the passes of the window whose gradient this verdict is on."""
+        return next((window for window in self.windows if window[-1].record.index == verdict.index), None)
+
     def list_wrong_names(self) -> list[str]:
         return list(dict.fromkeys(finding.name for _, finding in self.wrong))
 

@@ -58,7 +58,7 @@ def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
     if wrong is None or evidence.is_forward_wrong:
         return None
     verdict, _ = wrong
-    window = next((window for window in evidence.windows if window[-1].record.index == verdict.index), None)
+    window = evidence.find_window(verdict)
     gradient = None if window is None else collect_gradient_evidence(window)
     if window is None or gradient is None or not gradient.parameters:
         return None
@@ -154,34 +154,37 @@ def _are_equal(gradients: Sequence[ComparedGradient]) -> bool:
 
 
 def find_scaled_loss(evidence: Evidence) -> Cause | None:
-    """Tell that the job multiplied its losses, all by the same number, before it differentiated them."""
-    wrong = find_wrong_gradient(evidence)
-    if wrong is None:
+    """Tell that the job multiplied its losses, all by the same number, before it differentiated them.
+
+    What it multiplied them by is recorded. That the gradient is as many times the replay's shows that no other
+    factor undoes it.
+    """
+    wrong = evidence.find_wrong(GRAD_NORM, GRADIENT)
+    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
+    weights = None if window is None else compute_job_weights(window)
+    if wrong is None or window is None or weights is None:
         return None
-    weights = compute_job_weights(wrong.window)
-    if weights is None:
-        return None
-    replay_weights = [compared.record.result.weight for compared in wrong.window]
+    verdict, finding = wrong
+    replay_weights = [compared.record.result.weight for compared in window]
     replay_total = math.fsum(replay_weights) / len(replay_weights)
     factor = math.fsum(weights) / replay_total if replay_total else 1.0
-    uniform = find_uniform_factor(wrong)
-    if uniform is None or abs(factor - 1) < 1e-4 or not math.isclose(uniform, factor, rel_tol=0.1):
+    seen_factor = finding.recorded / finding.replayed if finding.replayed else math.nan
+    if abs(factor - 1) < 1e-4 or not math.isclose(seen_factor, factor, rel_tol=0.1):
         return None
-    num_passes = len(wrong.window)
-    if num_passes > 1 and math.isclose(abs(factor), num_passes, rel_tol=1e-3):
+    num_passes = len(window)
+    if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):
         return Cause(
             name=CauseName.WINDOW_WEIGHTS,
             sureness=Sureness.IS,
             sentence=f"the losses of a step's {num_passes} passes are added up and not averaged, "
-            f"{name_time(wrong.verdict)}: each gradient is {factor:.4g} times that of their mean",
+            f"{name_time(verdict)}: the gradient is {seen_factor:.4g} times that of their mean",
             try_next="divide each loss by the number of passes of a step before its backward",
             explains=(*GRADIENT_FINDINGS, WEIGHTING),
         )
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
         sureness=Sureness.IS,
-        sentence=f"the job differentiates {factor:.6g} times its loss{_explain_factor(factor)}, "
-        f"{name_time(wrong.verdict)}",
+        sentence=f"the job differentiates {factor:.6g} times its loss{_explain_factor(factor)}, {name_time(verdict)}",
         try_next="look for a factor on the loss between the model and the backward",
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
