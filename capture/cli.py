@@ -141,6 +141,12 @@ def _add_run(commands: Any) -> None:
         help="Put many passes into one file of about this size, as 64MB, in a folder for each rank. Without it a pass "
         "is a file, and a rank has a folder of its own if there are more than 16.",
     )
+    retention.add_argument(
+        "--routes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="With --reproduce, keep which experts a mixture of experts chose for each token (default: on).",
+    )
     run.add_argument("-m", dest="is_module", action="store_true", help="Run a module, as python -m does.")
     run.add_argument(
         "job", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS", help="The script, and what it is given."

@@ -34,6 +34,7 @@ def recording(
     slow_step: float | str | None = None,
     reproduce: bool | None = None,
     segment: str | int | None = None,
+    routes: bool = True,
     max_queued: int = 64,
     arguments: Mapping[str, str] | None = None,
     **unknown: NoReturn,
@@ -60,6 +61,8 @@ def recording(
                 when the next one begins
     segment     put many passes into one file of about this size, as `64MB` or a number of bytes, in a folder for each
                 rank. Without it each pass is a file, and a rank has a folder of its own if there are more than 16
+    routes      with `reproduce`, keep which experts a mixture of experts chose for each token, a byte or two for each
+                token, layer and chosen expert: a replay then computes with the same experts
     max_queued  passes that may wait for the disk; further ones are dropped and counted
     arguments   names of the forward's arguments to those that a capture gives them, for a model whose forward has names
                 of its own: `{"idx": "input_ids", "targets": "labels"}`. `labels` are those of transformers, which
@@ -84,6 +87,7 @@ def recording(
         slow_step=slow_step,
         reproduce=reproduce,
         segment=segment,
+        routes=routes,
         **unknown,
     )
     names = check_argument_names(arguments)

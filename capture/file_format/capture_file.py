@@ -16,6 +16,7 @@ With `reproduce` the second also has what it takes to do the pass again:
     "weights": JSON        samples of the weights (`capture/file_format/optimizer_step.py`)
     "optimizer_step": int  number of the optimizer step that the pass went into
     "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
+    "routes": {router: tensor}   the chosen experts of each token, in a mixture of experts
 
 With or without, a pass that the job noted tensors for has them, encoded as the arguments are, and one that was recorded
 names its recording by the time at which that began:
@@ -120,6 +121,8 @@ class Call:
     step         the optimizer's step after the pass, if it was the last pass before a step
     notes        tensors that the job's loop noted for the pass, such as advantages
     recording    when the recording began, ISO 8601; None: not known
+    routes       the chosen experts [tokens, experts a token] of each router, by its name in the job; the tokens are
+                 those of the token ids, flattened, padding included
     """
 
     format: int | None = FORMAT
@@ -138,6 +141,7 @@ class Call:
     step: OptimizerStep | None = None
     notes: Mapping[str, Tensor] = field(default_factory=dict)
     recording: str | None = None
+    routes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def output_numbers(self, name: str) -> list[float] | None:
         """Return the output of that name; None unless there is one and it is a list of numbers."""
@@ -189,6 +193,8 @@ class Call:
             encoded.body["step"] = self.step.to_json()
         if self.notes:
             encoded.body["notes"] = {name: encode_tensor(tensor) for name, tensor in self.notes.items()}
+        if self.routes:
+            encoded.body["routes"] = {name: encode_tensor(choice) for name, choice in self.routes.items()}
         return encoded
 
 
@@ -442,6 +448,7 @@ def _read(path: str | Path) -> Call | MicroBatch:
         step=OptimizerStep.from_json(body["step"], source) if "step" in body else None,
         notes=decode_tensors(body["notes"], source) if "notes" in body else {},
         recording=body.get("recording"),
+        routes=decode_tensors(body["routes"], source) if "routes" in body else {},
     )
 
 

@@ -291,6 +291,7 @@ class CaptureBody(_RequiredParts, total=False):
     step: str
     notes: dict[str, EncodedTensor]
     recording: str
+    routes: dict[str, EncodedTensor]
 
 
 _ORIGIN_TYPES: Mapping[str, type | UnionType] = {
@@ -320,6 +321,7 @@ _OPTIONAL_TYPES: Mapping[str, type | UnionType] = {
     "step": str,
     "notes": dict,
     "recording": str,
+    "routes": dict,
 }
 
 

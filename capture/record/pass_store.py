@@ -18,6 +18,7 @@ from capture.file_format.folder_layout import choose_rank_folder
 from capture.file_format.manifest import format_stamp
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.optimizer_step import OptimizerStep, merge_steps
+from capture.file_format.tensor_codec import encode_tensor
 from capture.record.background_writer import warn
 from capture.record.observer import RecordingObserver
 from capture.record.rank_writer import RankWriter, open_rank_writer
@@ -195,6 +196,8 @@ class PassStore:
                 encoded.body["weights"] = pass_outputs.weights.to_parameter_samples().to_json()
             if pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
+            if pass_outputs.routes:
+                encoded.body["routes"] = {name: encode_tensor(choice) for name, choice in pass_outputs.routes.items()}
             if pass_outputs.settings:
                 encoded.body["environment"].update(pass_outputs.settings)
             if "step" in encoded.body:

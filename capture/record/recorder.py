@@ -28,6 +28,7 @@ from capture.record.parameter_sampler import RawSamples
 from capture.record.pass_store import PassStore, RecordingEnded, WriterTask
 from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.rng_and_outputs import describe_dtypes, find_outputs, sort_noted_values
+from capture.record.route_recorder import RouteRecorder
 from capture.record.snapshot import PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
 from capture.record.step_window import StepPart, StepWindow
 
@@ -131,6 +132,7 @@ class Recorder:
         self._selector = PassSelector(retention)
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
+        self._route_recorder = RouteRecorder()
         must_hurry, clock = threading.Event(), RecordingClock()
         self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
@@ -161,6 +163,8 @@ class Recorder:
         self._forward_hooks.attach(model)
         if retention.reproduce:
             self._optimizer_hooks.attach()
+        if retention.reproduce and retention.routes:
+            self._route_recorder.attach(model)
 
     def _finish_writing(self, failed: bool) -> None:
         try:
@@ -257,6 +261,7 @@ class Recorder:
         atexit.unregister(self.close)
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
+        self._route_recorder.remove()
         if (self.world_size > 1 and self.num_seen) or self.not_recorded:
             window, phase = self._maker.window, self.position.phase
             self._writer.queue_small_task(
@@ -394,6 +399,7 @@ class Recorder:
         if self.failure is not None:
             self._writer.count_dropped_pass()
             return
+        self._route_recorder.begin(0)
         notes, self._next_notes = self._next_notes, None
         if self.num_seen == 1 or is_in_process_group() != self._was_in_process_group:
             self._update_rank()
@@ -410,6 +416,7 @@ class Recorder:
             self.not_recorded.update([snapshot] if trains else [])
         elif self._writer.queue_pass(snapshot, snapshot.num_bytes):
             self._last_queued_forward = forward
+            self._route_recorder.begin(snapshot.num_tokens)
 
     def _copy_outputs(
         self,
@@ -428,6 +435,8 @@ class Recorder:
             if (token_log_probs := self._maker.compute_log_probs(output)) is not None:
                 outputs["token_log_probs"] = token_log_probs
             dtypes = describe_dtypes(output, loss)
-        if not (outputs or settings or weights or random_after) or is_capturing_graph(outputs):
+        routes = self._route_recorder.take()
+        has_any = outputs or settings or weights or random_after or routes
+        if not has_any or is_capturing_graph({**outputs, **routes}):
             return None
-        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights, random_after)
+        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights, random_after, routes)

@@ -14,7 +14,7 @@ WhichEnd = Literal["first", "last"]
 
 SETTINGS = (
     *("every", "forwards", "ranks", "passes", "max_files", "max_bytes"),
-    *("keep", "flight_recorder", "slow_step", "reproduce", "segment"),
+    *("keep", "flight_recorder", "slow_step", "reproduce", "segment", "routes"),
 )
 
 
@@ -33,6 +33,7 @@ class RetentionSettings:
     slow_seconds     a step that takes this many seconds is an incident; None: no step is
     reproduce        keep random states, outputs and environment with each pass
     segment          bytes of a segment, a file of many passes; None: each pass is a file
+    routes           with `reproduce`, keep which experts a mixture of experts chose for each token
     """
 
     every: int = 1
@@ -48,6 +49,7 @@ class RetentionSettings:
     slow_seconds: float | None = None
     reproduce: bool = False
     segment: int | None = None
+    routes: bool = True
 
     def is_allowed(self, *, forward: int, rank: int, trains: bool) -> bool:
         """Tell whether the settings other than `every` allow the pass."""
@@ -86,6 +88,7 @@ def check_retention(
     slow_step: float | str | None = None,
     reproduce: bool | None = None,
     segment: str | int | None = None,
+    routes: bool = True,
     **unknown: NoReturn,
 ) -> RetentionSettings:
     """Check the settings as people type them: forwards as `100:200`, ranks as `0,3`, `64MB` a segment, `60s` a step.
@@ -121,6 +124,7 @@ def check_retention(
         slow_seconds=slow_seconds,
         reproduce=flight_recorder is not None if reproduce is None else reproduce,
         segment=segment_bytes,
+        routes=routes,
     )
 
 

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from capture.record.training_mode import TrainingModeReader
 
 # The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
 _SAMPLES = " weights"
+# What the name of a router's chosen experts begins with beside a pass's outputs.
+_ROUTES = " routes "
 # Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
 
@@ -67,6 +69,11 @@ class PassSnapshot:
     settings: Mapping[str, str]
     training: TrainingMode | None = None
     notes: "PassNotes | None" = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The pass's token ids, padding included; 0 without token ids."""
+        return next((self.tensors[name].numel() for name in ID_NAMES if name in self.tensors), 0)
 
     @property
     def num_bytes(self) -> int:
@@ -126,6 +133,7 @@ class PassOutputs:
     settings      those that were not known before the pass ran
     weights       samples of the weights, if they were taken at the end of the pass
     random_after  the states of torch's generators where the forward ended
+    routes        the chosen experts of each token, by router; none of a dense model
     """
 
     forward: int
@@ -135,6 +143,7 @@ class PassOutputs:
     settings: Mapping[str, str]
     weights: RawSamples | None
     random_after: GeneratorSnapshot | None = None
+    routes: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def begin_copy(
@@ -145,8 +154,11 @@ class PassOutputs:
         settings: Mapping[str, str] | None = None,
         weights: RawSamples | None = None,
         random_after: GeneratorSnapshot | None = None,
+        routes: Mapping[str, Tensor] | None = None,
     ) -> "PassOutputs":
-        copies, copy_events = copy_to_host(tensors if weights is None else {**tensors, _SAMPLES: weights.values})
+        to_copy = {**tensors, **{f"{_ROUTES}{name}": choice for name, choice in (routes or {}).items()}}
+        copies, copy_events = copy_to_host(to_copy if weights is None else {**to_copy, _SAMPLES: weights.values})
+        host_routes = {name: copies.pop(f"{_ROUTES}{name}") for name in routes or {}}
         if weights is not None:
             weights = replace(weights, values=copies.pop(_SAMPLES))
         return cls(
@@ -157,6 +169,7 @@ class PassOutputs:
             settings=settings or {},
             weights=weights,
             random_after=random_after,
+            routes=host_routes,
         )
 
 

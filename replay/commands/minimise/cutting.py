@@ -172,6 +172,7 @@ def cut_call(call: Call, cut: Cut) -> Call:
         outputs=_cut_outputs(call, cut, cutter),
         # A part of the rows gets other masks than the whole did.
         random_after={},
+        routes={name: cutter.cut_routes(choice) for name, choice in call.routes.items()},
         step=None,
     )
     cut_down.micro_batch()
@@ -200,6 +201,11 @@ class _Cutter:
         if is_shorter and num_trailing in (None, tensor.shape[1]):
             part = self.cut_trailing(part)
         return part.contiguous().clone()
+
+    def cut_routes(self, choice: Tensor) -> Tensor:
+        """Cut the chosen experts [rows * columns, experts], one line for each token."""
+        by_row = choice.view(self.num_rows, self.num_columns, -1)
+        return by_row[list(self.cut.rows), self.cut.first : self.cut.end].flatten(0, 1).contiguous()
 
     def cut_trailing(self, kept_BA: Tensor) -> Tensor:
         """Cut the columns of what covers a row's last tokens; a row's first token is never among them."""

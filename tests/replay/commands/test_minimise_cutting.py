@@ -151,3 +151,10 @@ def test_shapes_tell_padding_and_what_cannot_be_cut() -> None:
     )
     assert not pairs.can_cut_rows
     assert pairs.can_cut_columns
+
+
+def test_routes_are_cut_with_the_tokens_that_chose_them() -> None:
+    # Each token's first expert is its own id.
+    choice_TK = torch.arange(ROWS * COLUMNS * 2).view(-1, 2) // 2
+    cut = cut_call(call_of(routes={"router": choice_TK}), Cut(source=0, rows=(1, 2), first=3, end=8))
+    assert torch.equal(cut.routes["router"][:, 0], cut.tensors["sequences"].flatten())
