@@ -5,6 +5,7 @@ for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their partitions. They keep 
 clipping can be undone. deepspeed is not imported: attributes that are not where version 0.19 has them are not sampled.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from capture.record.parameter_sampler import ParameterSlot
-from capture.record.sharding import SampleLocation
+from capture.record.sharding import HeldPart, SampleLocation
 
 # What DeepSpeed adds to the norm before it divides by the limit.
 _CLIP_EPSILON = 1e-6
@@ -74,6 +75,20 @@ class EngineGradients:
             )
         return self._find_in_copy(slot, parameter)
 
+    def find_part(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, HeldPart] | None:
+        """Find the gradient that holds a part of the parameter's, and which part; None if it is not among these."""
+        if hasattr(parameter, "ds_tensor"):
+            return self._find_part_in_sub_group(parameter)
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            part, fragment = mapping.lp_fragment_address, mapping.hp_fragment_address
+            return self._find_part_of_copy(
+                parameter, mapping.hp_fragment, first=part.start, count=part.numel, offset=fragment.start
+            )
+        copy = self._find_copy(parameter)
+        if copy is None:
+            return None
+        return self._find_part_of_copy(parameter, copy[0], first=0, count=parameter.numel(), offset=copy[1])
+
     def count_parameters(self) -> list[int]:
         """Count the model's parameters in each group that steps now."""
         counts: list[int] = []
@@ -99,6 +114,10 @@ class EngineGradients:
         if isinstance(norm, Tensor):
             return norm.detach() if norm.numel() == 1 else None
         return float(norm) if isinstance(norm, int | float) else None
+
+    @property
+    def device_type(self) -> str | None:
+        return self.partitions[0].device.type if self.partitions else None
 
     @property
     def max_norm(self) -> float | None:
@@ -145,19 +164,24 @@ class EngineGradients:
         return None
 
     def _find_in_copy(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
-        """Find the gradient at stage 0 in half precision: in a flat copy of each group, or a copy of each parameter."""
+        copy = self._find_copy(parameter)
+        if copy is None:
+            return None
+        return self._find_in_partition(slot, parameter, copy[0], first=0, count=parameter.numel(), offset=copy[1])
+
+    def _find_copy(self, parameter: Any) -> tuple[Tensor, int] | None:
+        """Find a parameter's copy at stage 0 in half precision, and where it begins in the tensor that is returned.
+
+        There is a flat copy of each group, or a copy of each parameter.
+        """
         for number, group in enumerate(getattr(self.wrapper, "fp16_groups", ())):
             offset = 0
             for index, member in enumerate(group):
                 if member is parameter:
                     copies = getattr(self.wrapper, "fp32_groups", None)
                     if copies is not None:
-                        copy, offset = copies[number][index], 0
-                    else:
-                        copy = self.wrapper.fp32_groups_flat[number]
-                    return self._find_in_partition(
-                        slot, parameter, copy, first=0, count=parameter.numel(), offset=offset
-                    )
+                        return copies[number][index], 0
+                    return self.wrapper.fp32_groups_flat[number], offset
                 offset += member.numel()
         return None
 
@@ -168,11 +192,8 @@ class EngineGradients:
 
         In the partition, `count` elements of the parameter, from its element `first` on, lie at `offset`.
         """
-        storage = fragment.untyped_storage().data_ptr()
-        partition = next(
-            (partition for partition in self.partitions if partition.untyped_storage().data_ptr() == storage), None
-        )
-        if partition is None or partition.grad is None or not partition.grad.is_contiguous():
+        gradient = self._find_gradient(fragment)
+        if gradient is None:
             return None
         shape = tuple(parameter.shape)
         run_start, run_length = slot.find_run(shape)
@@ -186,10 +207,61 @@ class EngineGradients:
             offset=offset + start - first,
             stride=1,
             is_sharded=count < parameter.numel() or hasattr(parameter, "_hp_mapping"),
-            dtype=str(partition.grad.dtype).removeprefix("torch."),
+            dtype=str(gradient.dtype).removeprefix("torch."),
             local_attribute=None,
         )
-        return partition.grad, location
+        return gradient, location
+
+    def _find_gradient(self, fragment: Tensor) -> Tensor | None:
+        """Find the gradient of the partition that shares its storage with `fragment`."""
+        storage = fragment.untyped_storage().data_ptr()
+        partition = next(
+            (partition for partition in self.partitions if partition.untyped_storage().data_ptr() == storage), None
+        )
+        gradient = None if partition is None else partition.grad
+        return gradient if gradient is not None and gradient.is_contiguous() else None
+
+    def _find_part_of_copy(
+        self, parameter: Tensor, fragment: Tensor, *, first: int, count: int, offset: int
+    ) -> tuple[Tensor, HeldPart] | None:
+        """Find the part in the gradient of the partition that shares its storage with `fragment`.
+
+        The arguments are those of `_find_in_partition`.
+        """
+        gradient = self._find_gradient(fragment)
+        if gradient is None:
+            return None
+        is_part = count < parameter.numel() or hasattr(parameter, "_hp_mapping")
+        shape = tuple(parameter.shape)
+        return gradient, HeldPart(
+            shape=shape, first=first, count=count, offset=offset, is_whole_tensor=False, is_part=is_part
+        )
+
+    def _find_part_in_sub_group(self, parameter: Any) -> tuple[Tensor, HeldPart] | None:
+        """Find the part under ZeRO 3, which pads the last rank's; under MiCS several ranks have the same part."""
+        position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
+        if position is None or type(self.wrapper).__name__.startswith("MiCS"):
+            return None
+        number, offset, _ = position
+        flat = self.wrapper.fp32_partitioned_groups_flat[number]
+        group = parameter.ds_process_group
+        size, length = math.prod(parameter.ds_shape), parameter.ds_tensor.numel()
+        num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+        if length != -(-size // num_ranks):
+            return None
+        first = min(rank * length, size)
+        part = HeldPart(
+            shape=tuple(parameter.ds_shape),
+            first=first,
+            count=min(length, size - first),
+            offset=offset,
+            is_whole_tensor=False,
+            is_part=num_ranks > 1,
+        )
+        for partition in self.partitions:
+            if partition is flat and partition.grad is not None:
+                return partition.grad, part
+        return None
 
 
 def count_skipped_steps(model: nn.Module | None) -> int:

@@ -152,6 +152,11 @@ class FlatParameterSlot(ParameterSlot):
         flat: Any = self.get_parameter()
         return None if flat is None else flat.grad
 
+    def count_copies(self) -> int:
+        """Count the ranks that hold the same shard: several if shards are of a node's ranks (HYBRID_SHARD)."""
+        group = getattr(self.module(), "_inter_node_pg", None)
+        return 1 if group is None else int(group.size())
+
     def locate(self, cached: "CachedLocation", tensor: Any) -> SampleLocation | str:
         try:
             return locate_run_in_flat(self.get_parameter(), tensor, self.number, self.find_run)
@@ -301,7 +306,26 @@ class ParameterSampler:
         return is_whole and all(parameter.grad is None for parameter in checked)
 
     @property
+    def slots(self) -> Sequence[ParameterSlot]:
+        """All parameters, also those without samples on this rank."""
+        self._list_slots()
+        return self._all_slots
+
+    def count_cpu_elements(self) -> int:
+        """Count the elements of the trained parameters on a CPU, of all ranks together."""
+        trained = [
+            parameter
+            for slot in self.slots
+            if (parameter := slot.get_parameter()) is not None
+            and parameter.requires_grad
+            and parameter.device.type == "cpu"
+        ]
+        # ZeRO 3 leaves no elements in a parameter, and keeps their number.
+        return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+
+    @property
     def num_trained(self) -> int:
+        self._list_slots()
         return len(self._all_slots) - self._num_frozen
 
     def _choose_next_slots(self, max_slots: int, *, only_trained: bool) -> Sequence[ParameterSlot]:

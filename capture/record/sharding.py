@@ -48,6 +48,77 @@ class SampleLocation:
         return local
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPart:
+    """Which elements of a parameter, or of its gradient, a rank holds.
+
+    shape            that of the whole parameter
+    first            number of the first one in the whole parameter, flattened; None: they are not neighbours there, or
+                     not in the tensor
+    count            number of elements
+    offset           of the first one in the tensor that holds them, in elements
+    is_whole_tensor  the tensor holds nothing else
+    is_part          other ranks hold other elements
+    num_copies       number of ranks that hold these ones
+    """
+
+    shape: tuple[int, ...]
+    first: int | None
+    count: int
+    offset: int = 0
+    is_whole_tensor: bool = True
+    is_part: bool = False
+    num_copies: int = 1
+
+    @property
+    def end(self) -> int:
+        return (self.first or 0) + self.count
+
+
+def locate_part(tensor: Any) -> HeldPart:
+    """Tell which part of a parameter or gradient a plain tensor or a DTensor is. Raises UnknownLayoutError."""
+    if not (hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")):
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise UnknownLayoutError
+        shape = tuple(tensor.shape)
+        _check_layout(tensor, shape)
+        return HeldPart(shape=shape, first=0 if tensor.is_contiguous() else None, count=tensor.numel())
+    shape, mesh, local = tuple(tensor.shape), tensor.device_mesh, tensor._local_tensor
+    local_indices = _list_indices_of_shard(tensor)
+    _check_layout(local, shape)
+    num_shards = math.prod(
+        mesh.size(axis) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
+    first: int | None = None
+    if not shape:
+        first = 0
+    elif local.numel() and local.is_contiguous() and tuple(local.shape[1:]) == shape[1:]:
+        rows = local_indices[0].tolist()
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            first = rows[0] * math.prod(shape[1:])
+    return HeldPart(
+        shape=shape, first=first, count=local.numel(), is_part=num_shards > 1, num_copies=mesh.size() // num_shards
+    )
+
+
+def locate_part_in_flat(flat: Any, local: Tensor, number: int) -> HeldPart:
+    """Tell which part of a parameter is in a rank's shard of FSDP1's flat one. Raises UnknownLayoutError.
+
+    local, number  as in `locate_run_in_flat`
+    """
+    shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
+    _check_flat_layout(local, shape, info)
+    begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+    return HeldPart(
+        shape=shape,
+        first=begin,
+        count=end - begin,
+        offset=info.offset_in_shard or 0,
+        is_whole_tensor=False,
+        is_part=_is_flat_sharded(flat, local, shape, info),
+    )
+
+
 def locate_run(parameter: Any, find_run: FindRun) -> SampleLocation:
     """Find the run that `find_run` gives for the full shape of `parameter`. Raises UnknownLayoutError."""
     if hasattr(parameter, "ds_tensor"):
@@ -79,9 +150,7 @@ def locate_run_in_flat(flat: Any, local: Tensor, number: int, find_run: FindRun)
     number  position of the parameter among those in the flat one
     """
     shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
-    _check_layout(local, shape)
-    if local.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > local.numel()):
-        raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
+    _check_flat_layout(local, shape, info)
     start, count = find_run(shape)
     begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
     first, last = max(start, begin), min(start + count, end)
@@ -91,12 +160,21 @@ def locate_run_in_flat(flat: Any, local: Tensor, number: int, find_run: FindRun)
         count=max(last - first, 0),
         offset=(info.offset_in_shard or 0) + max(first - begin, 0),
         stride=1,
-        is_sharded=not info.in_shard
-        or info.numel_in_shard < math.prod(shape)
-        or local.numel() < flat._unpadded_unsharded_size.numel(),
+        is_sharded=_is_flat_sharded(flat, local, shape, info),
         dtype=_name_dtype(local.dtype),
         local_attribute=None,
     )
+
+
+def _check_flat_layout(local: Tensor, shape: tuple[int, ...], info: Any) -> None:
+    _check_layout(local, shape)
+    if local.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > local.numel()):
+        raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
+
+
+def _is_flat_sharded(flat: Any, local: Tensor, shape: tuple[int, ...], info: Any) -> bool:
+    is_split = not info.in_shard or info.numel_in_shard < math.prod(shape)
+    return is_split or local.numel() < flat._unpadded_unsharded_size.numel()
 
 
 def list_local_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -123,24 +201,13 @@ def _locate_in_dtensor(parameter: Any, find_run: FindRun) -> SampleLocation:
     It lists, for each dimension, which indices of the whole this rank has, and looks the run's indices up there. A run
     lies along the last dimension; of its elements those are taken that are neighbours in the shard too.
     """
-    shape, mesh = tuple(parameter.shape), parameter.device_mesh
-    local = parameter._local_tensor
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or any(placement.is_partial() for placement in parameter.placements):
-        raise UnknownLayoutError("of ranks beside the mesh, or partial")
-    shards: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    for axis, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():
-            factor = int(getattr(placement, "split_factor", 1))
-            shards[placement.dim].append((mesh.size(axis), coordinate[axis], factor))
-    local_indices = [list_local_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
-    if tuple(map(len, local_indices)) != tuple(local.shape):
-        raise UnknownLayoutError("sharded in a way that is not known here")
+    shape, local = tuple(parameter.shape), parameter._local_tensor
+    local_indices = _list_indices_of_shard(parameter)
     _check_layout(local, shape)
     start, count = find_run(shape)
     facts: dict[str, Any] = {
         "shape": shape,
-        "is_sharded": any(shards),
+        "is_sharded": any(not placement.is_replicate() for placement in parameter.placements),
         "dtype": _name_dtype(local.dtype),
         "local_attribute": "_local_tensor",
     }
@@ -158,6 +225,23 @@ def _locate_in_dtensor(parameter: Any, find_run: FindRun) -> SampleLocation:
     first_element = [*(matches[0] for matches in local_rows), first_column][: len(shape)]
     offset, stride = _find_offset_and_stride(first_element, local)
     return SampleLocation(start=start + first_number, count=len(elements), offset=offset, stride=stride, **facts)
+
+
+def _list_indices_of_shard(parameter: Any) -> list[Tensor]:
+    """List, for each dimension of a DTensor, which indices of the whole this rank has. Raises UnknownLayoutError."""
+    shape, mesh = tuple(parameter.shape), parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(placement.is_partial() for placement in parameter.placements):
+        raise UnknownLayoutError("of ranks beside the mesh, or partial")
+    shards: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            factor = int(getattr(placement, "split_factor", 1))
+            shards[placement.dim].append((mesh.size(axis), coordinate[axis], factor))
+    local_indices = [list_local_indices(size, cuts) for size, cuts in zip(shape, shards, strict=True)]
+    if tuple(map(len, local_indices)) != tuple(parameter._local_tensor.shape):
+        raise UnknownLayoutError("sharded in a way that is not known here")
+    return local_indices
 
 
 def _locate_in_partition(parameter: Any, find_run: FindRun) -> SampleLocation:

@@ -6,7 +6,7 @@ A step may have several parts: several optimizers step, or one is called for its
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ from capture.record.engine_gradients import (
     find_engine_optimizer,
     has_engine_stepped,
 )
+from capture.record.gradient_signer import GradientSigner, RawSignatures
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 
 # So many groups of an optimizer have their settings kept.
 _MAX_GROUPS = 64
 # Names, or beginnings of names, of numbers that are copied to the host.
-_SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
+_SHARE, _SETTING, _NORM, _SIGNATURES = "share ", "setting ", "norm", "signatures"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +38,14 @@ class StepPart:
 
     step       all but the gradients and the numbers in `flat` and `others`
     gradients  what was sampled; the values are the first ones in `flat`
+    signatures their values are on the host as well
     flat       values of gradients, then one number for each of `names`
     others     numbers that lay on another device than the gradients, by name
     """
 
     step: OptimizerStep
     gradients: RawSamples | None
+    signatures: RawSignatures | None
     flat: Tensor
     names: Sequence[str]
     others: Mapping[str, Tensor]
@@ -65,6 +68,7 @@ class StepPart:
             self.step,
             shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
             gradients=gradients,
+            signatures=() if self.signatures is None else self.signatures.to_signatures(),
             grad_norm=values.get(_NORM),
             settings=merge_equal_settings(settings),
         )
@@ -76,6 +80,7 @@ class _Clipping:
 
     after_pass: int
     gradients: RawSamples | None
+    signatures: RawSignatures | None
     without_gradient: Sequence[str]
     num_clipped: int | None
     max_norm: float | None
@@ -99,6 +104,7 @@ class StepWindow:
         self.number = 0
         self.on_backward: Callable[[int], None] = lambda forward: None
         self._sampler = sampler
+        self._signer = GradientSigner(sampler)
         # For each optimizer that was seen: whether it trains the model, and DeepSpeed's optimizer around it.
         self._relations: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
         self._relations = weakref.WeakKeyDictionary()
@@ -115,6 +121,9 @@ class StepWindow:
         self._has_stepped = False
         # Names of the parameters whose gradients are in the parts of the step so far.
         self._sampled_names: set[str] = set()
+        # Names of those whose signatures are, and whether any are to be; None: not known yet.
+        self._signed_names: set[str] = set()
+        self._signs: bool | None = None
 
     def begin_pass(self, number: int) -> None:
         """Note that a forward with autograd on begins."""
@@ -172,6 +181,7 @@ class StepWindow:
         self._clipping = _Clipping(
             after_pass=self._passes[-1],
             gradients=gradients,
+            signatures=self._sign(),
             without_gradient=without_gradient,
             num_clipped=num_clipped,
             max_norm=limit,
@@ -209,6 +219,10 @@ class StepWindow:
         if gradients is not None:
             self._sampled_names |= {name for name, _ in gradients.locations}
             gradients = replace(gradients, values=engine_gradients.undo_clipping(gradients.values))
+        signatures = self._sign(engine=engine_gradients)
+        if signatures is not None:
+            self._signed_names |= signatures.names
+            signatures = replace(signatures, values=engine_gradients.undo_clipping(signatures.values))
         settings, tensors = read_optimizer_settings(optimizer)
         counts = engine_gradients.count_parameters()
         # Other numbers of groups mean that it is not known which parameters lie in which group.
@@ -229,7 +243,7 @@ class StepWindow:
             settings=settings,
             has_state=has_engine_stepped(self._sampler.model),
         )
-        return _copy_part(step, gradients, tensors)
+        return _copy_part(step, gradients, signatures, tensors)
 
     @torch.no_grad()
     def _make_part(self, optimizer: Optimizer) -> StepPart:
@@ -238,13 +252,16 @@ class StepWindow:
         if clipping is None:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._sampled_names)
+            signatures = self._sign(ids)
         elif self._sampled_names:
             # An earlier part of this step has the samples that were taken before the clipping.
-            gradients, without_gradient = None, []
+            gradients, without_gradient, signatures = None, [], None
         else:
             gradients, without_gradient = clipping.gradients, list(clipping.without_gradient)
+            signatures = clipping.signatures
         # The empty name marks that there was a part, where it has no samples.
         self._sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
+        self._signed_names |= set() if signatures is None else signatures.names
         settings, tensors = read_optimizer_settings(optimizer)
         if self._sampler.has_flat_parameters:
             for group_settings, group in zip(settings, _list_groups(optimizer), strict=False):
@@ -266,7 +283,20 @@ class StepWindow:
             settings=settings,
             has_state=bool(optimizer.state),
         )
-        return _copy_part(step, gradients, tensors)
+        return _copy_part(step, gradients, signatures, tensors)
+
+    def _sign(self, ids: Container[int] | None = None, engine: EngineGradients | None = None) -> RawSignatures | None:
+        """Sign the gradients that no earlier part of this step has signed, if this step is one to be signed.
+
+        ids     ids of the parameters to sign; None: all
+        engine  has the gradients of DeepSpeed's partitions
+        """
+        if self._signs is None:
+            self._signs = self._signer.begin_step(None if engine is None else engine.device_type)
+        if not self._signs:
+            return None
+        find_part = None if engine is None else engine.find_part
+        return self._signer.sign(ids, self._signed_names, find_part)
 
     @property
     def has_stepped(self) -> bool:
@@ -333,16 +363,23 @@ def _list_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if group["params"]]
 
 
-def _copy_part(step: OptimizerStep, gradients: RawSamples | None, tensors: Mapping[str, Tensor]) -> StepPart:
+def _copy_part(
+    step: OptimizerStep,
+    gradients: RawSamples | None,
+    signatures: RawSignatures | None,
+    tensors: Mapping[str, Tensor],
+) -> StepPart:
     """Begin to copy the gradients and numbers of a part. Those on one device go in one copy, which takes less time."""
     first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
     same_device = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
     other_devices = {name: tensor for name, tensor in tensors.items() if name not in same_device}
-    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices)
+    signed = {} if signatures is None else {_SIGNATURES: signatures.values}
+    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices | signed)
     return StepPart(
         step=step,
         gradients=None if gradients is None else replace(gradients, values=torch.empty(0, device="cpu")),
+        signatures=None if signatures is None else replace(signatures, values=copies.pop(_SIGNATURES)),
         flat=copies.pop(""),
         names=tuple(same_device),
         others=copies,

@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
+from capture.file_format.gradient_signature import MAX_SIGNATURE_ELEMENTS, GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record import optimizer_hooks
@@ -87,6 +88,11 @@ def find_sampled_values(sample: Sample, whole: Tensor) -> list[float]:
     return whole.detach().flatten()[sample.start : sample.start + len(sample.values)].double().tolist()
 
 
+def find_signed_values(signature: GradientSignature, whole: Tensor) -> list[float]:
+    values: Tensor = whole.detach().flatten()[signature.start :: signature.stride][: len(signature.values)]
+    return values.double().tolist()
+
+
 def assert_samples_are(step: OptimizerStep, expected: dict[str, Tensor], rel: float = 1e-6) -> None:
     assert step.gradients is not None
     assert {sample.name for sample in step.gradients.samples} == expected.keys()
@@ -94,6 +100,13 @@ def assert_samples_are(step: OptimizerStep, expected: dict[str, Tensor], rel: fl
         assert sample.shape == tuple(expected[sample.name].shape)
         found = find_sampled_values(sample, expected[sample.name])
         assert sample.values == pytest.approx(found, rel=rel, abs=1e-9), sample.name
+    assert {signature.name for signature in step.signatures} == expected.keys()
+    for signature in step.signatures:
+        whole = expected[signature.name]
+        assert (signature.shape, signature.is_part) == (tuple(whole.shape), False)
+        assert signature.norm == pytest.approx(float(whole.norm()), rel=1e-5)
+        assert signature.values == pytest.approx(find_signed_values(signature, whole), rel=rel, abs=1e-9)
+        assert len(signature.values) == min(whole.numel(), MAX_SIGNATURE_ELEMENTS)
 
 
 def compute_norm(gradients: dict[str, Tensor]) -> float:
@@ -720,7 +733,8 @@ def test_a_redacted_step_keeps_its_windows_and_settings_and_no_gradient(tmp_path
     redact_folder(tmp_path / "whole", tmp_path / "redacted", TokenRedaction.PERMUTE)
     [call] = read_calls(tmp_path / "redacted")
     assert call.step is not None
-    assert (call.step.gradients, call.step.grad_norm, call.step.without_gradient, call.outputs) == (None, None, (), {})
+    assert (call.step.gradients, call.step.signatures, call.step.grad_norm) == (None, (), None)
+    assert (call.step.without_gradient, call.outputs) == ((), {})
     assert (call.step.passes, call.step.max_norm, call.step.settings[0]["lr"]) == ((0,), 0.01, 0.25)
 
 
@@ -826,6 +840,8 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
         ours = [step for step in found if step.number == number]
         assert len(ours) == 2
         kept: dict[str, set[int]] = {name: set() for name in expected}
+        signed: dict[str, set[int]] = {name: set() for name in expected}
+        squares: dict[str, float] = dict.fromkeys(expected, 0.0)
         for step in ours:
             assert (list(step.passes), list(step.shares)) == (passes, [1 / window] * window)
             assert step.is_unclipped
@@ -846,4 +862,15 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
                     find_sampled_values(sample, expected[sample.name]), abs=bound * largest
                 )
                 kept[sample.name] |= set(range(sample.start, sample.start + len(sample.values)))
+            for signature in step.signatures:
+                whole = expected[signature.name]
+                largest = whole.abs().max().item()
+                assert signature.values == pytest.approx(find_signed_values(signature, whole), abs=bound * largest)
+                places = range(signature.start, whole.numel(), signature.stride)[: len(signature.values)]
+                signed[signature.name] |= set(places)
+                squares[signature.name] += signature.norm**2 / (1 if signature.is_part else 2)
         assert all(len(places) == 4 for places in kept.values())
+        assert all(len(places) == min(64, expected[name].numel()) for name, places in signed.items())
+        norms = {name: math.sqrt(square) for name, square in squares.items()}
+        expected_norms = {name: float(whole.norm()) for name, whole in expected.items()}
+        assert norms == pytest.approx(expected_norms, rel=5 * bound)

@@ -1,0 +1,223 @@
+"""Take the norm of each parameter's gradient, and elements from all over it, at some of the job's optimizer steps.
+
+`capture/file_format/gradient_signature.py` defines which elements. A rank that holds a part of a gradient takes the
+norm of its part, and those elements that lie in it.
+
+A parameter costs the job's thread about MICROSECONDS_PER_PARAMETER, and a CPU reads each gradient besides. So all
+gradients are signed in the first steps, and then in every n-th, such that it costs MICROSECONDS_PER_STEP on average.
+The model alone decides on n, so all ranks sign the same steps.
+"""
+
+import math
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capture.file_format.gradient_signature import (
+    GradientSignature,
+    choose_signature_elements,
+    find_held_elements,
+)
+from capture.record.parameter_sampler import FlatParameterSlot, ParameterSampler, ParameterSlot
+from capture.record.sharding import HeldPart, UnknownLayoutError, locate_part, locate_part_in_flat
+
+MICROSECONDS_PER_PARAMETER = 5.0
+MICROSECONDS_PER_CPU_ELEMENT = 0.001
+# A thousandth of a step of 70 ms.
+MICROSECONDS_PER_STEP = 70.0
+# The first steps are all signed, as far as they cost no more than this together.
+MICROSECONDS_AT_FIRST = 16_000.0
+MAX_FIRST_STEPS = 8
+# Of a model with more parameters each signing takes so many, in turn.
+MAX_SIGNED = 1024
+
+# Finds the tensor that holds the gradient, or a part of it, and which part.
+FindPart = Callable[[ParameterSlot, nn.Parameter], tuple[Tensor, HeldPart] | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawSignatures:
+    """Signatures as they were taken.
+
+    values      the norms of all, then the elements of all, one after the other
+    unsigned    each signature, still without its numbers, and how many elements it has
+    num_copies  for each the number of ranks that hold the same part
+    """
+
+    values: Tensor
+    unsigned: Sequence[tuple[GradientSignature, int]]
+    num_copies: Sequence[int]
+
+    @property
+    def names(self) -> set[str]:
+        return {signature.name for signature, _ in self.unsigned}
+
+    def to_signatures(self) -> tuple[GradientSignature, ...]:
+        """Return the signatures as they are written, once `values` are on the host.
+
+        Ranks that hold the same part each count it in part, so that all ranks' squares add up to the whole.
+        """
+        numbers = self.values.double().tolist()
+        norms, begin = numbers[: len(self.unsigned)], len(self.unsigned)
+        signatures: list[GradientSignature] = []
+        for (signature, count), norm, num_copies in zip(self.unsigned, norms, self.num_copies, strict=True):
+            elements = tuple(numbers[begin : begin + count])
+            signatures.append(replace(signature, norm=norm / math.sqrt(num_copies), values=elements))
+            begin += count
+        return tuple(signatures)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SigningPlan:
+    """How to sign a gradient.
+
+    signature  without its numbers
+    part       where the gradient lies in the tensor
+    offset     of the signature's first element in the tensor, in elements
+    count      number of its elements there
+    """
+
+    signature: GradientSignature
+    part: HeldPart
+    offset: int
+    count: int
+
+
+class GradientSigner:
+    """Signs gradients on their device. It never waits for a device, calls no collective and keeps no memory."""
+
+    def __init__(self, sampler: ParameterSampler) -> None:
+        self._sampler = sampler
+        self._microseconds: float | None = None
+        self._num_steps = 0
+        self._num_signings = 0
+        # By name of the parameter: what the plan depends on, and the plan.
+        self._plans: dict[str, tuple[Any, _SigningPlan | None]] = {}
+
+    def begin_step(self, device_type: str | None = None) -> bool:
+        """Count a step of which something is recorded, and tell whether its gradients are to be signed.
+
+        device_type  of the gradients; None: as of the parameters
+        """
+        if self._microseconds is None:
+            num_signed = min(max(self._sampler.num_trained, 1), MAX_SIGNED)
+            num_cpu_elements = self._sampler.count_cpu_elements() if device_type in ("cpu", None) else 0
+            self._microseconds = (
+                MICROSECONDS_PER_PARAMETER * num_signed + MICROSECONDS_PER_CPU_ELEMENT * num_cpu_elements
+            )
+        num_first = max(1, min(MAX_FIRST_STEPS, int(MICROSECONDS_AT_FIRST / self._microseconds)))
+        period = math.ceil(self._microseconds / MICROSECONDS_PER_STEP)
+        is_due = self._num_steps < num_first or self._num_steps % period == 0
+        self._num_steps += 1
+        self._num_signings += is_due
+        return is_due
+
+    @torch.inference_mode()
+    def sign(
+        self,
+        ids: Container[int] | None = None,
+        excluded: Container[str] = (),
+        find_part: FindPart | None = None,
+    ) -> RawSignatures | None:
+        """Sign the gradients of a step; None where there are none.
+
+        ids        ids of the parameters to sign; None: all
+        excluded   names of parameters to leave out
+        find_part  finds the gradients, where the parameters do not have them
+        """
+        plans: list[_SigningPlan] = []
+        parts: list[Tensor] = []
+        elements: list[Tensor] = []
+        device: torch.device | None = None
+        for slot in self._choose_slots():
+            parameter = slot.get_parameter()
+            if parameter is None or slot.name in excluded or (ids is not None and not slot.is_among(ids)):
+                continue
+            planned = self._plan_own(slot) if find_part is None else self._plan_found(slot, find_part(slot, parameter))
+            # Of a model on several devices the gradients on the first one are signed.
+            if planned is None or (device is not None and planned[1].device != device):
+                continue
+            plan, local = planned
+            device, begin = local.device, local.storage_offset()
+            if plan.part.is_whole_tensor:
+                parts.append(local)
+            else:
+                parts.append(local.as_strided((plan.part.count,), (1,), begin + plan.part.offset))
+            if plan.count:
+                elements.append(local.as_strided((plan.count,), (plan.signature.stride,), begin + plan.offset))
+            plans.append(plan)
+        if not plans:
+            return None
+        # A bf16 norm would itself be rounded to eight bits.
+        is_double = any(part.dtype == torch.float64 for part in parts)
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+        return RawSignatures(
+            values=torch.cat([torch.stack(norms), *elements]),
+            unsigned=tuple((plan.signature, plan.count) for plan in plans),
+            num_copies=tuple(plan.part.num_copies for plan in plans),
+        )
+
+    def _choose_slots(self) -> Sequence[ParameterSlot]:
+        slots = self._sampler.slots
+        num_turns = -(-len(slots) // MAX_SIGNED) or 1
+        return slots[self._num_signings % num_turns :: num_turns]
+
+    def _plan_own(self, slot: ParameterSlot) -> tuple[_SigningPlan, Tensor] | None:
+        """Plan how to sign the gradient that the parameter itself has, and return what this rank holds of it."""
+        gradient = slot.get_local_gradient()
+        if gradient is None:
+            return None
+        layout = type(gradient), gradient.dtype, gradient.shape, gradient.stride()
+        layout_and_plan = self._plans.get(slot.name)
+        if layout_and_plan is None or layout_and_plan[0] != layout:
+            layout_and_plan = self._plans[slot.name] = layout, _make_plan(slot, _locate(slot, gradient))
+        plan = layout_and_plan[1]
+        return None if plan is None else (plan, getattr(gradient, "_local_tensor", gradient))
+
+    def _plan_found(
+        self, slot: ParameterSlot, found: tuple[Tensor, HeldPart] | None
+    ) -> tuple[_SigningPlan, Tensor] | None:
+        """Plan how to sign a gradient that another tensor holds."""
+        if found is None:
+            return None
+        local, part = found
+        layout_and_plan = self._plans.get(slot.name)
+        if layout_and_plan is None or layout_and_plan[0] != part:
+            layout_and_plan = self._plans[slot.name] = part, _make_plan(slot, part)
+        plan = layout_and_plan[1]
+        return None if plan is None else (plan, local)
+
+
+def _locate(slot: ParameterSlot, gradient: Any) -> HeldPart | None:
+    """Tell which part of a parameter's gradient is in what this rank holds; None where that is not known."""
+    try:
+        if isinstance(slot, FlatParameterSlot):
+            return replace(
+                locate_part_in_flat(slot.get_parameter(), gradient, slot.number), num_copies=slot.count_copies()
+            )
+        return locate_part(gradient)
+    except (UnknownLayoutError, AttributeError):
+        return None
+
+
+def _make_plan(slot: ParameterSlot, part: HeldPart | None) -> _SigningPlan | None:
+    """Choose the signature's elements that lie in a part; None for a part that has none, or is not known."""
+    if part is None or not part.count:
+        return None
+    start, stride, count = choose_signature_elements(slot.name, part.shape)
+    skipped, held = (0, 0) if part.first is None else find_held_elements(start, stride, count, part.first, part.end)
+    first_held = start + skipped * stride
+    signature = GradientSignature(
+        name=slot.name,
+        shape=part.shape,
+        is_part=part.is_part,
+        norm=0.0,
+        start=first_held if held else 0,
+        stride=stride,
+        values=(),
+    )
+    offset = part.offset + first_held - part.first if held and part.first is not None else 0
+    return _SigningPlan(signature=signature, part=part, offset=offset, count=held)

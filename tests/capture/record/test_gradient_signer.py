@@ -1,0 +1,62 @@
+"""At which steps gradients are signed, and what of a gradient in an unusual layout is."""
+
+import torch
+from torch import nn
+
+from capture.record.gradient_signer import MAX_FIRST_STEPS, MAX_SIGNED, MICROSECONDS_PER_STEP, GradientSigner
+from capture.record.parameter_sampler import ParameterSampler
+
+
+def make_model(num_parameters: int, size: int = 2) -> nn.Module:
+    parameters = [nn.Parameter(torch.arange(1.0, 1.0 + size)) for _ in range(num_parameters)]
+    return nn.ParameterList(parameters)
+
+
+def list_signed_steps(model: nn.Module, num_steps: int, device_type: str | None = None) -> list[int]:
+    signer = GradientSigner(ParameterSampler(model))
+    return [number for number in range(num_steps) if signer.begin_step(device_type)]
+
+
+def test_the_first_steps_are_signed_and_then_so_few_that_it_costs_next_to_nothing() -> None:
+    first = list(range(MAX_FIRST_STEPS))
+    assert list_signed_steps(make_model(10), 12) == list(range(12))
+    # 300 parameters of 5 microseconds each are 1500, of which a step may cost 70.
+    assert list_signed_steps(make_model(300), 70, "cuda") == [*first, 22, 44, 66]
+    # A CPU reads 2 million elements in 2 ms.
+    assert list_signed_steps(make_model(20, 100_000), 70) == [*first[:7], 30, 60]
+    assert list_signed_steps(make_model(2, 20_000_000), 3) == [0]
+    assert MICROSECONDS_PER_STEP <= 0.001 * 70_000
+
+
+def test_a_large_model_is_signed_in_turns() -> None:
+    model = make_model(MAX_SIGNED + 10)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    signer = GradientSigner(ParameterSampler(model))
+    names: list[set[str]] = []
+    for _ in range(2):
+        assert signer.begin_step()
+        signatures = signer.sign()
+        assert signatures is not None
+        names.append(signatures.names)
+    assert [len(signed) for signed in names] == [(MAX_SIGNED + 10) // 2] * 2
+    assert not names[0] & names[1]
+
+
+def test_a_gradient_whose_elements_lie_otherwise_has_a_norm_alone() -> None:
+    model = nn.Linear(5, 3, bias=False)
+    model.weight.grad = torch.arange(15.0).view(5, 3).T
+    raw = GradientSigner(ParameterSampler(model)).sign()
+    assert raw is not None
+    [signature] = raw.to_signatures()
+    assert signature.values == ()
+    assert signature.norm == float(torch.arange(15.0).norm())
+
+
+def test_gradients_of_several_dtypes_are_signed_together() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)])
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    raw = GradientSigner(ParameterSampler(model)).sign()
+    assert raw is not None
+    assert [(signature.norm, signature.values) for signature in raw.to_signatures()] == [(2.0, (1.0,) * 4)] * 2
