@@ -1,0 +1,67 @@
+"""The table of causes: its order, what it leaves out, what it documents, and the jobs that it names."""
+
+import pytest
+
+from docs.write_causes import PAGE, insert_causes
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.causes.table import RULES, find_causes, list_unexplained
+from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.outcomes import Outcome, PassVerdict
+from tests.broken_jobs.table import JOBS
+
+pytestmark = pytest.mark.quick
+
+SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
+
+
+def make_evidence(*names: str) -> Evidence:
+    """A pass in which the quantities of these names differ."""
+    findings = [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in names]
+    verdict = PassVerdict(
+        index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings, optimizer_step=None
+    )
+    return Evidence(passes=[], windows=[], verdicts=[verdict], settings=SETTINGS, environment={})
+
+
+def make_rule(name: CauseName, sureness: Sureness, *explains: str) -> CauseRule:
+    cause = Cause(name=name, sureness=sureness, sentence=str(name), explains=explains)
+    return CauseRule(name=name, find=lambda evidence: cause, means="", told_by="", job="")
+
+
+def test_a_sure_cause_stands_before_an_unsure_one_that_is_earlier_in_the_table() -> None:
+    rules = [
+        make_rule(CauseName.KERNEL, Sureness.MAY_BE, "loss", "tokens"),
+        make_rule(CauseName.MASK, Sureness.PROBABLY, "loss", "tokens"),
+        make_rule(CauseName.DTYPE, Sureness.IS, "loss"),
+    ]
+    found = find_causes(make_evidence("loss", "tokens"), rules)
+    # The one that may be explains nothing that the probable one does not explain.
+    assert [cause.name for cause in found] == [CauseName.DTYPE, CauseName.MASK]
+
+
+def test_two_sure_causes_are_both_named() -> None:
+    rules = [make_rule(CauseName.MASK, Sureness.IS, "loss"), make_rule(CauseName.DTYPE, Sureness.IS, "loss")]
+    assert [cause.name for cause in find_causes(make_evidence("loss"), rules)] == [CauseName.MASK, CauseName.DTYPE]
+
+
+def test_what_no_cause_explains_stays() -> None:
+    evidence = make_evidence("loss", "gradient norm")
+    causes = find_causes(evidence, [make_rule(CauseName.MASK, Sureness.IS, "loss")])
+    assert list_unexplained(evidence, causes) == ["gradient norm"]
+    assert list_unexplained(evidence, []) == ["loss", "gradient norm"]
+
+
+def test_without_a_wrong_number_there_is_no_cause() -> None:
+    evidence = Evidence(passes=[], windows=[], verdicts=[], settings=SETTINGS, environment={"torch": ("1", "2")})
+    assert find_causes(evidence) == []
+
+
+def test_the_page_lists_the_rules() -> None:
+    text = PAGE.read_text()
+    assert insert_causes(text) == text, "run: python -m docs.write_causes"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.job)
+def test_each_rule_names_a_broken_job(rule: CauseRule) -> None:
+    assert JOBS[rule.job].is_broken
