@@ -13,7 +13,7 @@ from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, collect_gradient_evidence, compute_job_weights
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, WEIGHTING
+from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, WEIGHTING, match_parameter_name
 
 GRADIENT_FINDINGS = (MISSING_GRADIENT, GRAD_NORM, GRADIENT)
 # A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
@@ -90,13 +90,38 @@ def find_missing_gradient(evidence: Evidence) -> Cause | None:
     if wrong is None:
         return _find_zero_gradient(evidence)
     verdict, finding = wrong
+    missing, names = _list_missing(evidence.find_window(verdict) or ())
+    what = name_parameters(missing, names) if missing else str(finding.where)
+    module = _find_module_without_gradient(missing, names)
+    place = "" if module is None else f"; the gradient ends in {module}"
     return Cause(
         name=CauseName.NO_GRADIENT,
         sureness=Sureness.IS,
-        sentence=f"{finding.where}, {name_time(verdict)}: something detaches them, or the loss does not use them",
+        sentence=f"no gradient reaches {what} in the job, {name_time(verdict)}{place}",
         try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the loss",
         explains=GRADIENT_FINDINGS,
     )
+
+
+def _list_missing(window: Sequence[ComparedPass]) -> tuple[list[str], list[str]]:
+    """List the parameters without a gradient in the job, and all that have one in the replay, in the model's order."""
+    gradients = [compared.replayed.gradient for compared in window if compared.replayed.gradient is not None]
+    names = list(gradients[0].norms) if gradients else []
+    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
+    missing = {match_parameter_name(job_name, names) for step in steps for job_name in step.without_gradient}
+    return [name for name in names if name in missing], names
+
+
+def _find_module_without_gradient(missing: Sequence[str], names: Sequence[str]) -> str | None:
+    """Find the module of most parameters, two at least, none of which has a gradient; of equal ones the last."""
+    best: tuple[int, str] | None = None
+    for name in missing:
+        parts = name.split(".")[:-1]
+        for end in range(1, len(parts) + 1):
+            members = [other for other in names if other.startswith(f"{'.'.join(parts[:end])}.")]
+            if len(members) > 1 and set(members) <= set(missing) and (best is None or len(members) >= best[0]):
+                best = len(members), ".".join(parts[:end])
+    return None if best is None else best[1]
 
 
 def _find_zero_gradient(evidence: Evidence) -> Cause | None:
