@@ -31,6 +31,7 @@ from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
+from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
@@ -51,6 +52,7 @@ from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 
 PRESETS = files("actor_init") / "presets"
+PRESET_NAMES = sorted(path.name.removesuffix(".json") for path in PRESETS.iterdir())
 # Fields of a config that do not change the model.
 IRRELEVANT_FIELDS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 
@@ -63,6 +65,7 @@ class ModelSource:
     layout  how rows are fed; None: packed or padded as the spec says, and not proved
     head    how log-probs are computed; None: from whole logits
     frozen  parameters that are not trained, beside those that an adapter freezes
+    optimizer_groups  how the job's optimizer grouped the parameters; empty: as the spec says
     """
 
     config: PretrainedConfig
@@ -73,6 +76,7 @@ class ModelSource:
     layout: Layout | None = None
     head: HeadForm | None = None
     frozen: frozenset[str] = frozenset()
+    optimizer_groups: Sequence[ParameterGroup] = ()
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""
@@ -100,11 +104,11 @@ def find_model(
     if spec.model is None:
         if captured is None:
             setting = Setting("model")
-            preset = setting.with_value(_list_preset_names()[0])
+            preset = setting.with_value(PRESET_NAMES[0])
             advice = f"Try: {preset}, or {setting} <folder, config.json or FILE.py:function>"
             raise UsageError(f"no actor.json beside the inputs says which model they came from. {advice}")
         values, name = dict(captured), captured_name
-    elif spec.model in _list_preset_names():
+    elif spec.model in PRESET_NAMES:
         values, name = json.loads((PRESETS / f"{spec.model}.json").read_text()), spec.model
     else:
         path = Path(spec.model)
@@ -404,10 +408,6 @@ def _is_unset(buffer: Tensor) -> bool:
     return buffer.dtype is not torch.bool and bool(unset.all())
 
 
-def _list_preset_names() -> list[str]:
-    return sorted(path.name.removesuffix(".json") for path in PRESETS.iterdir())
-
-
 def _read_captured_config(folder: Path) -> dict[str, object] | None:
     """Return the config of a folder of captures. Raises UsageError if its actor.json is damaged."""
     try:
@@ -421,7 +421,7 @@ def _read_config(path: Path, typed: str) -> dict[str, object]:
     try:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        known = ", ".join(_list_preset_names())
+        known = ", ".join(PRESET_NAMES)
         advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
         raise UsageError(setting, f": {error}", advice) from error
     if not isinstance(values, dict):

@@ -1,6 +1,6 @@
-"""Make the optimizer of the master weights, and the schedule of its learning rate, for every backend."""
+"""Follow the steps of the optimizer for every backend: the schedule of its learning rate, the norm, the loss scale."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from actor_init.spec import ActorSpec, Dtype, OptimizerName
+from actor_init.spec import ActorSpec, Dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +28,6 @@ class Progress:
 
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32, Dtype.FP16: torch.float16}
-
-
-def make_optimizer(spec: ActorSpec, parameters: Iterable[Any]) -> Optimizer | None:
-    """Return torch's AdamW (fused on CUDA) or SGD over parameters or groups of them, as torch takes them.
-
-    Its state is allocated at the first step, as in training.
-    """
-    match spec.optimizer:
-        case OptimizerName.NONE:
-            return None
-        case OptimizerName.SGD:
-            return torch.optim.SGD(parameters, **spec.optimizer_settings)
-        case OptimizerName.ADAMW:
-            fused = True if torch.cuda.is_available() else None
-            return torch.optim.AdamW(parameters, **spec.optimizer_settings, fused=fused)
 
 
 def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:
@@ -64,9 +49,12 @@ def update_scale_and_rate(scaler: torch.amp.GradScaler, schedule: LambdaLR | Non
 
 
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
-    """Load `schedule.state_dict()`. All parameter groups have the same rate, but under tp there are more groups."""
+    """Load `schedule.state_dict()`. Under tp there are more groups than without, which then have all the same rate."""
     num_groups = len(schedule.base_lrs)
-    state = {key: value[:1] * num_groups if isinstance(value, list) else value for key, value in saved.items()}
+    state = {
+        key: value[:1] * num_groups if isinstance(value, list) and len(value) != num_groups else value
+        for key, value in saved.items()
+    }
     schedule.load_state_dict(state)
 
 

@@ -83,8 +83,18 @@ class PadTo(StrEnum):
 
 
 class OptimizerName(StrEnum):
+    """Words of --optimizer that the code names; `declarations/optimizers` has what each steps with."""
+
     ADAMW = "adamw"
+    ADAM = "adam"
     SGD = "sgd"
+    ADAFACTOR = "adafactor"
+    TRANSFORMERS_ADAFACTOR = "transformers-adafactor"
+    MUON = "muon"
+    LION = "lion"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAM_8BIT = "adam-8bit"
+    LION_8BIT = "lion-8bit"
     NONE = "none"
 
 

@@ -10,6 +10,12 @@ from actor_init.declarations.attention import KERNELS, WORDS, find_kernel
 from actor_init.declarations.attention.declaration import AttentionKernel
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends, find_declaration
 from actor_init.declarations.backends.declaration import BackendDeclaration
+from actor_init.declarations.optimizers import (
+    OPTIMIZERS,
+    find_optimizer,
+    find_optimizers_with,
+    list_optimizer_words,
+)
 from actor_init.option_words import (
     Attention,
     Compile,
@@ -25,7 +31,9 @@ from actor_init.option_words import (
 from capture.facts import Setting
 
 PAD_TOKENS = re.compile(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*")
-CUSTOM_MODEL = re.compile(r"(.+\.py):(\w+)")
+USER_FUNCTION = re.compile(r"(.+\.py):(\w+)")
+# Settings of a step beside the learning rate. Each family of optimizers takes some of them.
+STEP_SETTINGS = ("weight_decay", "beta1", "beta2", "eps", "momentum")
 PACKED, PADDED = Setting("packing", True), Setting("packing", False)
 SEQUENCE_PARALLEL = Setting("sequence_parallel", True)
 RANDOM_WEIGHTS = Setting("random_weights", True)
@@ -77,6 +85,28 @@ def _tp_plan_help() -> str:
 def _sequence_parallel_help() -> str:
     backends = ", ".join(_find_backends_with_option("sequence_parallel"))
     return f"Shard norms and residuals along the sequence over --tp ({backends})."
+
+
+def _optimizer_help() -> str:
+    sentences = [f"{word}: {family.help}." for word, family in OPTIMIZERS.items() if family.help]
+    none = "none keeps weights and gradients in the compute dtype, without master weights."
+    return " ".join([*sentences, none, "FILE.py:function: your own (docs/replay.md)."])
+
+
+def _list_optimizer_forms() -> str:
+    return "|".join([*list_optimizer_words(), "FILE.py:function"])
+
+
+def _setting_help(name: str) -> str:
+    """Return the families that an option is a setting of, and what each takes where it is not given."""
+    words: dict[str, list[str]] = {}
+    for word in find_optimizers_with(name):
+        for setting in find_optimizer(word).settings:
+            if name in setting.options:
+                default = setting.default[setting.options.index(name)] if setting.options[1:] else setting.default
+                words.setdefault("none" if default is None else f"{default:g}", []).append(word)
+    defaults = "; ".join(f"{default} for {', '.join(owners)}" for default, owners in words.items())
+    return f"Default: {defaults}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,15 +216,13 @@ class ActorSpec:
         "more when others come; static: one for each length.",
     )
     gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
-    optimizer: OptimizerName = option(
-        OptimizerName.ADAMW, "none keeps weights and gradients in the compute dtype, without master weights."
-    )
+    optimizer: str = option(OptimizerName.ADAMW.value, _optimizer_help, metavar=_list_optimizer_forms)
     learning_rate: float = option(1e-6, "Used with --step.", min=0)
-    weight_decay: float | None = option(None, "Default: torch's, 0.01 for adamw and 0 for sgd.", min=0)
-    beta1: float | None = option(None, "Of adamw. Default: torch's 0.9.", min=0, max=1)
-    beta2: float | None = option(None, "Of adamw. Default: torch's 0.999.", min=0, max=1)
-    eps: float | None = option(None, "Of adamw. Default: torch's 1e-8.", min=0)
-    momentum: float | None = option(None, "Of sgd. Default: torch's 0.", min=0)
+    weight_decay: float | None = option(None, lambda: _setting_help("weight_decay"), min=0)
+    beta1: float | None = option(None, lambda: _setting_help("beta1"), min=0, max=1)
+    beta2: float | None = option(None, lambda: _setting_help("beta2"), min=0, max=1)
+    eps: float | None = option(None, lambda: _setting_help("eps"), min=0)
+    momentum: float | None = option(None, lambda: _setting_help("momentum"), min=0)
     lr_warmup_steps: int = option(
         0, "Steps over which the learning rate rises linearly from 0, as trainers do; constant after them.", min=0
     )
@@ -218,6 +246,7 @@ class ActorSpec:
     def __post_init__(self) -> None:
         if self.max_norm == math.inf:
             object.__setattr__(self, "max_norm", None)
+        self._refuse_unknown_optimizer()
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
         self._refuse_what_the_backend_lacks(find_declaration(self.backend))
@@ -269,7 +298,7 @@ class ActorSpec:
     @property
     def custom_model(self) -> tuple[Path, str] | None:
         """The file and the function of --model FILE.py:function; None for another model."""
-        match = CUSTOM_MODEL.fullmatch(self.model or "")
+        match = USER_FUNCTION.fullmatch(self.model or "")
         return (Path(match[1]), match[2]) if match else None
 
     @property
@@ -283,16 +312,25 @@ class ActorSpec:
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of torch's optimizer, with torch's defaults for settings that were not given."""
-        if self.optimizer is OptimizerName.SGD:
-            decay = self.weight_decay or 0.0
-            return {"lr": self.learning_rate, "momentum": self.momentum or 0.0, "weight_decay": decay}
-        return {
-            "lr": self.learning_rate,
-            "betas": (0.9 if self.beta1 is None else self.beta1, 0.999 if self.beta2 is None else self.beta2),
-            "eps": 1e-8 if self.eps is None else self.eps,
-            "weight_decay": 0.01 if self.weight_decay is None else self.weight_decay,
-        }
+        """Return the keyword arguments of the optimizer's class, with its defaults for settings that were not given.
+
+        A user's own function is given what was typed, by the names of the fields, and the learning rate.
+        """
+        if self.optimizer in OPTIMIZERS:
+            return find_optimizer(self.optimizer).read_options(self)
+        typed = {name: getattr(self, name) for name in STEP_SETTINGS if getattr(self, name) is not None}
+        return {"lr": self.learning_rate, **typed}
+
+    @property
+    def custom_optimizer(self) -> tuple[Path, str] | None:
+        """The file and the function of --optimizer FILE.py:function; None for another optimizer."""
+        match = USER_FUNCTION.fullmatch(self.optimizer)
+        return (Path(match[1]), match[2]) if match else None
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Are there an optimizer and fp32 masters?"""
+        return self.optimizer != OptimizerName.NONE
 
     def _refuse_what_has_no_ring(self, kernel: AttentionKernel | None) -> None:
         if self.parallel.ring == 1:
@@ -348,15 +386,26 @@ class ActorSpec:
             why = f"does not go with {SEQUENCE_PARALLEL}, which needs a graph for each length"
             raise UsageError(setting, why)
 
+    def _refuse_unknown_optimizer(self) -> None:
+        words = list_optimizer_words()
+        if self.optimizer in words or self.custom_optimizer is not None:
+            return
+        optimizer = Setting("optimizer", self.optimizer)
+        if self.optimizer.endswith((".py", ".py:")):
+            advice = f"Try: {optimizer.with_value(self.optimizer.removesuffix(':') + ':FUNCTION')}"
+            raise UsageError(optimizer, "names no function", advice)
+        advice = f"Give one of {', '.join(words)}, or FILE.py:function"
+        raise UsageError.not_allowed("optimizer", self.optimizer, advice)
+
     def _refuse_foreign_settings(self) -> None:
-        adamw_settings = {"beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
-        foreign_settings = adamw_settings if self.optimizer is not OptimizerName.ADAMW else {}
-        foreign_settings |= {"momentum": self.momentum} if self.optimizer is not OptimizerName.SGD else {}
-        foreign_settings |= {"weight_decay": self.weight_decay} if self.optimizer is OptimizerName.NONE else {}
-        for name, value in foreign_settings.items():
-            if value is not None:
+        if self.custom_optimizer is not None:
+            return
+        known = find_optimizer(self.optimizer).options if self.has_optimizer else ()
+        for name in STEP_SETTINGS:
+            value = getattr(self, name)
+            if value is not None and name not in known:
                 optimizer = Setting("optimizer", self.optimizer)
-                other = optimizer.with_value(OptimizerName.SGD if name == "momentum" else OptimizerName.ADAMW)
+                other = optimizer.with_value(find_optimizers_with(name)[0])
                 setting = Setting(name, int(value) if float(value).is_integer() else value)
                 raise UsageError(setting, f"is no setting of {optimizer}", f"Try: {other}")
 
@@ -415,6 +464,6 @@ class ActorSpec:
         if self.zero_stage is not None:
             return self.zero_stage
         declaration = find_declaration(self.backend)
-        if self.optimizer is OptimizerName.NONE:
+        if not self.has_optimizer:
             return declaration.default_stage_without_optimizer
         return declaration.default_stage

@@ -36,6 +36,7 @@ ROOMS = {
         ("spec",),
         ("fused", "optimizer", "weights", "world"),
         ("adapters", "custom"),
+        ("optimizers",),
         ("model",),
         ("dropout_settings", "parallel", "saving"),
         ("attention", "head"),

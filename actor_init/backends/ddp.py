@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from actor_init.action_log_probs import action_log_probs
-from actor_init.adapters import list_trained_parameters
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.backends.torch_backend import TorchBackend
 from actor_init.compiling import compile_blocks
@@ -34,12 +33,12 @@ from actor_init.model import (
 from actor_init.optimizer import (
     TORCH_DTYPES,
     compute_total_norm,
-    make_optimizer,
     make_schedule,
     update_scale_and_rate,
 )
+from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, Dtype, OptimizerName
+from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 
@@ -71,7 +70,7 @@ class DDPBackend(TorchBackend):
     ) -> Self:
         attention = choose_kernel(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
-        has_masters = spec.optimizer is not OptimizerName.NONE
+        has_masters = spec.has_optimizer
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
         kernels = fuse_if_requested(model, spec.kernels, world.device)
         make_trainable(model, source)
@@ -81,7 +80,9 @@ class DDPBackend(TorchBackend):
             _cast_own_weights(module, compute_dtype)
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
-        optimizer = make_optimizer(spec, list_trained_parameters(model))
+        optimizer = make_optimizer(
+            spec, list_named_parameters(model), outer=find_outer_parameters(model), groups=source.optimizer_groups
+        )
         return cls(
             spec=spec,
             model=model,
@@ -129,7 +130,7 @@ class DDPBackend(TorchBackend):
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,
             **({"kernels": self.kernels} if self.kernels else {}),
-            "optimizer": self.spec.optimizer.value,
+            "optimizer": self.spec.optimizer,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
         }
 

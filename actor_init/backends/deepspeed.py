@@ -51,9 +51,9 @@ from actor_init.optimizer import (
     Progress,
     compute_total_norm,
     load_schedule,
-    make_optimizer,
     make_schedule,
 )
+from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
 from actor_init.saving.state_file import SavedState
 from actor_init.spec import ActorSpec, Compile, UsageError
@@ -133,7 +133,7 @@ class DeepSpeedBackend:
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list_trained_parameters(model),
-            optimizer=_make_gated_optimizer(spec, gate),
+            optimizer=_make_gated_optimizer(spec, model, source, gate),
             config=config,
             dist_init_required=False,
         )
@@ -192,7 +192,7 @@ class DeepSpeedBackend:
             "zero_stage": self.engine.zero_optimization_stage(),
             "attention_kernel": self.attention,
             **({"kernels": self.kernels} if self.kernels else {}),
-            "optimizer": self.spec.optimizer.value,
+            "optimizer": self.spec.optimizer,
             "engine_optimizer": type(self.engine.optimizer).__name__,
             "zero3_leaf_modules": "blocks" if has_block_hooks(self.spec) else "none",
             **({"tp_plan": "AutoTP"} if self.spec.parallel.tp > 1 else {}),
@@ -287,11 +287,18 @@ def _compile_deep(engine: Any, zero_stage: int) -> None:
         raise UsageError("DeepSpeed", why, advice)
 
 
-def _make_gated_optimizer(spec: ActorSpec, gate: StepGate) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+def _make_gated_optimizer(
+    spec: ActorSpec, model: nn.Module, source: ModelSource, gate: StepGate
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return an optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
+    names = {id(parameter): name for name, parameter in list_named_parameters(model)}
+    outer = find_outer_parameters(model)
 
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizer = make_optimizer(spec, parameters) or torch.optim.SGD(parameters, lr=0.0)
+        given = list(parameters)
+        named = [(names[id(parameter)], parameter) for parameter in given]
+        optimizer = make_optimizer(spec, named, outer=outer, groups=source.optimizer_groups)
+        optimizer = optimizer or torch.optim.SGD(given, lr=0.0)
         step = type(optimizer).step
 
         def step_if_open(self: Any, closure: Any = None) -> Any:

@@ -34,14 +34,14 @@ from actor_init.model import (
 from actor_init.optimizer import (
     TORCH_DTYPES,
     compute_total_norm,
-    make_optimizer,
     make_schedule,
     update_scale_and_rate,
 )
+from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.parallel.tensor_parallel import check_divisible, check_sequence, shard_block, shard_root
 from actor_init.parallel.tp_plan import SplitPlan, find_plan
 from actor_init.saving.huggingface import write_model
-from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, Compile, CompileLengths, Dtype, UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.facts import Setting
@@ -66,7 +66,7 @@ class FSDP2Backend(TorchBackend):
         check_head_stride(source.config, spec.parallel)
         attention = choose_kernel(spec, world.device, source.config)
         compute_dtype = TORCH_DTYPES[spec.dtype]
-        has_masters = spec.optimizer is not OptimizerName.NONE
+        has_masters = spec.has_optimizer
         model = build_on_meta(source.config, attention=attention, dtype=torch.float32 if has_masters else compute_dtype)
         kernels = fuse_if_requested(model, spec.kernels, world.device)
         make_trainable(model, source)
@@ -111,7 +111,9 @@ class FSDP2Backend(TorchBackend):
                 # check_ring runs a forward alone. The backward that would reshard the modules does not come.
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        optimizer = make_optimizer(spec, [{"params": parameters} for parameters in group_parameters_by_mesh(model)])
+        optimizer = make_optimizer(
+            spec, list_named_parameters(model), outer=find_outer_parameters(model), groups=source.optimizer_groups
+        )
         return cls(
             spec=spec,
             model=model,
@@ -158,7 +160,7 @@ class FSDP2Backend(TorchBackend):
             "reshard_after_forward": str(self.spec.resolved_zero_stage == 3),
             "attention_kernel": self.attention,
             **({"kernels": self.kernels} if self.kernels else {}),
-            "optimizer": self.spec.optimizer.value,
+            "optimizer": self.spec.optimizer,
             "reduce_dtype": "fp32" if self.optimizer else self.spec.dtype.value,
             **({"tp_plan": self.tp_plan.origin} if self.tp_plan else {}),
         }

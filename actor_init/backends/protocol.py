@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.backends import find_declaration, find_obstacle
+from actor_init.declarations.optimizers import find_missing_package
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.optimizer import Progress
@@ -117,8 +118,10 @@ def open_backend(
     """
     spec = spec.with_defaults()
     declaration = find_declaration(spec.backend)
-    if complaint := declaration.find_obstacle(spec, world.device.type):
+    if complaint := find_obstacle(spec, world.device.type):
         raise UsageError(complaint)
+    if refusal := find_missing_package(spec.optimizer):
+        raise refusal
     module, name = declaration.engine.split(":")
     engine: type[Backend] = getattr(import_module(module), name)
     backend = engine.open(spec, source, world, on_progress)

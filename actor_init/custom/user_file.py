@@ -1,4 +1,4 @@
-"""Run a file that the user names, by `--model FILE.py:function` or `--loss FILE.py:FUNCTION`, and find its function.
+"""Run a file that the user names, by `FILE.py:function` of --model, --loss or --optimizer, and find its function.
 
 No other file of a capture or of a model folder is ever run. What the file imports from its own folder is found.
 """
@@ -89,6 +89,12 @@ class UserFunction:
             why, advice = f": {self.function} returned {_describe_type(module)}", "It has to return the torch.nn.Module"
             raise UsageError(self.full_setting, why, advice)
         return module
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the function and return what it returns. Raises UsageError if it raises."""
+        function = self.load()
+        with self._translate_errors(f"{self.function} raised"):
+            return function(*arguments)
 
     def load(self) -> Any:
         """Run the file, unless it ran before, and return what it has by that name. Raises what `open` does."""

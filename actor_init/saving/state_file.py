@@ -130,7 +130,7 @@ class SavedState:
             tp=spec.parallel.tp,
             ring=spec.parallel.ring,
             dtype=spec.dtype.value,
-            optimizer=spec.optimizer.value,
+            optimizer=spec.optimizer,
             learning_rate=spec.learning_rate,
             lr_warmup_steps=spec.lr_warmup_steps,
             max_norm=spec.max_norm,

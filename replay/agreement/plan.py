@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from actor_init.declarations.backends import BACKENDS, DEFAULT, find_declaration
+from actor_init.declarations.backends import BACKENDS, DEFAULT, find_obstacle
 from actor_init.spec import Attention, Compile, Dtype, UsageError
 from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
 from replay.options.option_parsing import build_replay_spec, format_error_with_flags, list_options
@@ -339,7 +339,7 @@ def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext
     if spec.actor.packs and (why := explain_not_packed(context.config)):
         raise UsageError(f"{why}. Try: --no-packing")
     check_divisible(context.config, spec.actor.parallel.tp)
-    if complaint := find_declaration(spec.actor.backend).find_obstacle(spec.actor, context.device):
+    if complaint := find_obstacle(spec.actor, context.device):
         raise UsageError(complaint)
 
 

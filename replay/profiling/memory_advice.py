@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actor_init.declarations.backends import find_declaration
 from actor_init.model import build_on_meta, find_blocks
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.spec import ActorSpec, OptimizerName
+from actor_init.spec import ActorSpec
 from replay.profiling.profile_records import Holder, HolderKind, Saving
 
 NUM_SAVINGS = 3
@@ -81,7 +81,7 @@ def predict_savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) 
         block_bytes = max(0.0, held.activations / size.num_layers - held.head)
         activations = block_bytes + size.num_layers * size.residual_bytes
         predictions["--gradient-checkpointing"] = replace(held, activations=activations)
-    if spec.optimizer is not OptimizerName.NONE:
+    if spec.has_optimizer:
         predictions["--optimizer none"] = held.scale_parameters(size.compute_bytes / size.weight_bytes, states=0.0)
     if size.num_layers > 1:
         half = size.num_layers // 2

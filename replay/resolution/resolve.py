@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
 from actor_init.declarations.backends import find_declaration
+from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
 from actor_init.model_form import Layout
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, OptimizerName, TpPlan
+from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
 from actor_init.world import World
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
@@ -43,13 +44,6 @@ from replay.resolution.job_defaults import (
     find_source_on_all,
 )
 from replay.resolution.selection import Selection
-
-# The settings of torch's optimizers that torch has a default for.
-OPTIMIZER_SETTINGS = {
-    OptimizerName.ADAMW: ("weight_decay", "beta1", "beta2", "eps"),
-    OptimizerName.SGD: ("weight_decay", "momentum"),
-    OptimizerName.NONE: (),
-}
 
 
 def resolve(
@@ -212,17 +206,18 @@ def _choose_backend_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
         by, why = ChosenBy.TYPED, ""
         if actor.zero_stage is None:
             by, why = ChosenBy.DEFAULT, f"{actor.backend}'s"
-            if actor.optimizer == OptimizerName.NONE:
+            if not actor.has_optimizer:
                 why += " without an optimizer"
         yield ResolvedChoice(setting="actor.zero_stage", value=actor.resolved_zero_stage, by=by, why=why)
-    values = actor.optimizer_settings
-    values |= dict(zip(("beta1", "beta2"), values.get("betas", ()), strict=False))
-    for name in OPTIMIZER_SETTINGS[actor.optimizer]:
-        is_typed = getattr(actor, name) is not None
-        why = "" if is_typed else f"torch's, of {actor.optimizer}"
-        yield ResolvedChoice(
-            setting=f"actor.{name}", value=values[name], by=ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT, why=why
-        )
+    family = OPTIMIZERS.get(actor.optimizer)
+    for setting in family.settings if family is not None else ():
+        value = setting.read_options(actor)
+        values = value if len(setting.options) > 1 else (value,)
+        for name, option_value in zip(setting.options, values, strict=False):
+            is_typed = getattr(actor, name) is not None
+            why = "" if is_typed or family is None else f"{family.packages[0]}'s, of {actor.optimizer}"
+            by = ChosenBy.TYPED if is_typed else ChosenBy.DEFAULT
+            yield ResolvedChoice(setting=f"actor.{name}", value=option_value, by=by, why=why)
 
 
 def _choose_inputs_default(inputs: InputsSpec) -> Iterator[ResolvedChoice]:

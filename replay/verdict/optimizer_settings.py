@@ -4,13 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from actor_init.spec import ActorSpec, OptimizerName
+from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
+from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 
-ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
-# Torch's defaults: a setting that one side does not know is off.
-OFF = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "momentum": 0}
 
 
 def list_setting_differences(
@@ -24,14 +22,11 @@ def list_setting_differences(
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
-    family = ADAMW if spec.optimizer is OptimizerName.ADAMW else ("SGD",)
-    if step.optimizer not in family:
-        return [f"{step.optimizer} in the job, {family[0]} here"]
-    replay_settings = {**OFF, **spec.optimizer_settings}
-    if number < spec.lr_warmup_steps:
-        replay_settings["lr"] = spec.learning_rate * number / spec.lr_warmup_steps
-    texts = dict.fromkeys(text for group in step.settings for text in _compare_group(group, replay_settings))
-    differences = list(texts)
+    differences = list(
+        dict.fromkeys(text for group in step.settings for text in _compare_group(group, step, spec, number))
+    )
+    if not step.settings:
+        differences += _compare_classes(step.optimizer, spec)
     if number == 0 and step.has_state:
         differences.append("moments of steps before in the job, none here")
     if (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
@@ -57,12 +52,43 @@ def _limit_may_clip(max_norm: float | None, norm: float | None) -> bool:
     return norm is None or not norm <= max_norm
 
 
-def _compare_group(group: Mapping[str, Any], replay_settings: Mapping[str, Any]) -> Iterator[str]:
+def _compare_classes(class_name: str, spec: ActorSpec) -> list[str]:
+    """Compare the class alone, of a step whose groups were not recorded."""
+    family = recognise_group(read_job_group({}, class_name))
+    is_same = spec.custom_optimizer is not None or (family is not None and family.word == spec.optimizer)
+    return [] if is_same else [f"{class_name} in the job, {_describe_own(spec)} here"]
+
+
+def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: ActorSpec, number: int) -> Iterator[str]:
     """Yield the differences of one of the job's parameter groups."""
+    group = read_job_group(settings, step.optimizer or "")
+    if spec.custom_optimizer is not None:
+        # The user's function is there to be the job's optimizer, as a loss of their own is the job's loss.
+        return
+    family = recognise_group(group)
+    own = OPTIMIZERS.get(spec.optimizer)
+    if family is None and own is not None and group.class_name.lower().startswith(own.word.split("-")[0]):
+        yield explain_unknown_class(group)
+        return
+    if own is None or family is None or family.word not in (own.word, own.companion):
+        yield f"{group.class_name} in the job, {_describe_own(spec)} here"
+        return
+    replay_settings = family.read_options(spec) if family is own else {"lr": spec.learning_rate}
+    if number < spec.lr_warmup_steps:
+        replay_settings["lr"] = spec.learning_rate * number / spec.lr_warmup_steps
+    job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
     for name, replay_value in replay_settings.items():
-        job_value = group.get(name, OFF.get(name, replay_value))
-        if not _is_same(job_value, replay_value):
-            yield f"{LABELS.get(name, name)} {_format_value(job_value)} in the job, {_format_value(replay_value)} here"
+        if not _is_same(job_settings[name], replay_value):
+            label = LABELS.get(name, name)
+            yield f"{label} {_format_value(job_settings[name])} in the job, {_format_value(replay_value)} here"
+    for name in family.list_unknown_settings(settings):
+        yield f"{name} {_format_value(settings[name])} in the job, which {family.word} here does not have"
+
+
+def _describe_own(spec: ActorSpec) -> str:
+    """Name the class that the replay steps with."""
+    family = OPTIMIZERS.get(spec.optimizer)
+    return spec.optimizer if family is None else family.engine[0].partition(":")[2]
 
 
 def _is_same(value: Any, other: Any) -> bool:

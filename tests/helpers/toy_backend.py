@@ -25,7 +25,8 @@ from actor_init.declarations.backends import BACKENDS
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, build_on_meta, find_blocks, materialise
-from actor_init.optimizer import Progress, make_optimizer, make_schedule
+from actor_init.optimizer import Progress, make_schedule
+from actor_init.optimizers.build import list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.weights import OnProgress, ignore_progress
@@ -65,7 +66,7 @@ class ToyBackend:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
-        optimizer = make_optimizer(spec, model.parameters())
+        optimizer = make_optimizer(spec, list_named_parameters(model))
         schedule = make_schedule(spec, optimizer) if optimizer else None
         return cls(spec=spec, model=model, source=source, optimizer=optimizer, schedule=schedule, attention=attention)
 
@@ -96,7 +97,7 @@ class ToyBackend:
             "num_parameters": self.model.num_parameters(),
             "zero_stage": self.spec.resolved_zero_stage,
             "attention_kernel": self.attention,
-            "optimizer": self.spec.optimizer.value,
+            "optimizer": self.spec.optimizer,
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from actor_init.option_words import Compile, Dtype, OptimizerName, TpPlan
+from actor_init.declarations.optimizers import OPTIMIZERS
+from actor_init.option_words import Compile, Dtype, TpPlan
 
 
 class ParallelSettings(Protocol):
@@ -38,7 +39,21 @@ class ActorSettings(Protocol):
     @property
     def compile(self) -> Compile: ...
     @property
-    def optimizer(self) -> OptimizerName: ...
+    def optimizer(self) -> str: ...
+    @property
+    def has_optimizer(self) -> bool: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def weight_decay(self) -> float | None: ...
+    @property
+    def beta1(self) -> float | None: ...
+    @property
+    def beta2(self) -> float | None: ...
+    @property
+    def eps(self) -> float | None: ...
+    @property
+    def momentum(self) -> float | None: ...
     @property
     def num_accumulated(self) -> int: ...
     @property
@@ -67,6 +82,11 @@ class SavedStateFacts(Protocol):
 def find_no_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     """Run every spec on every device: the default of `BackendDeclaration.find_obstacle`."""
     return None
+
+
+def gives_whole_parameters(spec: ActorSettings) -> bool:
+    """Return False: the default of `BackendDeclaration.cuts_parameters`."""
+    return False
 
 
 def find_no_load_obstacle(state: SavedStateFacts, world_size: int) -> str | None:
@@ -124,17 +144,21 @@ def element_size(dtype: Dtype) -> int:
     return 4 if dtype is Dtype.FP32 else 2
 
 
-def moment_size(optimizer: OptimizerName, *, steps: bool) -> int:
-    """Return the bytes of the fp32 moments that torch's optimizer keeps for each parameter; none before its first step.
+def moment_size(spec: ActorSettings, *, steps: bool) -> int:
+    """Return the bytes of state that the optimizer keeps for each parameter; none before its first step.
+
+    What a user's own optimizer keeps is not known, and is taken for what Adam does.
 
     steps  the optimizer has taken a step
     """
-    return 8 if optimizer is OptimizerName.ADAMW and steps else 0
+    if not steps or not spec.has_optimizer:
+        return 0
+    return OPTIMIZERS[spec.optimizer].moments(spec) if spec.optimizer in OPTIMIZERS else 8
 
 
 def unsharded_fp32_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
     """Return the memory under a backend that shards nothing and keeps weights and gradients in fp32."""
-    moments = moment_size(spec.optimizer, steps=steps)
+    moments = moment_size(spec, steps=steps)
     return ShardedMemory(total=BytesPerParameter(weights=4, gradients=4, moments=moments))
 
 
@@ -169,6 +193,7 @@ class BackendDeclaration:
     accumulating_stages  stages whose gradients take a separate code path while they accumulate
     predict_memory       returns what the actor holds; its second argument: does the optimizer step?
     suite_trainings      configurations of `replay suite`
+    cuts_parameters      tells whether the optimizer is given pieces of parameters as plain tensors
     """
 
     name: str
@@ -189,6 +214,7 @@ class BackendDeclaration:
     accumulating_stages: Sequence[int] = ()
     predict_memory: Callable[[ActorSettings, bool], ShardedMemory] = unsharded_fp32_memory
     suite_trainings: Sequence[SuiteTraining] = ()
+    cuts_parameters: Callable[[ActorSettings], bool] = gives_whole_parameters
 
     @property
     def shards(self) -> bool:

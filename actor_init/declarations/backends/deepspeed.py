@@ -12,14 +12,14 @@ from actor_init.declarations.backends.declaration import (
     moment_size,
 )
 from actor_init.declarations.backends.deepspeed_config import find_obstacle
-from actor_init.option_words import Compile, OptimizerName
+from actor_init.option_words import Compile, Dtype, OptimizerName
 
 
 def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
     size, stage = element_size(spec.dtype), spec.resolved_zero_stage
-    if spec.optimizer is OptimizerName.NONE:
+    if not spec.has_optimizer:
         return ShardedMemory(total=BytesPerParameter(weights=size, gradients=size))
-    moments = moment_size(spec.optimizer, steps=steps)
+    moments = moment_size(spec, steps=steps)
     total = BytesPerParameter(weights=size, gradients=size, masters=4, moments=moments)
     if stage == 0:
         return ShardedMemory(total=total)
@@ -27,6 +27,11 @@ def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
         weights=size if stage == 3 else 0, gradients=size if stage >= 2 else 0, masters=4, moments=moments
     )
     return ShardedMemory(total=total, partitioned=partitioned)
+
+
+def _cuts_parameters(spec: ActorSettings) -> bool:
+    """Tell whether the optimizer gets flat vectors of several parameters, or a tensor-parallel part of each."""
+    return bool(spec.resolved_zero_stage) or spec.dtype is not Dtype.FP32 or spec.parallel.tp > 1
 
 
 def is_partitioned_over(state: SavedStateFacts, world_size: int) -> bool:
@@ -72,6 +77,7 @@ DECLARATION = BackendDeclaration(
     ),
     find_obstacle=find_obstacle,
     accumulating_stages=(2,),
+    cuts_parameters=_cuts_parameters,
     predict_memory=_predict_memory,
     suite_trainings=(SuiteTraining(zero_stage=2), SuiteTraining(suffix="-autotp", tp=True, is_standard=False)),
 )

@@ -40,7 +40,7 @@ def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
         return f"DeepSpeed has no fp16 on a CPU. Try: {Setting('dtype', Dtype.BF16)}, or {FSDP2}"
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
         return f"{DEEPCOMPILE} needs CUDA, and this machine has none. Try: {Setting('compile', Compile.BLOCKS)}"
-    if spec.optimizer is OptimizerName.NONE and spec.resolved_zero_stage:
+    if not spec.has_optimizer and spec.resolved_zero_stage:
         none, stage = OPTIMIZER.with_value(OptimizerName.NONE), Setting("zero_stage", spec.zero_stage)
         return (
             f"{none} does not go with {stage}: DeepSpeed's stages 1 to 3 keep fp32 master weights of their own. "
@@ -119,7 +119,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _build_config_from_options(spec: ActorSettings) -> dict[str, Any]:
-    has_masters = spec.optimizer is not OptimizerName.NONE
+    has_masters = spec.has_optimizer
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": spec.num_accumulated,

@@ -10,14 +10,13 @@ from actor_init.declarations.backends.declaration import (
     element_size,
     moment_size,
 )
-from actor_init.option_words import OptimizerName
 
 
 def _predict_memory(spec: ActorSettings, steps: bool) -> ShardedMemory:
-    if spec.optimizer is OptimizerName.NONE:
+    if not spec.has_optimizer:
         total = BytesPerParameter(weights=element_size(spec.dtype), gradients=element_size(spec.dtype))
     else:
-        total = BytesPerParameter(masters=4, gradients=4, moments=moment_size(spec.optimizer, steps=steps))
+        total = BytesPerParameter(masters=4, gradients=4, moments=moment_size(spec, steps=steps))
     return ShardedMemory(total=total, partitioned=total)
 
 

@@ -22,7 +22,7 @@ from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, OptimizerName, UsageError
+from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
@@ -82,7 +82,7 @@ def diagnose_in_world(
     Everything that can refuse the options comes before the log folder is made, and is the same on all ranks.
     """
     packing_is_given = run.actor.packing is not None
-    if run.actor.optimizer is OptimizerName.NONE:
+    if not run.actor.has_optimizer:
         no_optimizer = Setting("optimizer", "none")
         raise UsageError("diagnose", f"trains, which {no_optimizer} prevents", f"Try: no {Setting('optimizer')}")
     if json_file is not None:

@@ -1,0 +1,147 @@
+"""Make the optimizer of an actor, of the family that the spec names, or of a job's groups."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from actor_init.custom.user_file import UserFunction
+from actor_init.declarations.optimizers import find_optimizer
+from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.optimizers.combined import CombinedOptimizer
+from actor_init.optimizers.whole_parameters import WholeParameterOptimizer
+from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def list_named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List the trained parameters with their names; one that has several names once."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def find_outer_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of embedding and head, which Muon leaves to another optimizer."""
+    modules = [
+        module
+        for getter in ("get_input_embeddings", "get_output_embeddings")
+        if (module := getattr(model, getter, lambda: None)()) is not None
+    ]
+    modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in outer)
+
+
+def make_optimizer(
+    spec: ActorSpec,
+    parameters: NamedParameters,
+    *,
+    outer: frozenset[str] = frozenset(),
+    groups: Sequence[ParameterGroup] = (),
+) -> Optimizer | None:
+    """Return the optimizer over these parameters; None for --optimizer none.
+
+    Its state is allocated at the first step, as in training.
+
+    outer   names of the weights of embedding and head
+    groups  how the job grouped its parameters, and with which settings it began; empty: as the spec says
+
+    Raises UsageError for a family that cannot step on these parameters, for a user's function that returns no
+    optimizer, and where a parameter is in no group.
+    """
+    if not spec.has_optimizer:
+        return None
+    if spec.custom_optimizer is not None:
+        return _make_custom_optimizer(spec, parameters)
+    members: dict[str, list[dict[str, Any]]] = {}
+    for group in groups or _group_by_spec(spec, parameters, outer):
+        members.setdefault(group.family, []).extend(_fill_group(group, parameters))
+    grouped = {name for group in groups for name in group.names}
+    if groups and (missing := [name for name, _ in parameters if name not in grouped]):
+        raise UsageError("the job's optimizer", f"has no {missing[0]}, which is trained here")
+    optimizers = [_make_member(find_optimizer(word), member_groups) for word, member_groups in members.items()]
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
+
+
+def _group_by_spec(spec: ActorSpec, parameters: NamedParameters, outer: frozenset[str]) -> list[ParameterGroup]:
+    """Group the parameters by what the family steps on, with the settings that the options give."""
+    family = find_optimizer(spec.optimizer)
+    names = frozenset(name for name, _ in parameters)
+    matrices = frozenset(name for name, parameter in parameters if parameter.ndim == 2) - outer
+    own = matrices if family.steps_matrices else names
+    groups = [ParameterGroup(family=family.word, settings=family.read_options(spec), names=own)] if own else []
+    if family.companion is not None and (others := names - own):
+        companion = find_optimizer(family.companion)
+        groups.append(ParameterGroup(family=companion.word, settings=_read_companion(companion, spec), names=others))
+    return groups
+
+
+def _read_companion(companion: OptimizerDeclaration, spec: ActorSpec) -> dict[str, Any]:
+    """Return the settings of the companion: of the options the learning rate and the weight decay, else its own."""
+    settings = {setting.name: setting.default for setting in companion.settings}
+    decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
+    return {"lr": spec.learning_rate, **settings, **decay}
+
+
+def _fill_group(group: ParameterGroup, parameters: NamedParameters) -> list[dict[str, Any]]:
+    """Return the group as torch has it; a group for each mesh, since torch's foreach functions take one at a time."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if name in group.names:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": mesh_parameters, **group.settings} for mesh_parameters in by_mesh.values()]
+
+
+def find_engine_class(declaration: OptimizerDeclaration) -> type[Optimizer]:
+    """Import the class that a family steps with here. Raises UsageError where torch is too old to have it."""
+    installed = (engine for engine in declaration.engine if find_spec(engine.partition(".")[0].partition(":")[0]))
+    module_name, _, class_name = next(installed).partition(":")
+    found: type[Optimizer] | None = getattr(import_module(module_name), class_name, None)
+    if found is None:
+        why = f"needs {class_name}, which {module_name} has not in the installed version"
+        raise UsageError(
+            Setting("optimizer", declaration.word), why, f"Try: {Setting('optimizer', 'FILE.py:function')}"
+        )
+    return found
+
+
+def _make_member(declaration: OptimizerDeclaration, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+    engine = find_engine_class(declaration)
+    accepted = inspect.signature(engine).parameters
+    # Another package's class of the same family may lack a setting. Without it the step is that of the setting's
+    # default, and another value is refused.
+    for group in groups:
+        for setting in declaration.settings:
+            if setting.name not in accepted and group[setting.name] != setting.default:
+                why = f"has no {setting.name} in {engine.__module__}, and it is {group[setting.name]} here"
+                raise UsageError(Setting("optimizer", declaration.word), why)
+    kept = [{name: value for name, value in group.items() if name == "params" or name in accepted} for group in groups]
+    is_sharded = any(isinstance(parameter, DTensor) for group in kept for parameter in group["params"])
+    if is_sharded and not (declaration.is_elementwise and engine.__module__.startswith("torch.")):
+        return WholeParameterOptimizer(engine, kept)
+    fused: dict[str, Any] = {"fused": True} if declaration.has_fused and torch.cuda.is_available() else {}
+    return engine(kept, **fused)
+
+
+def _make_custom_optimizer(spec: ActorSpec, parameters: NamedParameters) -> Optimizer:
+    """Call the user's function with the named parameters and the settings that were typed."""
+    assert spec.custom_optimizer is not None
+    function = UserFunction.open(*spec.custom_optimizer, setting="optimizer")
+    optimizer = function.call(list(parameters), dict(spec.optimizer_settings))
+    if not isinstance(optimizer, Optimizer):
+        kind = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+        why, advice = f": {function.function} returned {kind}", "It has to return the torch.optim.Optimizer"
+        raise UsageError(function.full_setting, why, advice)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if lost := [name for name, parameter in parameters if id(parameter) not in held]:
+        others = f" and {len(lost) - 1} more" if lost[1:] else ""
+        why = f": the optimizer that {function.function} returned does not step on {lost[0]}{others}"
+        raise UsageError(function.full_setting, why, "Give it all parameters that the function was given")
+    return optimizer
