@@ -9,8 +9,9 @@ from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
 def find_other_weights(evidence: Evidence) -> Cause | None:
     """Name the weights that are not the job's, if that keeps every pass from being judged."""
     judged = [verdict for verdict in evidence.verdicts if verdict.outcome is not Outcome.CANNOT_TELL]
-    other = next((verdict for verdict in evidence.verdicts if verdict.reason == OTHER_WEIGHTS), None)
-    if judged or other is None:
+    other = next(iter(evidence.verdicts), None)
+    # Later passes have other weights in any job whose steps are not replayed, so the first pass decides.
+    if judged or other is None or other.reason != OTHER_WEIGHTS:
         return None
     weights = next(compared.weights for compared in evidence.passes if compared.weights.differing)
     first = weights.first
