@@ -17,17 +17,19 @@ SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 
 
 def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
-    """Return the causes that the evidence shows, the surest of those that explain most first.
+    """Return the causes that the evidence shows, the sure ones first, else in the order of the table.
 
-    Causes stand in the order of the table, the sure ones before the others. A cause that may be, or probably is, is
-    left out if a cause before it explains all that it explains.
+    A cause is left out if those before it explain all that it explains, unless it is sure and no other of its name is.
     """
     found = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
     causes: list[Cause] = []
     for sureness in SURENESS_ORDER:
         for cause in found:
-            explained = {name for other in causes for name in other.explains}
-            if cause.sureness is sureness and (sureness is Sureness.IS or not set(cause.explains) <= explained):
+            if cause.sureness is not sureness:
+                continue
+            is_explained = set(cause.explains) <= {name for other in causes for name in other.explains}
+            is_named = any(other.name is cause.name for other in causes)
+            if not is_explained or (sureness is Sureness.IS and not is_named):
                 causes.append(cause)
     return causes
 

@@ -1,0 +1,96 @@
+"""Which cause explains a wrong gradient: made gradients, whose faults are known."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.table import find_causes
+from replay.verdict.pass_values import MISSING_GRADIENT
+from tests.replay.verdict.causes.made_evidence import (
+    NAMES,
+    Gradients,
+    draw_gradients,
+    make_gradient_evidence,
+    make_window,
+    scale_gradients,
+    transpose_gradient,
+)
+
+pytestmark = pytest.mark.quick
+
+SOUND = draw_gradients()
+OTHER = draw_gradients(1)
+Q_PROJ = NAMES[1]
+
+
+def add_gradients(*parts: tuple[float, Gradients]) -> Mapping[str, Sequence[float]]:
+    return {
+        name: [sum(factor * part[name][place] for factor, part in parts) for place in range(len(SOUND[name]))]
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "words"),
+    [
+        (scale_gradients(SOUND, 10), CauseName.GRADIENTS_SCALED, "each gradient is 10 times that of the loss"),
+        (scale_gradients(SOUND, 1024), CauseName.GRADIENTS_SCALED, "a loss scale?"),
+        (scale_gradients(SOUND, -1, "mlp"), CauseName.GRADIENTS_SCALED, "mlp.up_proj.weight is -1 times"),
+        (scale_gradients(SOUND, 0.5, "layers.1."), CauseName.GRADIENTS_SCALED, "0.5 times that of the loss"),
+        ({**SOUND, Q_PROJ: transpose_gradient(SOUND[Q_PROJ])}, CauseName.GRADIENTS_CHANGED, f"gradient of {Q_PROJ}"),
+        (scale_gradients(SOUND, 0, "mlp"), CauseName.NO_GRADIENT, "mlp.up_proj.weight is zero in the job"),
+    ],
+)
+def test_what_is_wrong_with_a_gradient_of_one_rank(job: Gradients, name: CauseName, words: str) -> None:
+    cause = find_causes(make_gradient_evidence(make_window([job], SOUND)))[0]
+    assert (cause.name, cause.sureness) == (name, Sureness.IS)
+    assert words in cause.sentence
+    assert "since the job's step 1" in cause.sentence
+
+
+def test_a_sound_gradient_has_no_cause() -> None:
+    assert find_causes(make_gradient_evidence(make_window([SOUND], SOUND))) == []
+
+
+def test_a_factor_that_was_recorded_is_one_on_the_loss() -> None:
+    [cause] = find_causes(make_gradient_evidence(make_window([scale_gradients(SOUND, 10)], SOUND, share=10.0)))
+    assert cause.sentence.startswith("the job differentiates 10 times its loss")
+
+
+def test_parameters_without_a_gradient_are_named_with_their_module() -> None:
+    without = [name for name in NAMES if "layers.1.self_attn" in name]
+    evidence = make_gradient_evidence(
+        make_window([SOUND], SOUND, without=without), names=(MISSING_GRADIENT, GRAD_NORM, GRADIENT)
+    )
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (CauseName.NO_GRADIENT, Sureness.IS)
+    assert "layers.1.self_attn.q_proj" in cause.sentence
+    assert cause.sentence.endswith("the gradient ends in model.layers.1.self_attn")
+
+
+def test_ranks_with_gradients_of_their_own_did_not_reduce_them() -> None:
+    evidence = make_gradient_evidence(make_window([SOUND, OTHER], add_gradients((0.5, SOUND), (0.5, OTHER))))
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (CauseName.NOT_REDUCED, Sureness.IS)
+    assert "all 7 parameters" in cause.sentence
+
+
+def test_gradients_that_are_as_many_times_the_mean_as_there_are_ranks_were_probably_summed() -> None:
+    doubled = scale_gradients(SOUND, 2)
+    cause = find_causes(make_gradient_evidence(make_window([doubled, doubled], SOUND)))[0]
+    assert (cause.name, cause.sureness) == (CauseName.SUMMED, Sureness.PROBABLY)
+    # One rank cannot add up.
+    cause = find_causes(make_gradient_evidence(make_window([doubled], SOUND)))[0]
+    assert cause.name is CauseName.GRADIENTS_SCALED
+
+
+@pytest.mark.parametrize(("own", "earlier", "words"), [(1, 1, "still holds"), (0, 1, "is that of the step before")])
+def test_a_gradient_that_holds_the_last_steps_was_not_cleared(own: float, earlier: float, words: str) -> None:
+    first = make_window([SOUND], SOUND)
+    second = make_window([add_gradients((own, OTHER), (earlier, SOUND))], OTHER, index=1)
+    cause = find_causes(make_gradient_evidence(first, second))[0]
+    assert (cause.name, cause.sureness) == (CauseName.NOT_CLEARED, Sureness.IS)
+    assert words in cause.sentence
+    assert "since the job's step 2" in cause.sentence

@@ -1,0 +1,47 @@
+"""Which cause explains a wrong forward, by what the recording states of the job's model."""
+
+import pytest
+
+from replay.tolerances.job_bounds import LOSS, TOKENS
+from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.table import find_causes
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from tests.replay.verdict.causes.made_evidence import make_forward_evidence
+
+pytestmark = pytest.mark.quick
+
+SCALING = ModelDifference(
+    kind=ModelDifferenceKind.ATTRIBUTE, where="model.layers.*.self_attn", key="scaling", job="0.125", replay="0.25"
+)
+HOOK = ModelDifference(
+    kind=ModelDifferenceKind.HOOK, where="model.layers.1", key="forward hook", job="spy in train.py", replay=None
+)
+
+
+def test_one_setting_that_is_computed_with_is_the_cause() -> None:
+    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING]))[0]
+    assert (cause.name, cause.sureness) == (CauseName.MODEL_CONFIG, Sureness.IS)
+    assert "scaling of model.layers.*.self_attn is 0.125 in the job, 0.25 here" in cause.sentence
+
+
+def test_a_hook_may_only_look_so_it_probably_is_the_cause() -> None:
+    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[HOOK]))[0]
+    assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.PROBABLY)
+
+
+def test_of_two_differences_neither_is_sure() -> None:
+    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[HOOK, SCALING]))[0]
+    assert cause.sureness is Sureness.PROBABLY
+    assert "1 more such differences" in cause.sentence
+
+
+def test_a_loss_alone_is_not_explained_by_a_setting_of_attention() -> None:
+    """Tokens' log-probs agree, so no module of the forward is at fault."""
+    cause = find_causes(make_forward_evidence(LOSS, model_differences=[SCALING]))[0]
+    assert (cause.name, cause.sureness) == (CauseName.OBJECTIVE, Sureness.PROBABLY)
+
+
+def test_without_another_cause_versions_may_be_it() -> None:
+    [cause] = find_causes(make_forward_evidence(LOSS, TOKENS))
+    assert (cause.name, cause.sureness) == (CauseName.VERSIONS, Sureness.MAY_BE)
+    assert "torch 2.11.0 in the job, 2.13.0 here" in cause.sentence
