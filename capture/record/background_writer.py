@@ -6,6 +6,8 @@ finished all earlier work stands idle until the job's thread gives it more. So t
 `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to the backward, or
 waits for the device, and needs Python for neither. What is queued later waits for the next call of `wake`, or for
 MAX_DELAY_SECONDS.
+
+A task is here what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
 
 import sys
@@ -34,8 +36,8 @@ class _Wakeup(Enum):
     DEADLINE_PASSED = auto()
 
 
-class Deadline(Protocol):
-    """A time limit that the thread watches while it waits for tasks."""
+class WatchedLimit(Protocol):
+    """A time limit on something else, such as the job's running step, that the thread watches while it waits."""
 
     def seconds_left(self) -> float | None:
         """Return the seconds that are left, 0 once they have passed; None while there is no limit."""
@@ -52,18 +54,19 @@ def warn(message: str) -> None:
 class BackgroundWriter(Generic[TaskT]):
     """Runs one daemon thread, which calls `handle` with each queued task, in order.
 
-    A task is a pass, or something small, such as the outputs of a pass. At most `max_queued` passes wait, with at most
-    MAX_QUEUED_BYTES bytes in all.
+    At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all.
 
-    num_dropped  passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
-    failure      the exception that has stopped writing, or None
-    refusal      why `handle` refused the first of the passes that it refused, or None
-    must_hurry   set while somebody waits for the queue to become empty, or an urgent task is queued
+    num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
+    failure        the exception that has stopped writing, or None
+    refusal        why `handle` refused the first of the passes that it refused, or None
+    is_waited_for  set by `drain` and by an urgent task, until the queue is empty
 
     The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` whenever it waits and
-    `deadline` has passed, and `on_end` as its last act, with whether writing has failed. `on_deadline` has to end or
-    move the deadline: otherwise it is called again at once.
-    The first failure of each kind is one warning; nothing is raised.
+    `deadline` has passed, and `on_end` as its last act, with whether writing has failed. After `on_deadline` the
+    seconds that are left must be None or above 0: otherwise it is called again at once.
+
+    There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
+    for what stops writing. Nothing is raised.
     """
 
     def __init__(
@@ -73,14 +76,14 @@ class BackgroundWriter(Generic[TaskT]):
         max_queued: int,
         on_idle: Callable[[], None] = lambda: None,
         on_end: Callable[[bool], None] = lambda failed: None,
-        must_hurry: threading.Event | None = None,
-        deadline: Deadline | None = None,
+        is_waited_for: threading.Event | None = None,
+        deadline: WatchedLimit | None = None,
         on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_dropped = 0
         self.failure: Exception | None = None
         self.refusal: str | None = None
-        self.must_hurry = must_hurry or threading.Event()
+        self.is_waited_for = is_waited_for or threading.Event()
         self._handle = handle
         self._on_idle = on_idle
         self._on_end = on_end
@@ -88,7 +91,7 @@ class BackgroundWriter(Generic[TaskT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each task with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them; those behind wait for `wake`.
+        # them; those behind become ready with the next `wake`, or MAX_DELAY_SECONDS later if none comes.
         self._queue: deque[tuple[TaskT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
@@ -127,8 +130,8 @@ class BackgroundWriter(Generic[TaskT]):
     def queue_small_task(self, task: TaskT, *, is_urgent: bool = False) -> None:
         """Queue a task that is no pass.
 
-        An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task waits
-        for `wake`, and is left out if too many are waiting already.
+        An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task is
+        handled after the next `wake`, or MAX_DELAY_SECONDS later if none comes. It is left out if too many are waiting.
         """
         with self._changed:
             num_small_tasks = len(self._queue) - self._num_queued_passes
@@ -136,20 +139,21 @@ class BackgroundWriter(Generic[TaskT]):
             if self.failure is None and (is_urgent or has_room):
                 self._queue.append((task, 0, False))
                 if is_urgent:
-                    self.must_hurry.set()
+                    self.is_waited_for.set()
                     self._changed.notify_all()
 
-    def wake(self, next_task: TaskT | None = None) -> None:
+    def wake(self, later_task: TaskT | None = None) -> None:
         """Have the thread handle what is queued by now.
 
         Call this when the job's thread can do without Python for a while.
 
-        next_task  a small task to queue behind that, for the next call of `wake`
+        later_task  a small task that had better wait for the next `wake`: the outputs of the forward that has just
+                    ended, whose copy from the device has only begun
         """
         with self._changed:
             self._num_ready = len(self._queue)
-            if next_task is not None:
-                self.queue_small_task(next_task)
+            if later_task is not None:
+                self.queue_small_task(later_task)
             if self._num_ready:
                 self._changed.notify_all()
 
@@ -159,11 +163,11 @@ class BackgroundWriter(Generic[TaskT]):
             self.num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Wait until all that was queued before is handled. Returns False if it took longer than `max_seconds`."""
+        """Wait until the queue is empty, or writing has stopped. Returns False if neither came within `max_seconds`."""
         drain_until = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
-                self.must_hurry.set()
+                self.is_waited_for.set()
                 self._changed.notify_all()
             while (self._queue or self._is_busy) and self.failure is None and self._thread.is_alive():
                 if not self._changed.wait(drain_until - time.monotonic()) and time.monotonic() >= drain_until:
@@ -199,15 +203,15 @@ class BackgroundWriter(Generic[TaskT]):
             self.stop(TimeoutError(f"writing was not finished {max_seconds:g} s after the end of the recording"))
 
     def _run(self) -> None:
-        while (next_task := self._wait_for_task()) is not None:
-            self._handle_task(next_task)
-        # The thread ends in any case: an exception of its last act becomes a warning, as every other one.
+        while (event := self._wait_for_event()) is not None:
+            self._handle_event(event)
+        # The thread ends in any case: an exception of `on_end` stops writing, as one of `handle` does, unraised.
         try:
             self._on_end(self.failure is not None)
         except Exception as error:
             self.stop(error)
 
-    def _wait_for_task(self) -> tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
+    def _wait_for_event(self) -> tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
         """Wait for a task that may be handled, for the deadline, or for the end.
 
         Returns the task and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
@@ -217,11 +221,11 @@ class BackgroundWriter(Generic[TaskT]):
             while not self._num_ready:
                 if not self._queue:
                     # Whoever waits in `drain` waits for this moment.
-                    self.must_hurry.clear()
+                    self.is_waited_for.clear()
                     self._changed.notify_all()
                     if self._is_closing or self.failure is not None:
                         return None
-                elif self.must_hurry.is_set() or self._is_closing:
+                elif self.is_waited_for.is_set() or self._is_closing:
                     self._num_ready = len(self._queue)
                     break
                 seconds_left = None if self._deadline is None else self._deadline.seconds_left()
@@ -231,7 +235,7 @@ class BackgroundWriter(Generic[TaskT]):
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
                     # No forward has ended for a while: what is queued does not wait for one any longer.
-                    self._num_ready = max(self._num_ready, len(self._queue))
+                    self._num_ready = len(self._queue)
             task, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
             self._num_queued_passes -= is_pass
@@ -239,14 +243,14 @@ class BackgroundWriter(Generic[TaskT]):
             self._is_busy = True
             return task, is_pass
 
-    def _handle_task(self, next_task: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
+    def _handle_event(self, event: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
         """Handle a task, or a deadline that has passed, and turn what that raises into a warning."""
         is_pass = False
         try:
-            if next_task is _Wakeup.DEADLINE_PASSED:
+            if event is _Wakeup.DEADLINE_PASSED:
                 self._on_deadline()
             else:
-                task, is_pass = next_task
+                task, is_pass = event
                 self._handle(task)
             if not self._num_ready:
                 self._on_idle()

@@ -1,6 +1,6 @@
-"""Hook a job's model, to see where each of its passes begins and ends.
+"""Hook a job's model, to see where the forward of each of its passes begins and ends.
 
-A pass is one call of the model by the job. torch calls a module's hooks at other forwards too, which are no passes:
+That is a forward that the job itself calls. torch calls a module's hooks at other forwards too, which are of no pass:
 
 * a forward inside another forward of the same model
 * a forward inside a backward: activation checkpointing runs a part of the model again there
@@ -26,7 +26,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 class ForwardHooks:
-    """Calls `on_begin` before each pass of a model, and `on_end` after it.
+    """Calls `on_begin` before each forward that the job itself calls, and `on_end` after that forward.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
     on_end    is given the output, and what the forward raised, or None
@@ -36,8 +36,8 @@ class ForwardHooks:
         self._on_begin = on_begin
         self._on_end = on_end
         self._process_id = os.getpid()
-        # How many forwards of the model are running, one inside the other, and the frame of torch's
-        # `Module._call_impl`, or of a function inside it, that runs the outermost one.
+        # How many forwards of the model are running, one inside the other, and the frame from which torch called
+        # `before_forward` for the outermost one (`Module._call_impl`, or its inner function `inner`).
         self._depth = 0
         self._outermost_frame: FrameType | None = None
         # The exception that the job was handling when the pass began, if it called the model in an `except` block.
@@ -64,10 +64,11 @@ class ForwardHooks:
         self._handles = []
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._may_be_pass():
+        if not self._is_called_by_job():
             return
         # torch does not call `after_forward` where a forward raised KeyboardInterrupt; in a notebook the process goes
-        # on after that. Then the depth still counts the interrupted forward, which is no longer among the callers.
+        # on after that. Then `_depth` was never counted down. It shows in that the frame of the outermost forward is no
+        # longer on the stack.
         if self._depth > 0 and not _is_running(self._outermost_frame):
             self._depth = 0
         self._depth += 1
@@ -78,17 +79,18 @@ class ForwardHooks:
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # The depth is 0 if the hooks were attached while this forward was running: its beginning was not seen.
-        if not self._may_be_pass() or self._depth == 0:
+        if not self._is_called_by_job() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth > 0:
             return
-        # torch does not hand over the exception, but calls this hook while it handles it.
+        # torch does not pass the exception on, but calls this hook inside its `except` block, where sys.exc_info() has
+        # it.
         error, earlier_error = sys.exc_info()[1], self._earlier_error
         self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)
 
-    def _may_be_pass(self) -> bool:
+    def _is_called_by_job(self) -> bool:
         return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
 
 

@@ -77,7 +77,7 @@ class PassStore:
         retention: RetentionSettings,
         *,
         opened: str,
-        must_hurry: threading.Event,
+        is_waited_for: threading.Event,
         observer: RecordingObserver,
     ) -> None:
         self.num_lost = 0
@@ -85,7 +85,7 @@ class PassStore:
         self._folder = folder
         self._retention = retention
         self._opened = opened
-        self._must_hurry = must_hurry
+        self._is_waited_for = is_waited_for
         self._held_passes: deque[EncodedCall] = deque()
         self._observer = observer
         self.rank_and_folder = 0, folder
@@ -318,13 +318,13 @@ class PassStore:
         try:
             while not all(event.query() for event in events):
                 self._observer.on_idle()
-                if self._must_hurry.is_set():
+                if self._is_waited_for.is_set():
                     deadline = deadline or time.monotonic() + _MAX_COPY_SECONDS
                     if time.monotonic() > deadline:
                         raise TimeoutError("the device did not get to it")
                     time.sleep(_POLL_SECONDS)
                 else:
-                    self._must_hurry.wait(_POLL_SECONDS)
+                    self._is_waited_for.wait(_POLL_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             self._observer.on_lost_copy()
             raise CaptureError(f"its copy to the host was not finished: {error}") from None

@@ -133,16 +133,18 @@ class Recorder:
         self._forward_hooks = ForwardHooks(self._begin_pass, self._end_pass)
         self._optimizer_hooks = OptimizerHooks(self)
         self._route_recorder = RouteRecorder()
-        must_hurry, clock = threading.Event(), RecordingClock()
+        is_waited_for, clock = threading.Event(), RecordingClock()
         self.opened = clock.format_time(time.monotonic_ns())
         self._observer.on_open(self)
-        self._store = PassStore(folder, retention, opened=self.opened, must_hurry=must_hurry, observer=self._observer)
+        self._store = PassStore(
+            folder, retention, opened=self.opened, is_waited_for=is_waited_for, observer=self._observer
+        )
         self._writer: BackgroundWriter[WriterTask] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             on_idle=self._observer.on_idle,
             on_end=self._finish_writing,
-            must_hurry=must_hurry,
+            is_waited_for=is_waited_for,
             deadline=self._observer,
             on_deadline=self._observer.on_deadline,
         )

@@ -1,19 +1,20 @@
-"""Run the campaign jobs of a command, each once: a journal keeps those that are over, whatever ends the command.
+"""Run the campaign jobs of a command. A journal keeps the ended ones, whatever ends the command.
 
 A campaign job is a replay that the command needs. The glossary's job, the training that is recorded, is something else;
 in the names of this module, `job` stands for a campaign job.
 
 `logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its campaign
-jobs, and the result; it is written when the command begins and when it ends:
+jobs, and the result; it is written when the command begins, and whenever it knows more of the result:
 
     {"format": 1, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
 
-`journal.jsonl` gets a line whenever a campaign job is over:
+`journal.jsonl` gets a line whenever a campaign job has ended:
 
     {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "home": "groups/0001/0"}
 
-`--continue` asks for the same campaign jobs again. Those in the journal come back without a run.
+`--continue` asks for the same campaign jobs again. Those in the journal come back without a run, but
+for those that failed while others ran beside them.
 """
 
 import hashlib
@@ -48,12 +49,13 @@ Plan = TypeVar("Plan")
 class CampaignJob:
     """A replay in processes of its own.
 
-    The journal knows it by a digest of these fields and their names: under another name, a field would be another job.
+    The journal knows it by a digest of these fields and their names. So renaming a field changes every digest, and no
+    journal written before would know its jobs.
 
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
     repeat    number of this run, where the same replay is run several times
-    contents  digest of what the inputs hold, where others may lie in their folder later; empty: they never change
+    contents  digest of the inputs, for a folder that may be filled anew (`minimise`); empty: the path says enough
     """
 
     home: str
@@ -74,12 +76,15 @@ class CampaignJob:
 
 
 def was_cut_short(child: Child) -> bool:
-    """Was it cut short? Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers."""
+    """Did the replay end without an answer, by a signal or its time limit?
+
+    Exit codes 0, 1 (it ran and reports a failure) and 2 (it refused its options) are answers.
+    """
     return child.exit_code not in (0, 1, REFUSED_EXIT_CODE)
 
 
 class FinishedJob(NamedTuple):
-    """A campaign job that is over.
+    """A campaign job that has ended and need not run again.
 
     position   among the campaign jobs that the command asked for
     ran_alone  nothing else ran on the machine; otherwise its times mean nothing
@@ -94,10 +99,10 @@ class FinishedJob(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JournalLine:
-    """What the journal keeps of a campaign job that is over.
+    """What the journal keeps of a campaign job that has ended.
 
     job   digest of the campaign job
-    home  folder of its last attempt alone, relative to the campaign's folder; it lies in that of `CampaignJob.home`
+    home  folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
     """
 
     job: str
@@ -120,7 +125,7 @@ class _CampaignFile:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign(Generic[Plan]):
-    """The campaign jobs of one command: which of them are over, and where and under which limits the others run.
+    """The campaign jobs of one command: which of them have ended, and where and under which limits the others run.
 
     folder      holds everything that the campaign writes
     name        of the command, such as `scan`
@@ -129,7 +134,7 @@ class Campaign(Generic[Plan]):
     plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
     result      what the command knows of its answer so far; written as JSON
-    has_failed  judges a campaign job that is over; one that failed while others ran beside it is run again
+    has_failed  judges a campaign job that has ended; one that failed while others ran beside it is run again
     """
 
     folder: Path
@@ -148,20 +153,20 @@ class Campaign(Generic[Plan]):
     _start_deadline: float = 0.0
 
     @classmethod
-    def begin(cls, name: str, logs: Path, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
+    def begin(cls, name: str, logs: Path, plan: Plan, *, arguments: Sequence[str], machine: Machine) -> Self:
         """Begin a campaign in a new folder below `logs`.
 
-        words  options of the command line that repeats it
+        arguments  what follows `replay <name>` on the command line that repeats the campaign
         """
-        return cls.begin_in(create_folder(logs, name), name, plan, words=words, machine=machine)
+        return cls.begin_in(create_folder(logs, name), name, plan, arguments=arguments, machine=machine)
 
     @classmethod
-    def begin_in(cls, folder: Path, name: str, plan: Plan, *, words: Sequence[str], machine: Machine) -> Self:
+    def begin_in(cls, folder: Path, name: str, plan: Plan, *, arguments: Sequence[str], machine: Machine) -> Self:
         """Begin a campaign in a folder that exists and holds the inputs that its plan needs."""
         campaign = cls(
             folder=folder,
             name=name,
-            command=shlex.join(["replay", name, *words]),
+            command=shlex.join(["replay", name, *arguments]),
             machine=machine,
             plan=plan,
         )
@@ -216,7 +221,7 @@ class Campaign(Generic[Plan]):
 
     @property
     def continue_command(self) -> str:
-        """Return the command that a user types to run the campaign jobs that are not over."""
+        """Return the command that a user types to run the campaign jobs that have not ended."""
         return f"replay {self.name} --continue {self.folder}"
 
     def open(self, executor: Executor, limits: RunLimits, *, storage: str | None = None) -> None:
@@ -237,10 +242,10 @@ class Campaign(Generic[Plan]):
 
     @property
     def num_finished(self) -> int:
-        """Return how many campaign jobs are over."""
+        """Return how many campaign jobs have ended, those included that have to run again."""
         return len(self._lines_by_digest)
 
-    def check_resumable(self, executor: Executor, jobs: Iterable[CampaignJob] | None = None) -> None:
+    def check_can_continue(self, executor: Executor, jobs: Iterable[CampaignJob] | None = None) -> None:
         """Raise UsageError if campaign jobs still have to run, but on another machine or with other versions.
 
         jobs  all that the command will ask for; None: they are not known yet
@@ -251,7 +256,10 @@ class Campaign(Generic[Plan]):
         refuse_other_versions(self.versions, self.folder)
 
     def find_finished(self, job: CampaignJob, position: int = 0) -> FinishedJob | None:
-        """Return the campaign job with its result if it is over; None if it has to run."""
+        """Return the campaign job with its result.
+
+        None if it has not ended, or if it failed while others ran beside it: then it has to run.
+        """
         line = self._lines_by_digest.get(job.digest_in(self.folder))
         if line is None:
             return None
@@ -266,11 +274,14 @@ class Campaign(Generic[Plan]):
         return FinishedJob(position, child, line.ran_alone, is_new=False)
 
     def forget(self, job: CampaignJob) -> None:
-        """Take a campaign job out of those that are over, so that it runs again."""
+        """Forget, in this process, the result of a campaign job, so that it runs again.
+
+        Its line stays in the journal until a later one replaces it.
+        """
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
     def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
-        """Run campaign jobs, and yield each when it is over: first those of the journal, then the others as they end.
+        """Run campaign jobs, and yield each when it has ended: first those of the journal, then the others as they end.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
         """
@@ -288,7 +299,7 @@ class Campaign(Generic[Plan]):
             yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
     def run(self, job: CampaignJob) -> Child:
-        """Run one campaign job, unless it is over, however little time is left."""
+        """Run one campaign job, unless it need not run again, however little time is left."""
         [finished] = self.run_jobs([job], start_deadline=math.inf)
         return finished.child
 
@@ -302,7 +313,7 @@ class Campaign(Generic[Plan]):
         )
 
     def _record(self, job: CampaignJob, child: Child) -> None:
-        """Write a campaign job that is over into the journal."""
+        """Write a campaign job that has ended into the journal."""
         line = _JournalLine(
             job=job.digest_in(self.folder),
             exit_code=child.exit_code,
@@ -350,7 +361,7 @@ def catch_interruption() -> Iterator[Interruption]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShapedInputs:
+class FeedableInputs:
     """The inputs of a folder that can be fed to a model, for campaigns that replay them in an order of their own.
 
     damaged  files that cannot be fed, each with the reason
@@ -362,7 +373,9 @@ class ShapedInputs:
 
     @classmethod
     def read(cls, spec: InputsSpec, *, loss: str, grad_accumulation: int | None) -> Self:
-        """Read the shapes, of one data rank. Raises UsageError if no input can be replayed.
+        """Read the shapes of all selected inputs, as a replay with one data rank feeds them.
+
+        Raises UsageError if no input can be replayed.
 
         grad_accumulation  passes of a window; None: as many as in the job that was recorded
         """

@@ -51,7 +51,7 @@ def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any]
             f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
         )
     words = list_words({"processes": num_processes if num_processes > ranks else None})
-    return _begin(spec, num_processes, limits, redact=redact, words=[*words, *format_command_line(spec)])
+    return _begin(spec, num_processes, limits, redact=redact, arguments=[*words, *format_command_line(spec)])
 
 
 def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
@@ -62,7 +62,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, An
     cell, num_processes = read_cell(parity, name)
     spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
     words = list_words({"parity": parity, "cell": name})
-    return _begin(spec, num_processes, limits, redact=redact, words=words, cell=cell)
+    return _begin(spec, num_processes, limits, redact=redact, arguments=words, cell=cell)
 
 
 def _begin(
@@ -71,7 +71,7 @@ def _begin(
     limits: Mapping[str, Any],
     *,
     redact: bool,
-    words: Sequence[str],
+    arguments: Sequence[str],
     cell: ParityCell | None = None,
 ) -> int:
     machine = Machine.detect()
@@ -93,7 +93,7 @@ def _begin(
         # The path is absolute because trials also run in other working folders.
         spec.measure.log_folder.absolute(),
         plan,
-        words=[*list_words({"redact": redact}), *words],
+        arguments=[*list_words({"redact": redact}), *arguments],
         machine=Machine.detect(num_processes),
     )
     return _run(campaign)
@@ -105,7 +105,7 @@ def resume(folder: Path, limits: Mapping[str, Any]) -> int:
     Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
     """
     campaign = Campaign.read("minimise", folder.absolute(), MinimisePlan)
-    campaign.check_resumable(ThisMachine())
+    campaign.check_can_continue(ThisMachine())
     plan = campaign.plan
     if missing := [path for path in plan.sources if not _exists(path)]:
         raise UsageError(

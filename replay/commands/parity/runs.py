@@ -86,7 +86,7 @@ def _begin_campaign(
         "python": [environment.python for environment in environments],
     }
     words = [*list_words(options), *format_command_line(spec)]
-    return Campaign.begin("parity", spec.measure.log_folder, plan, words=words, machine=machine)
+    return Campaign.begin("parity", spec.measure.log_folder, plan, arguments=words, machine=machine)
 
 
 def _plan_edges(
@@ -141,7 +141,7 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
     log = ParityLog.read(folder)
     with open_executor(ray) as executor:
         pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is RowState.PENDING]
-        log.campaign.check_resumable(executor, pending)
+        log.campaign.check_can_continue(executor, pending)
         return _run(log, executor, limits, trace=trace)
 
 

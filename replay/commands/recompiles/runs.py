@@ -19,7 +19,7 @@ from typing import IO
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, CampaignJob, ShapedInputs, catch_interruption
+from replay.campaign.campaign import Campaign, CampaignJob, FeedableInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.commands.recompiles.policies import (
     Policy,
@@ -147,7 +147,7 @@ def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits) -> int:
         "recompiles",
         plan.spec.measure.log_folder,
         plan,
-        words=[*words, *format_command_line(plan.spec)],
+        arguments=[*words, *format_command_line(plan.spec)],
         machine=Machine.detect(),
     )
     return _run(campaign, inputs, limits)
@@ -156,15 +156,15 @@ def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits) -> int:
 def resume(folder: Path, limits: RunLimits) -> int:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
-    campaign.check_resumable(ThisMachine())
+    campaign.check_can_continue(ThisMachine())
     return _run(campaign, _read_inputs(campaign.plan), limits)
 
 
-def _read_inputs(plan: RecompilesPlan) -> ShapedInputs:
-    return ShapedInputs.read(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
+def _read_inputs(plan: RecompilesPlan) -> FeedableInputs:
+    return FeedableInputs.read(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
 
 
-def _run(campaign: Campaign[RecompilesPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
+def _run(campaign: Campaign[RecompilesPlan], inputs: FeedableInputs, limits: RunLimits) -> int:
     plan = campaign.plan
     campaign.open(ThisMachine(), limits)
     console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)

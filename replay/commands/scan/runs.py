@@ -150,7 +150,7 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
             "scan",
             spec.measure.log_folder,
             plan,
-            words=[*list_words({"group": plan.size}), *format_command_line(spec)],
+            arguments=[*list_words({"group": plan.size}), *format_command_line(spec)],
             machine=machine,
         )
         return _run(campaign, executor, limits)
@@ -163,7 +163,7 @@ def resume(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     """
     campaign = Campaign.read("scan", folder, ScanPlan)
     with open_executor(ray) as executor:
-        campaign.check_resumable(executor, campaign.plan.jobs)
+        campaign.check_can_continue(executor, campaign.plan.jobs)
         return _run(campaign, executor, limits)
 
 

@@ -74,10 +74,10 @@ class Suite:
     campaign: Campaign[SuitePlan]
 
     @classmethod
-    def begin(cls, spec: SuiteSpec, logs: Path, executor: Executor, *, words: Sequence[str] = ()) -> Self:
+    def begin(cls, spec: SuiteSpec, logs: Path, executor: Executor, *, arguments: Sequence[str] = ()) -> Self:
         """Begin a suite. Raises UsageError, and leaves no folder, if there are no inputs or too few GPUs.
 
-        words  options of the command line
+        arguments  options of the command line
         """
         machine = executor.choose_machine(spec.processes, "--processes")
         inputs_a_step = count_inputs_per_step(plan_trainings(spec, machine))
@@ -85,7 +85,7 @@ class Suite:
         try:
             inputs_folder = _choose_inputs_folder(spec, folder)
             plan = SuitePlan(spec=spec, inputs=prepare_inputs(spec, inputs_folder, inputs_a_step))
-            suite = cls(campaign=Campaign.begin_in(folder, "suite", plan, words=words, machine=machine))
+            suite = cls(campaign=Campaign.begin_in(folder, "suite", plan, arguments=arguments, machine=machine))
             if (copy := suite._copy) is not None:
                 check_folder(copy, "storage")
                 shutil.copytree(inputs_folder, copy / INPUTS)
@@ -363,10 +363,10 @@ def _shorten(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def begin(spec: SuiteSpec, logs: Path, words: Sequence[str], ray: RayOptions | None, plot: Path | None) -> int:
+def begin(spec: SuiteSpec, logs: Path, arguments: Sequence[str], ray: RayOptions | None, plot: Path | None) -> int:
     """Run a suite, and return the exit code: 0 if every configuration that ran passed.
 
-    words  options of the command line
+    arguments  options of the command line
     plot   file for a picture of the curves; None: none is drawn
 
     Raises UsageError, and leaves no folder, if no configuration can run.
@@ -374,7 +374,7 @@ def begin(spec: SuiteSpec, logs: Path, words: Sequence[str], ray: RayOptions | N
     if plot is not None:
         check_plot(plot)
     with open_executor(ray, count_ranks(spec)) as executor:
-        return _run(Suite.begin(spec, logs, executor, words=words), executor, plot)
+        return _run(Suite.begin(spec, logs, executor, arguments=arguments), executor, plot)
 
 
 def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
@@ -386,7 +386,7 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
         check_plot(plot)
     suite = Suite.read(folder)
     with open_executor(ray, count_ranks(suite.spec)) as executor:
-        suite.campaign.check_resumable(executor, map(suite.job, suite.runnable))
+        suite.campaign.check_can_continue(executor, map(suite.job, suite.runnable))
         return _run(suite, executor, plot)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.spec import ActorSpec, UsageError
-from replay.campaign.campaign import Campaign, ShapedInputs, catch_interruption
+from replay.campaign.campaign import Campaign, FeedableInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
@@ -54,7 +54,7 @@ def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
         "worst",
         plan.spec.measure.log_folder,
         plan,
-        words=[*words, *format_command_line(plan.spec)],
+        arguments=[*words, *format_command_line(plan.spec)],
         machine=Machine.detect(),
     )
     return _run(campaign, inputs, limits)
@@ -63,16 +63,16 @@ def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
 def resume(folder: Path, limits: RunLimits) -> int:
     """Run what has not run yet, and report all of it. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("worst", folder, WorstPlan)
-    campaign.check_resumable(ThisMachine())
+    campaign.check_can_continue(ThisMachine())
     return _run(campaign, _read_inputs(campaign.plan), limits)
 
 
-def _read_inputs(plan: WorstPlan) -> ShapedInputs:
+def _read_inputs(plan: WorstPlan) -> FeedableInputs:
     spec = plan.spec
-    return ShapedInputs.read(spec.inputs, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
+    return FeedableInputs.read(spec.inputs, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
 
 
-def _run(campaign: Campaign[WorstPlan], inputs: ShapedInputs, limits: RunLimits) -> int:
+def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits) -> int:
     campaign.open(ThisMachine(), limits)
     campaign.result = {}
     console = WorstConsole(

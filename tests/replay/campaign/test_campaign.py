@@ -70,7 +70,7 @@ class FakeMachine(ThisMachine):
 def begin_campaign(tmp_path: Path, num_jobs: int = 4) -> Campaign[ToyPlan]:
     plan = ToyPlan(spec=ReplaySpec(), num_jobs=num_jobs)
     machine = Machine(num_devices=2, has_gpus=False)
-    return Campaign.begin("scan", tmp_path, plan, words=[], machine=machine)
+    return Campaign.begin("scan", tmp_path, plan, arguments=[], machine=machine)
 
 
 def settle_all(
@@ -200,7 +200,7 @@ def test_what_is_left_runs_where_the_rest_ran_and_a_whole_campaign_is_read_anywh
     campaign.machine, campaign.versions = machine, {**campaign.versions, **({"torch": torch} if torch else {})}
     campaign.write()
     again = Campaign.read("scan", campaign.folder, ToyPlan)
-    again.check_resumable(ThisMachine(), again.plan.jobs[:3])
+    again.check_can_continue(ThisMachine(), again.plan.jobs[:3])
     with pytest.raises(UsageError) as refused:
-        again.check_resumable(ThisMachine(), again.plan.jobs)
+        again.check_can_continue(ThisMachine(), again.plan.jobs)
     assert says in str(refused.value)

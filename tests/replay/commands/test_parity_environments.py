@@ -75,7 +75,7 @@ def test_the_others_run_every_configuration_against_the_first_ones_reference() -
 
 def test_the_log_keeps_the_environments_and_says_their_versions(tmp_path: Path) -> None:
     machine = Machine(num_devices=2, has_gpus=False)
-    campaign = Campaign.begin("parity", tmp_path, plan(), words=[], machine=machine)
+    campaign = Campaign.begin("parity", tmp_path, plan(), arguments=[], machine=machine)
     again = ParityLog.read(campaign.folder)
     assert again.campaign.plan == campaign.plan
     assert again.campaign.plan.environments == [OLD, NEW]
