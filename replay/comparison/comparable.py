@@ -27,6 +27,7 @@ IGNORED_SETTINGS = (
     "verdict",
     "noise_floor",
     "second_opinion",
+    "trials",
 )
 MAX_NAMED = 3
 # Keys that the config of a model from a user's file has.

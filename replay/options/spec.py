@@ -133,7 +133,8 @@ class MeasureSpec:
     """What each pass does and where it is logged.
 
     No option sets `details`: parity keeps by it what `keeps_details` names, and counts no label that padding predicts,
-    since it compares runs that lay the same tokens out in different ways.
+    since it compares runs that lay the same tokens out in different ways. No option sets `trials`: campaigns turn it
+    off in their replays, whose verdicts tell no causes.
     """
 
     loss: str = option(LossName.STAND_IN.value, _describe_losses, metavar=_list_loss_words)
@@ -163,6 +164,7 @@ class MeasureSpec:
         "gradient, for `replay compare`.",
     )
     details: bool = False
+    trials: bool = True
     profile: bool = option(
         False,
         "Run the slowest pass once more under torch.profiler: where its time went, and a Chrome trace a rank. It is "

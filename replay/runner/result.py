@@ -30,7 +30,9 @@ from replay.runner import rounding_floor
 from replay.runner.model_comparison import find_config_differences
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.rounding_floor import RunRepeater
+from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
+from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, Verdict
@@ -199,9 +201,15 @@ def conclude(
     is_measuring = measure.noise_floor or measure.second_opinion
     if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
         setting, fp32_verdict, remarks = _measure_rounding(repeater, passes, setting)
-    verdict = judge(add_incidents(passes, find_inputs_folder(repeater.spec.inputs)), setting)
+    passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))
+    verdict = judge(passes_with_incidents, setting)
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)
+    elif measure.trials and not (is_resumed or ended_early):
+        report = run_trials(repeater, passes, verdict, setting)
+        if report is not None:
+            verdict = judge(passes_with_incidents, setting, report)
+            remarks = [*remarks, *describe_trials(report)]
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
         remarks = [*list_training_remarks(passes, verdict, is_whole=is_whole), *remarks]
@@ -259,6 +267,14 @@ def _measure_rounding(
         remarks.append(("rounding", f"not measured: {why_unknown}"))
         setting = replace(setting, why_no_floors=why_unknown)
     return setting, fp32_verdict, remarks
+
+
+def describe_trials(report: TrialReport) -> Pairs:
+    """Say what ran again besides, or why nothing could."""
+    if not report.results:
+        return [("no trial", why) for why in report.not_run[:1]]
+    trials, forwards = pluralise(len(report.results), "trial"), pluralise(report.num_forwards, "forward")
+    return [("also ran", f"{trials} of pass {report.index + 1}, in {forwards}")]
 
 
 def _is_worse(verdict: Verdict, other: Verdict) -> bool:

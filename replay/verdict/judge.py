@@ -20,6 +20,7 @@ from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRAD_NORM
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.table import find_causes, list_unexplained
+from replay.verdict.causes.trial import TrialReport
 from replay.verdict.coverage import measure_coverage
 from replay.verdict.findings import (
     ROUNDING_HIDES,
@@ -70,7 +71,7 @@ class PassEvidence(NamedTuple):
     replayed: ReplayedPass
 
 
-def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
+def judge(passes: Sequence[PassEvidence], settings: VerdictSettings, trials: TrialReport | None = None) -> Verdict:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
@@ -86,6 +87,8 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
        the window had the job's masks.
     5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
+
+    trials  what came of running a wrong forward again under hypotheses; they tell causes, and change no outcome
     """
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -111,7 +114,12 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
     environment = _compare_environments(compared_passes, settings)
     windows = group_into_windows(compared_passes)
     evidence = Evidence(
-        passes=compared_passes, windows=windows, verdicts=verdicts, settings=settings, environment=environment
+        passes=compared_passes,
+        windows=windows,
+        verdicts=verdicts,
+        settings=settings,
+        environment=environment,
+        trials=trials,
     )
     causes = find_causes(evidence)
     return Verdict(
@@ -132,6 +140,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
         causes=causes,
         unexplained=list_unexplained(evidence, causes),
         coverage=measure_coverage(windows, pass_verdicts, window_verdicts),
+        trials=trials,
     )
 
 

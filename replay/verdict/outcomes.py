@@ -8,6 +8,7 @@ from typing import Any
 from actor_init.as_json import to_json
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.cause import Cause
+from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.pass_values import WeightComparison
@@ -88,6 +89,7 @@ class Verdict:
     model_differences  what the job's model is known to have other than the replay's
     causes         what is wrong, the surest first; empty where nothing differs, or where no cause is known
     unexplained    the quantities that differ, or are unsettled, and that no cause explains
+    trials         what came of running a wrong forward again under hypotheses; None: none ran
     """
 
     outcome: Outcome
@@ -107,6 +109,7 @@ class Verdict:
     causes: Sequence[Cause] = ()
     unexplained: Sequence[str] = ()
     coverage: Coverage = Coverage()
+    trials: TrialReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `verdict` of run.json."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay.verdict.causes.cause import Cause, CauseName
+from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, FindingStatus, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.outcomes import Outcome, PassVerdict
@@ -19,6 +20,7 @@ class Evidence:
     windows      the passes of each window, in the order of the replay
     verdicts     on passes and on the gradients of windows, in the order of time
     environment  the settings that differ: in the job, here
+    trials       what came of running a wrong forward again under hypotheses; None: none ran
     """
 
     passes: Sequence[ComparedPass]
@@ -26,6 +28,7 @@ class Evidence:
     verdicts: Sequence[PassVerdict]
     settings: VerdictSettings
     environment: Mapping[str, tuple[str, str]]
+    trials: TrialReport | None = None
 
     @property
     def wrong(self) -> Iterator[tuple[PassVerdict, Finding]]:

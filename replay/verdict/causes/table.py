@@ -8,26 +8,34 @@ table.
 
 from collections.abc import Sequence
 
-from replay.verdict.causes import gradient_rules, model_rules, weight_rules
+from replay.verdict.causes import gradient_rules, model_rules, trial_rules, weight_rules
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 
-RULES = (*weight_rules.RULES, *model_rules.FIRST_RULES, *gradient_rules.RULES, *model_rules.LAST_RULES)
+RULES = (
+    *weight_rules.RULES,
+    *trial_rules.RULES,
+    *model_rules.FIRST_RULES,
+    *gradient_rules.RULES,
+    *model_rules.LAST_RULES,
+)
 SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 
 
 def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[Cause]:
     """Return the causes that the evidence shows, the sure ones first, else in the order of the table.
 
-    A cause is left out if those before it explain all that it explains, unless it is sure and no other of its name is.
+    A cause is left out if those before it explain all that is wrong and that it explains, unless it is sure and no
+    other of its name is.
     """
+    wrong = set(evidence.list_wrong_names())
     found = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
     causes: list[Cause] = []
     for sureness in SURENESS_ORDER:
         for cause in found:
             if cause.sureness is not sureness:
                 continue
-            is_explained = set(cause.explains) <= {name for other in causes for name in other.explains}
+            is_explained = set(cause.explains) & wrong <= {name for other in causes for name in other.explains}
             is_named = any(other.name is cause.name for other in causes)
             if not is_explained or (sureness is Sureness.IS and not is_named):
                 causes.append(cause)

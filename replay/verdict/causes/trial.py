@@ -1,0 +1,106 @@
+"""Hold what came of trials: one pass's forward run again under hypotheses, each a small change of what it computes.
+
+A hypothesis under which the job's recorded numbers come out, where the unchanged pass gives others, is what the job
+did, as far as one pass can tell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actor_init.as_json import AnyFloat
+from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.findings import Finding, FindingStatus
+
+FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKENS, ACTION_TOKENS, TOKENS_RMS)
+WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
+# A number that is nearer than this share of its bound is as near as can be told.
+NEAREST_SHARE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialResult:
+    """One hypothesis about the forward of a pass, and whether the job's numbers come out under it.
+
+    name        what the hypothesis changes, in a few words
+    cause       what is wrong if it holds
+    says        what the job did then: a sentence
+    try_next    what to mend in the job
+    agrees      no number of the pass is wrong under it, and at least one is without it
+    gain        how many times nearer to the job the farthest number is than without it; 0 where it does not agree
+    num_values  how many of the job's numbers it puts right
+    is_stated   the recording states the change itself: it is no guess
+    """
+
+    name: str
+    cause: CauseName
+    says: str
+    try_next: str
+    agrees: bool
+    gain: AnyFloat = 0.0
+    num_values: int = 0
+    is_stated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialReport:
+    """The trials of one pass.
+
+    index            of the pass
+    results          of those that ran
+    num_forwards     of the pass, that were run for them
+    log_probs_agree  the job's token log-probs come out of the unchanged pass, and only its loss does not
+    recorded_loss    of the job; None where it recorded none, or where it is not wrong
+    replayed_loss    of the unchanged pass
+    not_run          why other trials could not run; in a few words each
+    """
+
+    index: int
+    results: Sequence[TrialResult]
+    num_forwards: int = 0
+    log_probs_agree: bool = False
+    recorded_loss: AnyFloat | None = None
+    replayed_loss: AnyFloat | None = None
+    not_run: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialMatch:
+    """How near a hypothesis comes to the job's numbers of a pass; the fields are those of `TrialResult`."""
+
+    agrees: bool
+    gain: float = 0.0
+    num_values: int = 0
+
+
+def match_findings(unchanged: Sequence[Finding], changed: Sequence[Finding]) -> TrialMatch:
+    """Hold the findings of a pass under a hypothesis against those of the unchanged pass.
+
+    Both are of the same claims, in the same order.
+    """
+    wrong = [finding for finding in unchanged if finding.status in WRONG]
+    put_right = [
+        finding
+        for finding, other in zip(changed, unchanged, strict=True)
+        if finding.status is FindingStatus.AGREES and other.status in WRONG
+    ]
+    if not put_right or any(finding.status in WRONG for finding in changed):
+        return TrialMatch(agrees=False)
+    farthest = max(finding.share_of_bound for finding in wrong)
+    left = max(finding.share_of_bound for finding in put_right)
+    return TrialMatch(
+        agrees=True,
+        gain=farthest / max(left, NEAREST_SHARE),
+        num_values=sum(finding.num_values for finding in put_right),
+    )
+
+
+def join_matches(matches: Sequence[TrialMatch]) -> TrialMatch:
+    """Join the matches of the ranks whose unchanged pass is wrong: a hypothesis has to hold on each of them."""
+    if not matches or not all(match.agrees for match in matches):
+        return TrialMatch(agrees=False)
+    return TrialMatch(
+        agrees=True,
+        gain=min(match.gain for match in matches),
+        num_values=sum(match.num_values for match in matches),
+    )

@@ -1,0 +1,92 @@
+"""Tell the cause of a wrong forward from trials: which change of the pass gives the job's numbers."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.causes.trial import FORWARD_FINDINGS, TrialReport, TrialResult
+
+# What a wrong forward explains: its gradient is another one, too.
+EXPLAINED = (*FORWARD_FINDINGS, GRAD_NORM, GRADIENT)
+# A trial that is so many times farther from the job than the best one is not told from rounding, and not named.
+RIVAL_FACTOR = 10.0
+# So many times nearer than the unchanged pass a trial has to be to be sure: one number alone may agree by chance.
+SURE_GAIN, SURE_GAIN_OF_FEW = 10.0, 100.0
+LIKELY_GAIN = 3.0
+MANY_VALUES = 8
+
+
+def select_agreeing(report: TrialReport | None) -> Sequence[TrialResult]:
+    """Select the trials that agree, without those that are much farther from the job than the best.
+
+    A change that the recording itself states goes before all guesses.
+    """
+    agreeing = [result for result in report.results if result.agrees] if report is not None else []
+    stated = [result for result in agreeing if result.is_stated]
+    agreeing = stated or agreeing
+    best = max((result.gain for result in agreeing), default=0.0)
+    return [result for result in agreeing if result.gain * RIVAL_FACTOR > best]
+
+
+def find_by_trial(name: CauseName, evidence: Evidence) -> Cause | None:
+    """Name the cause `name` if a trial of it gives the job's numbers."""
+    agreeing = select_agreeing(evidence.trials)
+    own = [result for result in agreeing if result.cause is name]
+    if not own or evidence.trials is None or not evidence.is_forward_wrong:
+        return None
+    best = max(own, key=lambda result: result.gain)
+    others = "".join(f"; or {result.says}, which gives the same numbers" for result in agreeing if result is not best)
+    return Cause(
+        name=name,
+        sureness=_choose_sureness(best, has_rival=len(own) < len(agreeing)),
+        sentence=f"{best.says}{others} (pass {evidence.trials.index + 1}, run again)",
+        try_next=best.try_next,
+        explains=EXPLAINED,
+    )
+
+
+def _choose_sureness(best: TrialResult, *, has_rival: bool) -> Sureness:
+    sure_gain = SURE_GAIN if best.num_values >= MANY_VALUES or best.is_stated else SURE_GAIN_OF_FEW
+    if best.gain >= sure_gain:
+        return Sureness.PROBABLY if has_rival else Sureness.IS
+    return Sureness.PROBABLY if best.gain >= LIKELY_GAIN and not has_rival else Sureness.MAY_BE
+
+
+def _make_rule(name: CauseName, *, means: str, told_by: str, job: str) -> CauseRule:
+    return CauseRule(name=name, find=partial(find_by_trial, name), means=means, told_by=told_by, job=job)
+
+
+RULES = (
+    _make_rule(
+        CauseName.MASK,
+        means="tokens see other tokens in the job: padding, the next token, beyond the sliding window",
+        told_by="the pass run again with other attention masks gives the job's numbers",
+        job="causal-off-by-one",
+    ),
+    _make_rule(
+        CauseName.DOCUMENTS_MEET,
+        means="documents packed into one row see each other in the job",
+        told_by="the pass run again without borders of documents gives the job's numbers",
+        job="documents-visible",
+    ),
+    _make_rule(
+        CauseName.POSITIONS,
+        means="the job's model counts other positions: padding too, from 1, on from document to document",
+        told_by="the pass run again with other position ids gives the job's numbers",
+        job="gpt2-padding-counted",
+    ),
+    _make_rule(
+        CauseName.OTHER_TOKENS,
+        means="the job's loss counts other tokens: padding, prompts, labels shifted twice or not at all",
+        told_by="the job's loss comes out over other tokens, of the same log-probs",
+        job="shifted-twice",
+    ),
+    _make_rule(
+        CauseName.OBJECTIVE,
+        means="the job's loss is another function of the same log-probs",
+        told_by="the job's loss comes out of another function, such as the mean of rows' means",
+        job="mean-of-rows",
+    ),
+)

@@ -1,0 +1,184 @@
+"""What trials say of a cause, on made-up results and findings."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKENS
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.table import find_causes
+from replay.verdict.causes.trial import TrialMatch, TrialReport, TrialResult, join_matches, match_findings
+from replay.verdict.causes.trial_rules import RULES
+from replay.verdict.findings import Finding, VerdictSettings, make_finding
+from replay.verdict.outcomes import Outcome, PassVerdict
+
+pytestmark = pytest.mark.quick
+
+
+def find(name: str, difference: float, *, bound: float = 1e-5, num_values: int = 1, doubt: str | None = None) -> Finding:
+    return make_finding(
+        name, 5.0, 5.0 + difference, difference=difference, bound=bound, num_values=num_values, doubt=doubt
+    )
+
+
+def make_result(
+    name: str = "the next token is seen",
+    cause: CauseName = CauseName.MASK,
+    *,
+    agrees: bool = True,
+    gain: float = 1e5,
+    num_values: int = 20,
+    is_stated: bool = False,
+) -> TrialResult:
+    return TrialResult(
+        name=name,
+        cause=cause,
+        says=f"the job does: {name}",
+        try_next=f"mend {name}",
+        agrees=agrees,
+        gain=gain if agrees else 0.0,
+        num_values=num_values,
+        is_stated=is_stated,
+    )
+
+
+def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequence[Finding] = ()) -> Evidence:
+    verdict = PassVerdict(
+        index=0,
+        source="a.pkl",
+        rank=0,
+        outcome=Outcome.DIFFERS,
+        reason=None,
+        findings=wrong or [find(LOSS, 1e-2), find(TOKENS, 1e-1, num_values=20)],
+        optimizer_step=step,
+    )
+    settings = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
+    return Evidence(
+        passes=(),
+        windows=(),
+        verdicts=[verdict],
+        settings=settings,
+        environment={},
+        trials=TrialReport(index=0, results=results),
+    )
+
+
+def name_causes(*results: TrialResult, step: int | None = None) -> list[tuple[CauseName, Sureness]]:
+    return [(cause.name, cause.sureness) for cause in find_trial_causes(make_evidence(*results, step=step))]
+
+
+def find_trial_causes(evidence: Evidence) -> list[Cause]:
+    return find_causes(evidence, RULES)
+
+
+def test_the_only_trial_that_agrees_is_the_cause() -> None:
+    other = make_result("padding is seen", agrees=False)
+
+    [cause] = find_trial_causes(make_evidence(other, make_result()))
+
+    assert (cause.name, cause.sureness) == (CauseName.MASK, Sureness.IS)
+    assert cause.sentence == "the job does: the next token is seen (pass 1, run again)"
+    assert cause.try_next == "mend the next token is seen"
+    assert {LOSS, TOKENS, GRADIENT} <= set(cause.explains)
+
+
+def test_two_causes_that_give_the_same_numbers_are_each_probable() -> None:
+    positions = make_result("from 1", CauseName.POSITIONS)
+
+    [cause] = find_trial_causes(make_evidence(make_result(), positions))
+
+    # Each explains the same findings, so the first stands alone, and names the other.
+    assert (cause.name, cause.sureness) == (CauseName.MASK, Sureness.PROBABLY)
+    assert "; or the job does: from 1, which gives the same numbers" in cause.sentence
+
+
+def test_two_trials_of_one_cause_are_one_sure_cause() -> None:
+    [cause] = find_trial_causes(make_evidence(make_result("a", gain=2e5), make_result("b")))
+
+    assert cause.sureness is Sureness.IS
+    assert "the job does: a; or the job does: b" in cause.sentence
+
+
+def test_a_trial_much_farther_off_is_no_rival() -> None:
+    far = make_result("from 1", CauseName.POSITIONS, gain=50.0)
+
+    assert name_causes(make_result(), far) == [(CauseName.MASK, Sureness.IS)]
+
+
+def test_what_the_recording_states_goes_before_guesses() -> None:
+    stated = make_result("rope_theta", CauseName.POSITIONS, is_stated=True, gain=1e4)
+
+    assert name_causes(make_result(gain=1e6), stated) == [(CauseName.POSITIONS, Sureness.IS)]
+
+
+@pytest.mark.parametrize(
+    ("gain", "num_values", "sureness"),
+    [
+        (1e5, 1, Sureness.IS),
+        (50.0, 1, Sureness.PROBABLY),
+        (50.0, 20, Sureness.IS),
+        (5.0, 20, Sureness.PROBABLY),
+        (1.5, 20, Sureness.MAY_BE),
+    ],
+)
+def test_one_number_alone_has_to_come_nearer_to_be_sure(gain: float, num_values: int, sureness: Sureness) -> None:
+    assert name_causes(make_result(gain=gain, num_values=num_values)) == [(CauseName.MASK, sureness)]
+
+
+def test_no_trial_agrees() -> None:
+    assert not name_causes(make_result(agrees=False))
+
+
+def test_trials_say_nothing_of_a_gradient_that_is_wrong_first() -> None:
+    assert not name_causes(make_result(), step=0)
+
+
+def test_no_trials_ran() -> None:
+    evidence = make_evidence()
+
+    assert not find_trial_causes(evidence)
+
+
+# Matching
+
+
+def test_a_match_puts_right_all_that_is_wrong() -> None:
+    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-1, num_values=20)]
+
+    match = match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-6, num_values=20)])
+
+    assert match.agrees
+    assert match.num_values == 21
+    assert match.gain == pytest.approx(1e4 / 0.1)
+
+
+def test_a_loss_that_comes_out_beside_wrong_tokens_is_no_match() -> None:
+    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-1)]
+
+    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-2)]).agrees
+    assert not match_findings(unchanged, [find(LOSS, 1e-2), find(TOKENS, 1e-1)]).agrees
+
+
+def test_a_number_that_becomes_wrong_is_no_match() -> None:
+    unchanged = [find(LOSS, 1e-2), find(TOKENS, 1e-8)]
+
+    assert not match_findings(unchanged, [find(LOSS, 1e-8), find(TOKENS, 1e-2)]).agrees
+
+
+def test_nothing_was_wrong() -> None:
+    assert not match_findings([find(LOSS, 1e-8)], [find(LOSS, 1e-8)]).agrees
+
+
+def test_a_number_that_is_unsettled_can_be_put_right() -> None:
+    unchanged = [find(LOSS, 1e-2, doubt="the routers")]
+
+    assert match_findings(unchanged, [find(LOSS, 1e-8, doubt="the routers")]).agrees
+
+
+def test_a_hypothesis_holds_on_every_rank_that_is_wrong() -> None:
+    near, far = TrialMatch(agrees=True, gain=1e4, num_values=3), TrialMatch(agrees=True, gain=10.0, num_values=3)
+
+    assert join_matches([near, far]) == TrialMatch(agrees=True, gain=10.0, num_values=6)
+    assert not join_matches([near, TrialMatch(agrees=False)]).agrees
+    assert not join_matches([]).agrees
