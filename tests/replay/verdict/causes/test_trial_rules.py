@@ -16,7 +16,9 @@ from replay.verdict.outcomes import Outcome, PassVerdict
 pytestmark = pytest.mark.quick
 
 
-def find(name: str, difference: float, *, bound: float = 1e-5, num_values: int = 1, doubt: str | None = None) -> Finding:
+def find(
+    name: str, difference: float, *, bound: float = 1e-5, num_values: int = 1, doubt: str | None = None
+) -> Finding:
     return make_finding(
         name, 5.0, 5.0 + difference, difference=difference, bound=bound, num_values=num_values, doubt=doubt
     )
