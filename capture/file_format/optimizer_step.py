@@ -16,6 +16,7 @@ from typing import Any
 
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.optimizer_state import StateSample, merge_state_samples
 
 NUM_SAMPLED_ELEMENTS = 4
 MAX_SAMPLED_TOKENS = 64
@@ -124,10 +125,14 @@ class OptimizerStep:
     max_norm          norm that the job clipped to
     num_clipped       number of parameters that were clipped by that norm; None: all
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
-    optimizer         name of its class
+    optimizer         name of its class; of several that stepped, all their names
+    library           the package that the class is of, as `torch`; `__main__` for one of the job's script
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
                       and `num_parameters` of the model, 0 where it is not known
+                      Where several optimizers stepped, `optimizer` and `library` say which one a group is of
     has_state         False: it was this optimizer's first step, so its moments began at 0
+    state             samples of what the optimizer held before the step: moments, momentum
+    state_steps       the steps that it had counted by then: different numbers where parameters have counts of their own
     """
 
     number: int
@@ -144,6 +149,9 @@ class OptimizerStep:
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     has_state: bool | None = None
+    library: str | None = None
+    state: Sequence[StateSample] = ()
+    state_steps: Sequence[int] = ()
 
     def to_json(self) -> str:
         """Return the step as the text that is written."""
@@ -151,6 +159,7 @@ class OptimizerStep:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["gradients"] = None if self.gradients is None else self.gradients.to_json()
         plain["signatures"] = [signature.to_plain() for signature in self.signatures]
+        plain["state"] = [sample.to_plain() for sample in self.state]
         return json.dumps(plain)
 
     @classmethod
@@ -160,19 +169,24 @@ class OptimizerStep:
             content = json.loads(text)
             gradients = content.pop("gradients")
             signatures = tuple(GradientSignature.from_plain(plain) for plain in content.pop("signatures", ()))
+            state = tuple(StateSample.from_plain(plain) for plain in content.pop("state", ()))
             plain: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
             }
             samples = None if gradients is None else ParameterSamples.from_json(gradients, source)
-            step = cls(gradients=samples, signatures=signatures, **plain)
+            step = cls(gradients=samples, signatures=signatures, state=state, **plain)
             step.check()
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             raise CaptureError(f"{source}: no record of an optimizer step: {text[:80]}") from None
         return step
 
+    def list_settings_with_class(self) -> list[dict[str, Any]]:
+        """List the settings of each group with the optimizer that it is of."""
+        return [{"optimizer": self.optimizer, "library": self.library, **group} for group in self.settings]
+
     def check(self) -> None:
         """Check the types of all values. Raises ValueError."""
-        numbers = [self.number, *self.passes]
+        numbers = [self.number, *self.passes, *self.state_steps]
         floats = [self.grad_norm, self.max_norm, *self.shares]
         is_right = (
             all(type(number) is int and number >= 0 for number in numbers)
@@ -180,7 +194,7 @@ class OptimizerStep:
             and all(value is None or type(value) in (int, float) for value in floats)
             and all(type(name) is str for name in self.without_gradient)
             and type(self.is_part_of_norm) is type(self.is_unclipped) is bool
-            and (self.optimizer is None or type(self.optimizer) is str)
+            and all(name is None or type(name) is str for name in (self.optimizer, self.library))
             and (self.num_clipped is None or type(self.num_clipped) is int)
             and (self.has_state is None or type(self.has_state) is bool)
             and all(isinstance(group, dict) for group in self.settings)
@@ -204,6 +218,10 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
     if second.optimizer not in str(first.optimizer).split(", "):
         names.append(second.optimizer)
     states = (first.has_state, second.has_state)
+    settings = [*first.settings, *second.settings]
+    known = None not in (first.optimizer, second.optimizer)
+    if known and (first.optimizer, first.library) != (second.optimizer, second.library):
+        settings = [*first.list_settings_with_class(), *second.list_settings_with_class()]
     return replace(
         first,
         shares=tuple(
@@ -219,8 +237,10 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         num_clipped=with_norm.num_clipped,
         is_unclipped=first.is_unclipped and second.is_unclipped,
         optimizer=", ".join(name for name in names if name is not None) or None,
-        settings=merge_equal_settings([*first.settings, *second.settings]),
+        settings=merge_equal_settings(settings),
         has_state=None if None in states else any(states),
+        state=merge_state_samples(first.state, second.state),
+        state_steps=tuple(sorted({*first.state_steps, *second.state_steps})),
     )
 
 

@@ -135,7 +135,9 @@ def _redact_call(call: Call, tokens: TokenRedaction, config: Mapping[str, Any] |
 
 def _without_gradients(step: OptimizerStep) -> OptimizerStep:
     """Remove the gradients, which tell the text: its tokens are the embedding's rows with a gradient."""
-    return replace(step, gradients=None, signatures=(), without_gradient=(), grad_norm=None, is_part_of_norm=False)
+    return replace(
+        step, gradients=None, signatures=(), state=(), without_gradient=(), grad_norm=None, is_part_of_norm=False
+    )
 
 
 def _replace_tokens(

@@ -324,6 +324,11 @@ class ParameterSampler:
         return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
 
     @property
+    def step_slots(self) -> Sequence[ParameterSlot]:
+        """Those whose gradients the next optimizer step keeps."""
+        return self._step_slots
+
+    @property
     def num_trained(self) -> int:
         self._list_slots()
         return len(self._all_slots) - self._num_frozen

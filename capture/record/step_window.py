@@ -25,11 +25,20 @@ from capture.record.engine_gradients import (
 from capture.record.gradient_signer import GradientSigner, RawSignatures
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
+from capture.record.state_sampler import RawState, StateSampler
 
 # So many groups of an optimizer have their settings kept.
 _MAX_GROUPS = 64
+# A setting that is a word, as Muon's `adjust_lr_fn`, is not longer.
+_MAX_WORD = 40
+# Adafactor's eps may be (None, 0.001).
+_PLAIN_MEMBERS = (bool, int, float, type(None))
+# Attributes of an optimizer that are settings of its step.
+_MODES = ("adam_w_mode", "decoupled_weight_decay")
+# Keys of a group that are none: fused classes count a group's steps, and those are kept as the state's.
+_NO_SETTINGS = ("params", "param_names", "step")
 # Names, or beginnings of names, of numbers that are copied to the host.
-_SHARE, _SETTING, _NORM, _SIGNATURES = "share ", "setting ", "norm", "signatures"
+_SHARE, _SETTING, _NORM, _SIGNATURES, _STATE = "share ", "setting ", "norm", "signatures", "state"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +47,7 @@ class StepPart:
 
     step       all but the gradients and the numbers in `flat` and `others`
     gradients  what was sampled; the values are the first ones in `flat`
-    signatures their values are on the host as well
+    signatures, state  their values are on the host as well
     flat       values of gradients, then one number for each of `names`
     others     numbers that lay on another device than the gradients, by name
     """
@@ -46,6 +55,7 @@ class StepPart:
     step: OptimizerStep
     gradients: RawSamples | None
     signatures: RawSignatures | None
+    state: RawState | None
     flat: Tensor
     names: Sequence[str]
     others: Mapping[str, Tensor]
@@ -71,6 +81,8 @@ class StepPart:
             signatures=() if self.signatures is None else self.signatures.to_signatures(),
             grad_norm=values.get(_NORM),
             settings=merge_equal_settings(settings),
+            state=() if self.state is None else self.state.to_samples(),
+            state_steps=() if self.state is None else self.state.list_steps(),
         )
 
 
@@ -105,6 +117,7 @@ class StepWindow:
         self.on_backward: Callable[[int], None] = lambda forward: None
         self._sampler = sampler
         self._signer = GradientSigner(sampler)
+        self._state_sampler = StateSampler(sampler)
         # For each optimizer that was seen: whether it trains the model, and DeepSpeed's optimizer around it.
         self._relations: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
         self._relations = weakref.WeakKeyDictionary()
@@ -240,10 +253,12 @@ class StepWindow:
             max_norm=engine_gradients.max_norm,
             is_unclipped=engine_gradients.can_undo_clipping,
             optimizer=type(optimizer).__name__,
+            library=name_library(optimizer),
             settings=settings,
             has_state=has_engine_stepped(self._sampler.model),
         )
-        return _copy_part(step, gradients, signatures, tensors)
+        state = self._state_sampler.sample(optimizer, engine_gradients)
+        return _copy_part(step, gradients, signatures, state, tensors)
 
     @torch.no_grad()
     def _make_part(self, optimizer: Optimizer) -> StepPart:
@@ -280,10 +295,11 @@ class StepWindow:
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None)
             and not (self._was_clipped_before_last_pass or self._was_clipped_in_parts),
             optimizer=type(optimizer).__name__,
+            library=name_library(optimizer),
             settings=settings,
             has_state=bool(optimizer.state),
         )
-        return _copy_part(step, gradients, signatures, tensors)
+        return _copy_part(step, gradients, signatures, self._state_sampler.sample(optimizer), tensors)
 
     def _sign(self, ids: Container[int] | None = None, engine: EngineGradients | None = None) -> RawSignatures | None:
         """Sign the gradients that no earlier part of this step has signed, if this step is one to be signed.
@@ -333,6 +349,11 @@ class StepWindow:
         return relation
 
 
+def name_library(optimizer: Optimizer) -> str:
+    """Name the package that an optimizer's class is of: classes of one name may step in different ways."""
+    return type(optimizer).__module__.partition(".")[0]
+
+
 def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return each group's plain settings, and those that are tensors, without waiting for a device.
 
@@ -343,12 +364,14 @@ def read_optimizer_settings(optimizer: Optimizer) -> tuple[list[dict[str, Any]],
     groups = _list_groups(optimizer)
     for number, group in enumerate(groups[:_MAX_GROUPS]):
         plain: dict[str, Any] = {"num_parameters": len(group["params"])}
+        # Fused classes of Adam, and Lion's, keep what weight decay acts on beside their groups.
+        plain |= {name: vars(optimizer)[name] for name in _MODES if type(vars(optimizer).get(name)) in (bool, int)}
         for key, value in group.items():
-            if key == "params":
+            if key in _NO_SETTINGS:
                 continue
-            if type(value) in (bool, int, float):
+            if type(value) in (bool, int, float) or (type(value) is str and len(value) <= _MAX_WORD):
                 plain[key] = value
-            elif type(value) in (tuple, list) and all(type(member) in (bool, int, float) for member in value):
+            elif type(value) in (tuple, list) and all(type(member) in _PLAIN_MEMBERS for member in value):
                 plain[key] = list(value)
             elif isinstance(value, Tensor) and value.numel() == 1:
                 tensors[f"{_SETTING}{number} {key}"] = value.detach().reshape(1)
@@ -367,6 +390,7 @@ def _copy_part(
     step: OptimizerStep,
     gradients: RawSamples | None,
     signatures: RawSignatures | None,
+    state: RawState | None,
     tensors: Mapping[str, Tensor],
 ) -> StepPart:
     """Begin to copy the gradients and numbers of a part. Those on one device go in one copy, which takes less time."""
@@ -374,12 +398,14 @@ def _copy_part(
     values = torch.empty(0, device=first.device) if gradients is None else gradients.values
     same_device = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
     other_devices = {name: tensor for name, tensor in tensors.items() if name not in same_device}
-    signed = {} if signatures is None else {_SIGNATURES: signatures.values}
-    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices | signed)
+    sampled = {} if signatures is None else {_SIGNATURES: signatures.values}
+    sampled |= {} if state is None else {_STATE: state.values}
+    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices | sampled)
     return StepPart(
         step=step,
         gradients=None if gradients is None else replace(gradients, values=torch.empty(0, device="cpu")),
         signatures=None if signatures is None else replace(signatures, values=copies.pop(_SIGNATURES)),
+        state=None if state is None else replace(state, values=copies.pop(_STATE)),
         flat=copies.pop(""),
         names=tuple(same_device),
         others=copies,

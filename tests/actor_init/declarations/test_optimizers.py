@@ -1,4 +1,4 @@
-"""Of a job's optimizer it is known which family steps as it does, or that none does."""
+"""A job's optimizer is told by its class: which family steps as it does, or that none does."""
 
 from typing import Any
 

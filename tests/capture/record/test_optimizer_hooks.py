@@ -409,6 +409,11 @@ def test_two_optimizers_of_one_model_are_one_step(tmp_path: Path) -> None:
     assert_samples_are(first, compute_gradients(compute_loss), rel=0)
     assert (first.number, second.number, first.optimizer) == (0, 1, "AdamW, SGD")
     assert [(group["num_parameters"], group["lr"]) for group in first.settings] == [(5, 1e-3), (4, 1e-2)]
+    assert [(group["optimizer"], group["library"]) for group in first.settings] == [
+        ("AdamW", "torch"),
+        ("SGD", "torch"),
+    ]
+    assert {key for sample in second.state for key in sample.values} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
     assert len(first.without_gradient) == 2
 
 
@@ -733,7 +738,7 @@ def test_a_redacted_step_keeps_its_windows_and_settings_and_no_gradient(tmp_path
     redact_folder(tmp_path / "whole", tmp_path / "redacted", TokenRedaction.PERMUTE)
     [call] = read_calls(tmp_path / "redacted")
     assert call.step is not None
-    assert (call.step.gradients, call.step.signatures, call.step.grad_norm) == (None, (), None)
+    assert (call.step.gradients, call.step.signatures, call.step.state, call.step.grad_norm) == (None, (), (), None)
     assert (call.step.without_gradient, call.outputs) == ((), {})
     assert (call.step.passes, call.step.max_norm, call.step.settings[0]["lr"]) == ((0,), 0.01, 0.25)
 
@@ -874,3 +879,31 @@ def test_what_the_ranks_kept_is_together_the_whole_gradient(
         norms = {name: math.sqrt(square) for name, square in squares.items()}
         expected_norms = {name: float(whole.norm()) for name, whole in expected.items()}
         assert norms == pytest.approx(expected_norms, rel=5 * bound)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_ranks_kept_of_the_state_is_what_the_step_before_made_of_its_gradient(
+    case: str, two_ranks: Path, references: list[dict[str, Tensor]]
+) -> None:
+    window = 2 if "accumulating" in case else 1
+    steps = read_steps(two_ranks / case)
+    # At stage 0 in half precision DeepSpeed steps once with gradients of zero when it begins.
+    num_before = 1 if case.startswith("zero0-bf16") else 0
+    for step in [step for step in steps if step.number == 0]:
+        assert step.state_steps == (num_before,) * num_before
+        assert not any(value for sample in step.state for values in sample.values.values() for value in values)
+    seconds = [step for step in steps if step.number == 1]
+    gradients = {name: torch.stack([references[n][name] for n in range(window)]).mean(dim=0) for name in references[0]}
+    shrunk = min(1.0, MAX_NORM / compute_norm(gradients)) if "clipping" in case else 1.0
+    bound = BF16_BOUND if "bf16" in case else 5 * FP32_BOUND
+    for step in seconds:
+        assert (step.library, step.state_steps) == ("torch", (num_before + 1,))
+        for sample in step.state:
+            gradient = gradients[sample.name].flatten()[sample.start :].double() * shrunk
+            # AdamW's averages after one step, with the betas of the job: torch's defaults.
+            for key, whole in (("exp_avg", 0.1 * gradient), ("exp_avg_sq", 0.001 * gradient.square())):
+                values = sample.values[key]
+                largest = float(0.1 * shrunk * gradients[sample.name].abs().max())
+                largest = largest if key == "exp_avg" else 0.1 * largest**2
+                assert values == pytest.approx(whole[: len(values)].tolist(), abs=2 * bound * largest)
+    assert {sample.name for step in seconds for sample in step.state}
