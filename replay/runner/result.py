@@ -29,6 +29,7 @@ from replay.runlog.summary import Statistics, find_reason_to_leave_out, summariz
 from replay.runner import rounding_floor
 from replay.runner.model_comparison import find_config_differences
 from replay.runner.out_of_memory import OutOfMemory
+from replay.runner.own_gradients import measure_own_gradients
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
@@ -210,6 +211,13 @@ def conclude(
         if report is not None:
             verdict = judge(passes_with_incidents, setting, report)
             remarks = [*remarks, *describe_trials(report)]
+        own_gradients, why_not = measure_own_gradients(repeater, passes, verdict)
+        if why_not is not None:
+            remarks = [*remarks, ("no trial", why_not)]
+        if own_gradients:
+            verdict = judge(passes_with_incidents, setting, report, own_gradients)
+            number = pluralise(len(own_gradients), "pass")
+            remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
         remarks = [*list_training_remarks(passes, verdict, is_whole=is_whole), *remarks]

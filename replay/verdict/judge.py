@@ -34,6 +34,7 @@ from replay.verdict.gradient_findings import (
     compare_window,
     group_into_windows,
 )
+from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.outcomes import (
     FAILED,
     NOT_REPLAYED,
@@ -71,7 +72,12 @@ class PassEvidence(NamedTuple):
     replayed: ReplayedPass
 
 
-def judge(passes: Sequence[PassEvidence], settings: VerdictSettings, trials: TrialReport | None = None) -> Verdict:
+def judge(
+    passes: Sequence[PassEvidence],
+    settings: VerdictSettings,
+    trials: TrialReport | None = None,
+    own_gradients: Sequence[OwnGradient] = (),
+) -> Verdict:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
@@ -88,7 +94,10 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings, trials: Tri
     5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
 
-    trials  what came of running a wrong forward again under hypotheses; they tell causes, and change no outcome
+    trials         what came of running a wrong forward again under hypotheses
+    own_gradients  of each pass of a window whose gradient is wrong, replayed alone
+
+    Trials and own gradients tell causes, and change no outcome.
     """
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -120,6 +129,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings, trials: Tri
         settings=settings,
         environment=environment,
         trials=trials,
+        own_gradients=own_gradients,
     )
     causes = find_causes(evidence)
     return Verdict(

@@ -7,6 +7,7 @@ from replay.verdict.causes.cause import Cause, CauseName
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import Finding, FindingStatus, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.outcomes import Outcome, PassVerdict
 
 WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
@@ -21,6 +22,7 @@ class Evidence:
     verdicts     on passes and on the gradients of windows, in the order of time
     environment  the settings that differ: in the job, here
     trials       what came of running a wrong forward again under hypotheses; None: none ran
+    own_gradients  of each pass of the first window whose gradient is wrong, replayed alone; empty: not measured
     """
 
     passes: Sequence[ComparedPass]
@@ -29,6 +31,7 @@ class Evidence:
     settings: VerdictSettings
     environment: Mapping[str, tuple[str, str]]
     trials: TrialReport | None = None
+    own_gradients: Sequence[OwnGradient] = ()
 
     @property
     def wrong(self) -> Iterator[tuple[PassVerdict, Finding]]:

@@ -67,21 +67,36 @@ def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
 
 
 def name_parameters(names: Sequence[str], all_names: Sequence[str]) -> str:
-    """Name parameters by their kinds where whole kinds are meant: `model.layers.*.mlp.up_proj.weight`."""
+    """Name parameters in few words: by their module where all of it is meant, else by their kind where all of that is.
+
+    A kind is `model.layers.*.mlp.up_proj.weight`, which many layers have.
+    """
     if len(names) == len(all_names):
         return f"all {pluralise(len(all_names), 'parameter')}" if len(all_names) > 1 else names[0]
+    modules = list(dict.fromkeys(_find_whole_module(name, names, all_names) for name in names))
     sizes: dict[str, int] = {}
     for name in all_names:
         sizes[name_kind(name)] = sizes.get(name_kind(name), 0) + 1
     by_kind: dict[str, list[str]] = {}
     for name in names:
         by_kind.setdefault(name_kind(name), []).append(name)
-    texts = [
+    kinds = [
         text
         for kind, members in by_kind.items()
         for text in ([kind] if len(members) == sizes[kind] and len(members) > 1 else members)
     ]
-    return name_some(texts, 3)
+    return name_some(modules if len(modules) < len(kinds) else kinds, 3)
+
+
+def _find_whole_module(name: str, names: Sequence[str], all_names: Sequence[str]) -> str:
+    """Find the outermost module of a parameter all of whose parameters, two at least, are among `names`."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        module = ".".join(parts[:end])
+        members = [other for other in all_names if other.startswith(f"{module}.")]
+        if len(members) > 1 and set(members) <= set(names):
+            return module
+    return name
 
 
 def find_missing_gradient(evidence: Evidence) -> Cause | None:

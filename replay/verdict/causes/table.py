@@ -8,7 +8,7 @@ table.
 
 from collections.abc import Sequence
 
-from replay.verdict.causes import gradient_rules, model_rules, trial_rules, weight_rules
+from replay.verdict.causes import gradient_rules, mix_rules, model_rules, trial_rules, weight_rules
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 
@@ -16,6 +16,7 @@ RULES = (
     *weight_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
+    *mix_rules.RULES,
     *gradient_rules.RULES,
     *model_rules.LAST_RULES,
 )

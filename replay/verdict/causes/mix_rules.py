@@ -1,0 +1,125 @@
+"""Tell which passes a step's gradient is of, from the gradients of its passes alone."""
+
+from collections.abc import Sequence
+
+from replay.tolerances.difference import is_coarse
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.findings import list_dtypes
+from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
+from replay.verdict.pass_values import WEIGHTING
+
+EXPLAINED = (GRAD_NORM, GRADIENT, WEIGHTING)
+# What is left over of a gradient that is the sum found, and how near its weights come to theirs.
+MOST_LEFT = {False: 1e-4, True: 0.1}
+SAME_SHARE = {False: 0.01, True: 0.1}
+
+
+def find_other_mix(evidence: Evidence) -> Cause | None:
+    """Name the passes, or the ranks, whose gradients count for nothing, or for more than they should."""
+    gradients = evidence.own_gradients
+    wrong = evidence.find_wrong(*EXPLAINED)
+    window = None if wrong is None else evidence.find_window(wrong[0])
+    if not gradients or wrong is None or window is None or window[-1].record.index != gradients[-1].index:
+        return None
+    mixes = find_mixes([compared.recorded for compared in window], gradients)
+    has_rounding = is_coarse(
+        [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
+    )
+    if not mixes or any(mix.residual > MOST_LEFT[has_rounding] for mix in mixes):
+        return None
+    tolerance = SAME_SHARE[has_rounding]
+    left_out = {mix.rank: [abs(share) <= tolerance for share in mix.shares] for mix in mixes}
+    time = name_time(wrong[0])
+    ranks = sorted({gradient.rank for gradient in gradients})
+    if any(any(flags) for flags in left_out.values()):
+        return _describe_left_out(gradients, left_out, ranks, time)
+    if _has_other_shares(mixes, tolerance):
+        return Cause(
+            name=CauseName.WINDOW_WEIGHTS,
+            sureness=Sureness.IS,
+            sentence=f"the passes of a step count {_list_shares(mixes[0])} times what they should, {time}",
+            try_next="weigh each pass by its share of the step's tokens, as num_items_in_batch does",
+            explains=EXPLAINED,
+        )
+    share = sum(mixes[0].shares) / len(mixes[0].shares)
+    if len(ranks) > 1 and abs(share - len(ranks)) <= tolerance * len(ranks):
+        return Cause(
+            name=CauseName.SUMMED,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the gradients of {len(ranks)} ranks are added up and not averaged, {time}",
+            try_next="look for a reduction by sum, a divide factor of 1 or a communication hook",
+            explains=EXPLAINED,
+        )
+    return None
+
+
+def _describe_left_out(
+    gradients: Sequence[OwnGradient], left_out: dict[int, list[bool]], ranks: Sequence[int], time: str
+) -> Cause:
+    """Say whose gradients are left out: those of other ranks, of one rank everywhere, or of some passes."""
+    only_own = all(
+        all(is_out == (gradient.rank != rank) for gradient, is_out in zip(gradients, flags, strict=True))
+        for rank, flags in left_out.items()
+    )
+    if only_own and len(ranks) > 1:
+        return Cause(
+            name=CauseName.NOT_REDUCED,
+            sureness=Sureness.IS,
+            sentence=f"the ranks' gradients are not averaged, {time}: what rank {ranks[0]} steps with is the gradient "
+            "of its own passes alone",
+            try_next="look for no_sync, a communication hook, or a reduction that does not run",
+            explains=EXPLAINED,
+        )
+    missing_ranks = [
+        rank
+        for rank in ranks
+        if all(
+            is_out
+            for flags in left_out.values()
+            for gradient, is_out in zip(gradients, flags, strict=True)
+            if gradient.rank == rank
+        )
+    ]
+    if missing_ranks and len(ranks) > 1:
+        return Cause(
+            name=CauseName.NOT_REDUCED,
+            sureness=Sureness.IS,
+            sentence=f"the gradient of rank {', '.join(map(str, missing_ranks))} is not in the step's gradient, {time}",
+            try_next="look for what zeroes or drops the gradients of that rank before they are averaged",
+            explains=EXPLAINED,
+        )
+    flags = next(flags for flags in left_out.values() if any(flags))
+    passes = ", ".join(
+        f"forward {gradient.forward} of rank {gradient.rank}"
+        for gradient, is_out in zip(gradients, flags, strict=True)
+        if is_out
+    )
+    return Cause(
+        name=CauseName.WINDOW_WEIGHTS,
+        sureness=Sureness.IS,
+        sentence=f"{passes} has no part in the step's gradient, {time}",
+        try_next="look for a backward that does not run, or gradients that are cleared within a step",
+        explains=EXPLAINED,
+    )
+
+
+def _has_other_shares(mixes: Sequence[GradientMix], tolerance: float) -> bool:
+    """Tell whether the passes count unlike each other."""
+    return any(max(mix.shares) - min(mix.shares) > 2 * tolerance * max(map(abs, mix.shares)) for mix in mixes)
+
+
+def _list_shares(mix: GradientMix) -> str:
+    return ", ".join(f"{share:.3g}" for share in mix.shares)
+
+
+RULES = (
+    CauseRule(
+        name=CauseName.NOT_REDUCED,
+        find=find_other_mix,
+        means="gradients of a rank or of a pass that are not in the step's gradient, or that count too much",
+        told_by="the gradients of the step's passes, replayed one by one: which sum of them is the job's",
+        job="ddp-rank-dropped",
+    ),
+)
