@@ -108,7 +108,7 @@ def find_missing_gradient(evidence: Evidence) -> Cause | None:
     missing, names = _list_missing(evidence.find_window(verdict) or ())
     what = name_parameters(missing, names) if missing else str(finding.where)
     module = _find_module_without_gradient(missing, names)
-    place = "" if module is None else f"; the gradient ends in {module}"
+    place = "" if module is None or module in what else f"; the gradient ends in {module}"
     return Cause(
         name=CauseName.NO_GRADIENT,
         sureness=Sureness.IS,

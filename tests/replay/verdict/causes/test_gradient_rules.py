@@ -66,8 +66,7 @@ def test_parameters_without_a_gradient_are_named_with_their_module() -> None:
     )
     cause = find_causes(evidence)[0]
     assert (cause.name, cause.sureness) == (CauseName.NO_GRADIENT, Sureness.IS)
-    assert "layers.1.self_attn.q_proj" in cause.sentence
-    assert cause.sentence.endswith("the gradient ends in model.layers.1.self_attn")
+    assert cause.sentence.startswith("no gradient reaches model.layers.1.self_attn in the job")
 
 
 def test_ranks_with_gradients_of_their_own_did_not_reduce_them() -> None:
