@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
+from actor_init.declarations.optimizers.declaration import JobGroup
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 
@@ -26,7 +27,7 @@ def list_setting_differences(
         dict.fromkeys(text for group in step.settings for text in _compare_group(group, step, spec, number))
     )
     if not step.settings:
-        differences += _compare_classes(step.optimizer, spec)
+        differences += _compare_classes(step.optimizer, step.library, spec)
     if number == 0 and step.has_state:
         differences.append("moments of steps before in the job, none here")
     if (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
@@ -52,16 +53,16 @@ def _limit_may_clip(max_norm: float | None, norm: float | None) -> bool:
     return norm is None or not norm <= max_norm
 
 
-def _compare_classes(class_name: str, spec: ActorSpec) -> list[str]:
+def _compare_classes(class_name: str, library: str | None, spec: ActorSpec) -> list[str]:
     """Compare the class alone, of a step whose groups were not recorded."""
-    family = recognise_group(read_job_group({}, class_name))
+    family = recognise_group(read_job_group({}, class_name, library))
     is_same = spec.custom_optimizer is not None or (family is not None and family.word == spec.optimizer)
     return [] if is_same else [f"{class_name} in the job, {_describe_own(spec)} here"]
 
 
 def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: ActorSpec, number: int) -> Iterator[str]:
     """Yield the differences of one of the job's parameter groups."""
-    group = read_job_group(settings, step.optimizer or "")
+    group = read_job_group(settings, step.optimizer or "", step.library)
     if spec.custom_optimizer is not None:
         # The user's function is there to be the job's optimizer, as a loss of their own is the job's loss.
         return
@@ -71,7 +72,7 @@ def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: Actor
         yield explain_unknown_class(group)
         return
     if own is None or family is None or family.word not in (own.word, own.companion):
-        yield f"{group.class_name} in the job, {_describe_own(spec)} here"
+        yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
     replay_settings = family.read_options(spec) if family is own else {"lr": spec.learning_rate}
     if number < spec.lr_warmup_steps:
@@ -83,6 +84,13 @@ def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: Actor
             yield f"{label} {_format_value(job_settings[name])} in the job, {_format_value(replay_value)} here"
     for name in family.list_unknown_settings(settings):
         yield f"{name} {_format_value(settings[name])} in the job, which {family.word} here does not have"
+
+
+def _describe_class(group: JobGroup, spec: ActorSpec) -> str:
+    """Name the job's class, and its package where the replay's class has the same name."""
+    if group.class_name != _describe_own(spec):
+        return group.class_name
+    return f"{group.class_name} of {group.library or 'another package'}"
 
 
 def _describe_own(spec: ActorSpec) -> str:

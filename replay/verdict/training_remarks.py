@@ -14,6 +14,7 @@ from replay.output.text import Pairs, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.judge import PassEvidence
+from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 
@@ -28,7 +29,20 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
     """
     steps = [(LABEL, remark) for remark in _check_steps(passes, verdict, is_whole=is_whole)]
-    return [*_check_labels(verdict), *_compare_ranks(passes), *steps]
+    return [*_check_labels(verdict), *_compare_ranks(passes), *steps, *_check_optimizer_state(passes)]
+
+
+def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
+    """Say so where the optimizer's own count of steps is not that of the steps that were recorded."""
+    steps_by_rank: dict[int | None, list[OptimizerStep]] = {}
+    for _, recorded, _ in passes:
+        if recorded is not None and recorded.step_after is not None:
+            steps_by_rank.setdefault(recorded.rank, []).append(recorded.step_after)
+    facts = find_facts_of_ranks(steps_by_rank.values())
+    if not facts:
+        return []
+    others = f", and {pluralise(len(facts) - 1, 'more such fact')}" if facts[1:] else ""
+    return [("optimizer", f"{facts[0].describe()}{others}")]
 
 
 def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:

@@ -47,13 +47,13 @@ def recognise_group(group: JobGroup) -> OptimizerDeclaration | None:
     return next((declaration for declaration in OPTIMIZERS.values() if declaration.recognise(group)), None)
 
 
-def read_job_group(settings: Mapping[str, Any], class_name: str) -> JobGroup:
+def read_job_group(settings: Mapping[str, Any], class_name: str, library: str | None = None) -> JobGroup:
     """Return a group of a recorded step.
 
-    class_name  that of the step, for a group that does not say which of several optimizers it is of
+    class_name, library  those of the step, for a group that does not say which of several optimizers it is of
     """
-    name, library = settings.get("optimizer", class_name), settings.get("library")
-    return JobGroup(class_name=str(name), library=library, settings=settings)
+    name, package = settings.get("optimizer", class_name), settings.get("library", library)
+    return JobGroup(class_name=str(name), library=package, settings=settings)
 
 
 def explain_unknown_class(group: JobGroup) -> str:

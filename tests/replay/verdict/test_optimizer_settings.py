@@ -1,5 +1,6 @@
 """A replay that steps is told from the job by the class and the settings of each step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,9 @@ def test_the_mode_of_a_fused_class_decides_between_adam_and_adamw() -> None:
 
 def test_the_two_adafactors_are_not_one() -> None:
     group = {"lr": 0.1, "clip_threshold": 1.0, "decay_rate": -0.8, "relative_step": False, "scale_parameter": False}
-    assert compare(make_step("Adafactor", group), optimizer="adafactor") == ["Adafactor in the job, Adafactor here"]
+    assert compare(make_step("Adafactor", group), optimizer="adafactor") == [
+        "Adafactor of another package in the job, Adafactor here"
+    ]
     assert compare(make_step("Adafactor", group), optimizer="transformers-adafactor") == []
     relative = {**group, "relative_step": True}
     assert compare(make_step("Adafactor", relative), optimizer="transformers-adafactor") == [
@@ -72,3 +75,11 @@ def test_a_setting_that_the_family_does_not_have_is_a_difference() -> None:
 
 def test_a_function_of_the_user_stands_for_the_class_of_the_job() -> None:
     assert compare(make_step("Shampoo", {"lr": 0.1}), optimizer="mine.py:build") == []
+
+
+def test_the_package_of_a_class_decides_where_it_was_recorded() -> None:
+    step = replace(make_step("Adafactor", {"lr": 0.1}), library="transformers")
+    assert compare(step, optimizer="transformers-adafactor") == []
+    assert compare(replace(step, library="torch"), optimizer="transformers-adafactor") == [
+        "Adafactor of torch in the job, Adafactor here"
+    ]
