@@ -58,6 +58,17 @@ class Evidence:
         return next((verdict for verdict, _ in self.wrong), None)
 
     @property
+    def has_stated_trial(self) -> bool:
+        """Tell whether the job's numbers came out under a change that the recording states: that rule names it."""
+        return self.trials is not None and any(result.agrees and result.is_stated for result in self.trials.results)
+
+    @property
+    def is_config_acquitted(self) -> bool:
+        """Tell whether the pass ran under the job's own config too, and the job's numbers did not come out."""
+        stated = [result for result in self.trials.results if result.is_stated] if self.trials is not None else []
+        return bool(stated) and not self.has_stated_trial
+
+    @property
     def is_forward_wrong(self) -> bool:
         """Tell whether the first wrong number of the run is one of a forward, before any gradient is wrong."""
         return self.first_wrong is not None and self.first_wrong.optimizer_step is None

@@ -106,8 +106,10 @@ def find_model_difference(evidence: Evidence) -> Cause | None:
     """Name the stated difference that may explain the first wrong number, if there is one."""
     first = evidence.first_wrong
     differences = evidence.settings.model_differences
-    if first is None or not differences:
+    if first is None or not differences or evidence.has_stated_trial:
         return None
+    if evidence.is_config_acquitted:
+        differences = [difference for difference in differences if difference.kind is not Kind.CONFIG]
     wrong_names = {finding.name for verdict, finding in evidence.wrong if verdict is first}
     is_forward = evidence.is_forward_wrong
     is_loss_alone = is_forward and wrong_names == {LOSS} and _were_tokens_judged(evidence)

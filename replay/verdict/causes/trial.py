@@ -16,6 +16,10 @@ FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKENS, ACTION_TOKENS, TOKENS_RMS)
 WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
 # A number that is nearer than this share of its bound is as near as can be told.
 NEAREST_SHARE = 0.01
+# Differences below this are rounding of any dtype.
+NEAREST = 1e-9
+# So many times nearer to the job each number has to come in a coarser dtype.
+COARSE_GAIN = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,21 @@ def match_findings(unchanged: Sequence[Finding], changed: Sequence[Finding]) -> 
         gain=farthest / max(left, NEAREST_SHARE),
         num_values=sum(finding.num_values for finding in put_right),
     )
+
+
+def match_coarse_findings(unchanged: Sequence[Finding], changed: Sequence[Finding]) -> TrialMatch:
+    """Do the same where the hypothesis is a coarser dtype: `changed` is judged within that dtype's wide bounds.
+
+    Those bounds alone would let much pass. So each number that is wrong has to come much nearer to the job's, too: it
+    lies on the coarser dtype's values. One that a tie rounded the other way is as far as the dtype's spacing.
+    """
+    pairs = [(other, finding) for other, finding in zip(unchanged, changed, strict=False) if other.status in WRONG]
+    if not pairs or any(finding.status in WRONG for finding in changed):
+        return TrialMatch(agrees=False)
+    gain = min((other.difference or 0.0) / max(finding.difference or 0.0, NEAREST) for other, finding in pairs)
+    if gain < COARSE_GAIN:
+        return TrialMatch(agrees=False)
+    return TrialMatch(agrees=True, gain=gain, num_values=sum(finding.num_values for _, finding in pairs))
 
 
 def join_matches(matches: Sequence[TrialMatch]) -> TrialMatch:

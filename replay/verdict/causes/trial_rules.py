@@ -60,6 +60,24 @@ def _make_rule(name: CauseName, *, means: str, told_by: str, job: str) -> CauseR
 
 RULES = (
     _make_rule(
+        CauseName.MODEL_CONFIG,
+        means="a setting of the job's config is another one than in the model folder",
+        told_by="the pass run again with the job's setting gives the job's numbers",
+        job="rope-theta",
+    ),
+    _make_rule(
+        CauseName.ADAPTER_SCALE,
+        means="the job's adapter acts with another scale, or not at all",
+        told_by="the pass run again with the adapter scaled gives the job's numbers",
+        job="adapter-twice",
+    ),
+    _make_rule(
+        CauseName.KERNEL,
+        means="the replay's own kernel or packed rows compute something else than the job's rows by torch's sdpa",
+        told_by="the pass run again, padded as in the job and by sdpa, gives the job's numbers",
+        job="attention-in-bf16",
+    ),
+    _make_rule(
         CauseName.MASK,
         means="tokens see other tokens in the job: padding, the next token, beyond the sliding window",
         told_by="the pass run again with other attention masks gives the job's numbers",
@@ -76,6 +94,12 @@ RULES = (
         means="the job's model counts other positions: padding too, from 1, on from document to document",
         told_by="the pass run again with other position ids gives the job's numbers",
         job="gpt2-padding-counted",
+    ),
+    _make_rule(
+        CauseName.DTYPE,
+        means="the job rounds its logits to bf16, or runs under autocast, where the replay computes in fp32",
+        told_by="the pass run again in that dtype gives the job's numbers, far nearer than in fp32",
+        job="logits-in-bf16",
     ),
     _make_rule(
         CauseName.OTHER_TOKENS,

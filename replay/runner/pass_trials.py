@@ -1,0 +1,499 @@
+"""Run the trials of one pass: which change of its forward gives the numbers that the job recorded.
+
+The unchanged pass is run first, with the rows as the job had them. Its log-probs have to be the replay's own, and the
+log-probs under an explicit mask have to be those of the model's own mask: else no other mask can be tried.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actor_init.attention.exact_mask import see_exactly
+from actor_init.backends.protocol import free_closed_backends
+from actor_init.declarations.attention.plain import has_sdpa
+from actor_init.inputs.packing import ActorInputs, find_row_token_targets
+from actor_init.model_form import HeadForm
+from actor_init.option_words import Attention
+from actor_init.spec import Compile
+from capture.file_format.actor_config import read_actor_config
+from capture.file_format.capture_file import Call, read_call
+from capture.file_format.micro_batch import MicroBatch
+from replay.objective.objective import select_loss_tokens
+from replay.options.option_parsing import format_error_with_flags
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import is_objective
+from replay.output.text import join_lines
+from replay.resolution.job_defaults import find_inputs_folder
+from replay.runner.replayer import ReopenableActor
+from replay.runner.rounding_floor import RunRepeater
+from replay.runner.run_pass import PassInputs, run_pass
+from replay.runner.trial_changes import list_model_trials
+from replay.runner.trial_configs import build_config, list_config_trials
+from replay.runner.trial_feeds import (
+    CapturedRows,
+    Feed,
+    feed_as_captured,
+    feed_by_table,
+    list_mask_trials,
+    list_position_trials,
+)
+from replay.runner.trial_losses import LossTables, TargetRows, list_loss_trials
+from replay.tolerances.job_bounds import LOSS, TOKENS, measure_difference
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.causes.trial import (
+    WRONG,
+    TrialMatch,
+    TrialReport,
+    TrialResult,
+    join_matches,
+    match_coarse_findings,
+    match_findings,
+)
+from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
+from replay.verdict.judge import PassEvidence
+from replay.verdict.model_facts import ModelDifferenceKind
+from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
+
+MAX_FORWARDS = 20
+# Relative: two losses that are no further apart are the same one.
+SAME_LOSS = 1e-12
+# The dtype that a trial may coarsen numbers to, as torch names it.
+COARSER_DTYPE = "bfloat16"
+
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
+
+
+def make_trial_spec(spec: ResolvedReplay) -> ResolvedReplay:
+    """Return a spec whose actor takes rows as they were captured, by a kernel that reads masks, uncompiled."""
+    actor = replace(spec.actor, packing=False, pad_tokens=None, compile=Compile.OFF, gradient_checkpointing=False)
+    if not actor.is_custom:
+        kernel = Attention.SDPA if has_sdpa(spec.source.config) else Attention.EAGER
+        actor = replace(actor, attention=kernel)
+    measure = replace(spec.measure, trace=False, details=False)
+    return spec.derive_variant(why="a trial feeds rows as the job had them", actor=actor, measure=measure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialForward:
+    """What one forward of a trial is: what it is fed, and what the model is changed to.
+
+    feed      None: these rows cannot tell the hypothesis, and the unchanged pass runs in its place
+    change    None: the model stays as it is
+    coarsens  the numbers are those of a coarser dtype
+    """
+
+    cause: CauseName
+    says: str
+    try_next: str
+    feed: Feed | None
+    change: Callable[[PreTrainedModel], AbstractContextManager[None]] | None = None
+    coarsens: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnTrial:
+    """What a trial came to on this rank; the fields are those of `TrialResult`."""
+
+    match: TrialMatch
+    cause: CauseName
+    says: str
+    try_next: str
+    is_stated: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class PassTrials:
+    """The trials of one pass on this rank."""
+
+    repeater: RunRepeater
+    setting: VerdictSettings
+    own_pass: PassEvidence
+    call: Call
+    batch: MicroBatch
+    rows: CapturedRows
+    targets: TargetRows
+    unchanged: Sequence[Finding] = ()
+    not_run: list[str] = field(default_factory=list)
+    num_forwards: int = 0
+    _needs_other_actors: bool = False
+
+    @classmethod
+    def open(cls, repeater: RunRepeater, own_pass: PassEvidence, setting: VerdictSettings) -> "PassTrials":
+        """Read the capture of the pass. Raises what reading a capture raises."""
+        spec = repeater.spec
+        call = read_call(repeater.selection.inputs[own_pass.record.index])
+        padding_predicts = repeater.selection.padding_predicts and not spec.source.layout_under(spec.actor).joins
+        captured = replace(call.micro_batch(), padding_predicts=padding_predicts)
+        batch = select_loss_tokens(spec.measure.loss, captured)
+        return cls(
+            repeater=repeater,
+            setting=setting,
+            own_pass=own_pass,
+            call=call,
+            batch=batch,
+            rows=CapturedRows.from_call(call, batch),
+            targets=TargetRows.from_batch(batch),
+        )
+
+    def run(self) -> TrialReport:
+        """Run the trials. All ranks must call this."""
+        spec = make_trial_spec(self.repeater.spec)
+        with self._open_actor(spec) as actor:
+            results = self._run_on(actor, spec)
+        if self._needs_other_actors:
+            results += self._try_configs(spec)
+        loss = next((finding for finding in self.unchanged if finding.name == LOSS), None)
+        return TrialReport(
+            index=self.own_pass.record.index,
+            results=results,
+            num_forwards=self.num_forwards,
+            log_probs_agree=self._has_right_forward,
+            recorded_loss=None if loss is None else loss.recorded,
+            replayed_loss=None if loss is None else loss.replayed,
+            not_run=self.not_run,
+        )
+
+    @contextmanager
+    def _open_actor(self, spec: ResolvedReplay) -> Iterator[ReopenableActor]:
+        """Open an actor for trials, and free its memory at the end. All ranks must call this."""
+        free_closed_backends()
+        actor = ReopenableActor(spec.actor, spec.source, self.repeater.world)
+        try:
+            yield actor
+        finally:
+            actor.backend.close()
+            del actor
+            free_closed_backends()
+
+    @property
+    def _is_wrong(self) -> bool:
+        return any(finding.status in WRONG for finding in self.unchanged)
+
+    @property
+    def _has_right_forward(self) -> bool:
+        """Do log-probs agree, of tokens or rows, and the loss alone does not?"""
+        wrong = {finding.name for finding in self.unchanged if finding.status in WRONG}
+        has_agreeing = any(finding.agrees and finding.name != LOSS for finding in self.unchanged)
+        return has_agreeing and wrong <= {LOSS}
+
+    def _run_on(self, actor: ReopenableActor, spec: ResolvedReplay) -> list[TrialResult]:
+        """Run the trials that need no other actor. All ranks must call this."""
+        predictor_N, target_N = self.targets.list_targets()
+        prepared = self.rows.prepared
+        num_prepared = len(prepared.predictor_N)
+        asked = (torch.cat([prepared.predictor_N, predictor_N]), torch.cat([prepared.target_ids_N, target_N]))
+        log_probs_N = self._forward(actor, feed_as_captured(self.rows), spec.source.head, *asked)
+        raw_BA = self._place(log_probs_N[:num_prepared])
+        own_record, _, own_replayed = self.own_pass
+        if self._has_other_numbers(raw_BA, own_record.result.loss, own_replayed.token_log_probs):
+            return self._try_kernel(spec, raw_BA)
+        self.unchanged = self._find(raw_BA)
+        if all(self._gather(self._has_right_forward or not self._is_wrong)):
+            return self._try_losses(raw_BA, log_probs_N[num_prepared:].view(3, *self.targets.target_BS.shape))
+        self._needs_other_actors = True
+        return [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor, spec)]
+
+    def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
+        """Hold the rows as the job had them against the job: the replay's own pass gave other numbers of them."""
+        own_record, recorded, own_replayed = self.own_pass
+        if recorded is not None:
+            self.unchanged = compare_pass(own_record, recorded, own_replayed, self.setting)
+        own_spec = self.repeater.spec
+        is_compiled = own_spec.actor.compile is not Compile.OFF
+        own_form = f"{'compiled' if is_compiled else own_spec.kernel}{', packed' if own_spec.actor.packs else ''}"
+        self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
+        trial = _OwnTrial(
+            match=match_findings(self.unchanged, self._find(raw_BA)),
+            cause=CauseName.COMPILED if is_compiled else CauseName.KERNEL,
+            says=f"the replay itself ({own_form}) computes other numbers than the same rows padded, uncompiled and by "
+            f"{spec.kernel}, which are the job's",
+            try_next=f"--no-packing --attention {spec.actor.attention}, and report what the replay computes otherwise",
+        )
+        return self._join({"rows as the job had them": trial})
+
+    def _forward(
+        self, actor: ReopenableActor, feed: Feed, head: HeadForm | None, predictor_N: Tensor, target_N: Tensor
+    ) -> Tensor:
+        """Return log-probs [N] of these targets, in double precision on the host. All ranks must call this."""
+        rows, device = self.rows, self.repeater.world.device
+        self.num_forwards += 1
+        self.repeater.tracker.report_progress()
+        table = feed.table
+        inputs = ActorInputs(
+            input_ids=rows.ids_BS,
+            position_ids=torch.zeros_like(rows.ids_BS) if feed.position_BS is None else feed.position_BS,
+            attention_mask_BS=rows.real_BS if rows.has_mask and table is None else None,
+            cu_seq_lens=None,
+            max_length=rows.ids_BS.shape[1],
+            predictor_N=predictor_N,
+            target_ids_N=target_N,
+            slot_N=torch.arange(len(predictor_N)),
+            action_mask_BA=torch.ones(1, len(predictor_N), dtype=torch.bool),
+            captured_index=torch.arange(rows.ids_BS.numel()).view_as(rows.ids_BS),
+            head=head,
+            makes_positions=feed.position_BS is None,
+        ).to(device)
+        if table is not None:
+            table = replace(table, visible_BSS=table.visible_BSS.to(device))
+        pass_inputs = PassInputs(
+            actor_inputs=inputs,
+            compute_loss=lambda log_probs_1N: log_probs_1N.sum(),
+            train_mode=self.batch.trains,
+            builds_graph=False,
+            runs_backward=False,
+            captured_row_length=rows.ids_BS.shape[1],
+        )
+        with see_exactly(table):
+            outcome = run_pass(actor.backend, pass_inputs)
+        return outcome.log_probs_BA.double().cpu().flatten()
+
+    def _place(self, log_probs_N: Tensor) -> Tensor:
+        """Return the replay's log-probs [B, A] with these values."""
+        prepared = self.rows.prepared
+        flat = torch.zeros(prepared.action_mask_BA.numel(), dtype=torch.float64)
+        return flat.index_put((prepared.slot_N,), log_probs_N).view(prepared.action_mask_BA.shape)
+
+    def _evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassEvidence:
+        """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
+        record, recorded, replayed = self.own_pass
+        prepared = self.rows.prepared
+        is_target_BA, first_column = find_row_token_targets(self.batch)
+        if loss is None and not is_objective(self.repeater.spec.measure.loss):
+            loss = float(-log_probs_BA.sum() / prepared.action_mask_BA.sum().clamp(min=1))
+        result = replace(record.result, loss=loss, row_log_probs=log_probs_BA.sum(dim=1).tolist())
+        positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
+        replayed = replace(
+            replayed,
+            token_log_probs=sample_log_probs(
+                log_probs_BA,
+                prepared.action_mask_BA & is_target_BA,
+                positions,
+                first=first_column,
+                is_reversed=False,
+            ),
+            action_log_probs=list_action_log_probs(log_probs_BA, prepared.action_mask_BA, is_reversed=False)
+            if replayed.action_log_probs
+            else (),
+        )
+        return PassEvidence(replace(record, result=result), recorded, replayed)
+
+    def _find(
+        self, log_probs_BA: Tensor, loss: float | None = None, setting: VerdictSettings | None = None
+    ) -> list[Finding]:
+        record, recorded, replayed = self._evaluate(log_probs_BA, loss)
+        return [] if recorded is None else compare_pass(record, recorded, replayed, setting or self.setting)
+
+    def _has_other_numbers(
+        self, log_probs_BA: Tensor, other_loss: float | None, other_tokens: Sequence[float | None]
+    ) -> bool:
+        """Tell whether these log-probs are others, on any rank, than gave that loss and those sampled tokens."""
+        record, recorded, replayed = self._evaluate(log_probs_BA)
+        dtypes = [] if recorded is None else list_dtypes(recorded, self.setting)
+        pairs = [
+            (TOKENS, number, other, 1)
+            for number, other in zip(replayed.token_log_probs, other_tokens, strict=False)
+            if number is not None and other is not None
+        ]
+        if record.result.loss is not None and other_loss is not None:
+            pairs.append((LOSS, record.result.loss, other_loss, sum(record.result.row_action_tokens)))
+        is_other = any(
+            measure_difference(number, other) > self.setting.choose_bound(name, dtypes, tokens, record.index)
+            for name, number, other, tokens in pairs
+        )
+        return any(self._gather(is_other))
+
+    # Losses
+
+    def _try_losses(self, log_probs_BA: Tensor, tables_3BS: Tensor) -> list[TrialResult]:
+        """Try other losses of the same log-probs. All ranks must call this."""
+        recorded = self.own_pass.recorded
+        num_tokens = sum(self.own_pass.record.result.row_action_tokens)
+        tables = LossTables(
+            rows=self.targets,
+            tables_3BS=tables_3BS,
+            divisor=None if recorded is None else recorded.divisor,
+            num_tokens=max(num_tokens, 1),
+        )
+        here = f"here it is {self.own_pass.record.result.loss:.6g}, the mean over {num_tokens}"
+        own: dict[str, _OwnTrial] = {}
+        losses: list[float] = []
+        for trial in list_loss_trials(tables):
+            if any(abs(trial.loss - loss) <= SAME_LOSS * abs(loss) for loss in losses):
+                continue
+            losses.append(trial.loss)
+            own[trial.name] = _OwnTrial(
+                match=match_findings(self.unchanged, self._find(log_probs_BA, trial.loss)),
+                cause=trial.cause,
+                says=f"the job's loss {trial.says}, and is {trial.loss:.6g} so, as in the job; {here}",
+                try_next=trial.try_next,
+            )
+        return self._join(own)
+
+    # Masks and positions
+
+    def _try_feeds(self, actor: ReopenableActor, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
+        """Try other masks and positions, a forward each. All ranks must call this."""
+        if spec.actor.is_custom:
+            self.not_run.append("a user's model makes its masks itself")
+            return []
+        usual = self._evaluate(raw_BA)
+        if self._has_other_numbers(
+            self._compute(actor, spec, feed_by_table(self.rows)),
+            usual.record.result.loss,
+            usual.replayed.token_log_probs,
+        ):
+            self.not_run.append("the model does not take its masks from transformers, so no other mask can be tried")
+            return []
+        config = spec.source.config
+        feeds = {
+            trial.name: _TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
+            for trial in (*list_mask_trials(self.rows, config), *list_position_trials(self.rows, config))
+        }
+        return self._run_forwards(actor, spec, feeds)
+
+    def _try_models(self, actor: ReopenableActor, spec: ResolvedReplay) -> list[TrialResult]:
+        """Try what the model may have computed otherwise of the same rows. All ranks must call this."""
+        trials = {
+            trial.name: _TrialForward(
+                cause=trial.cause,
+                says=trial.says,
+                try_next=trial.try_next,
+                feed=feed_as_captured(self.rows),
+                change=trial.change,
+                coarsens=trial.coarsens,
+            )
+            for trial in list_model_trials(actor.backend.model, self.repeater.world.device.type)
+        }
+        return self._run_forwards(actor, spec, trials)
+
+    def _run_forwards(
+        self, actor: ReopenableActor, spec: ResolvedReplay, trials: Mapping[str, _TrialForward]
+    ) -> list[TrialResult]:
+        """Run a forward for each trial. All ranks must call this.
+
+        Every rank runs the same forwards, since a backend may gather weights in them.
+        """
+        names = list(dict.fromkeys(name for rank_names in self._gather(list(trials)) for name in rank_names))
+        own: dict[str, _OwnTrial] = {}
+        for name in names[: max(MAX_FORWARDS - self.num_forwards, 0)]:
+            trial = trials.get(name)
+            log_probs_BA, error = self._compute_or_fail(actor, spec, trial)
+            if any(self._gather(error is not None)):
+                self.not_run.append(f"{name}: {error or 'failed on another rank'}")
+                # What a forward that failed leaves behind in a sharding library would spoil the next.
+                if self.repeater.world.world_size > 1:
+                    break
+                continue
+            if trial is not None and log_probs_BA is not None:
+                own[name] = _OwnTrial(
+                    match=self._match(log_probs_BA, coarsens=trial.coarsens),
+                    cause=trial.cause,
+                    says=trial.says,
+                    try_next=trial.try_next,
+                )
+        return self._join(own)
+
+    def _match(self, log_probs_BA: Tensor, *, coarsens: bool) -> TrialMatch:
+        """Hold the pass with these log-probs against the job's, if need be within the bounds of a coarser dtype."""
+        match = match_findings(self.unchanged, self._find(log_probs_BA))
+        if match.agrees or not coarsens:
+            return match
+        coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
+        return match_coarse_findings(self.unchanged, self._find(log_probs_BA, setting=coarse))
+
+    def _compute_or_fail(
+        self, actor: ReopenableActor, spec: ResolvedReplay, trial: _TrialForward | None
+    ) -> tuple[Tensor | None, str | None]:
+        """Return the replay's log-probs in a trial, None for the unchanged pass, or the error."""
+        try:
+            if trial is None or trial.feed is None:
+                return self._compute(actor, spec, feed_as_captured(self.rows)), None
+            return self._compute(actor, spec, trial.feed, trial.change), None
+        except Exception as error:
+            return None, describe_error(error)
+
+    def _compute(
+        self,
+        actor: ReopenableActor,
+        spec: ResolvedReplay,
+        feed: Feed,
+        change: Callable[[PreTrainedModel], AbstractContextManager[None]] | None = None,
+    ) -> Tensor:
+        """Return the replay's log-probs [B, A] under a feed. A changed model has its logits computed whole."""
+        prepared = self.rows.prepared
+        head = spec.source.head if change is None else None
+        with change(actor.backend.model) if change is not None else nullcontext():
+            return self._place(self._forward(actor, feed, head, prepared.predictor_N, prepared.target_ids_N))
+
+    # Configs
+
+    def _try_configs(self, spec: ResolvedReplay) -> list[TrialResult]:
+        """Run the pass under the job's own settings, where its config states others. All ranks must call this."""
+        captured = read_actor_config(find_inputs_folder(spec.inputs))
+        if captured is None or spec.actor.is_custom:
+            return []
+        own: dict[str, _OwnTrial] = {}
+        for trial in list_config_trials(spec.source.config, spec.actor.num_layers, captured, self._config_keys):
+            error: Exception | None = None
+            try:
+                # The model's head may be one of what differs, so its logits are computed whole.
+                source = replace(spec.source, config=build_config(trial), head=None)
+                variant = spec.derive_variant(why="a trial under the job's config", source=source)
+                with self._open_actor(variant) as actor:
+                    log_probs_BA = self._compute(actor, variant, feed_as_captured(self.rows))
+                own[trial.name] = _OwnTrial(
+                    match=self._match(log_probs_BA, coarsens=False),
+                    cause=CauseName.MODEL_CONFIG,
+                    says=trial.says,
+                    try_next=trial.try_next,
+                    is_stated=True,
+                )
+            except Exception as reason:
+                error = reason
+            if any(self._gather(error is not None)):
+                why = "failed on another rank" if error is None else describe_error(error)
+                self.not_run.append(f"{trial.name}: {why}")
+                own.pop(trial.name, None)
+                if self.repeater.world.world_size > 1:
+                    break
+        return self._join(own)
+
+    @property
+    def _config_keys(self) -> list[str]:
+        """The settings of the config in which the job's model is another one."""
+        differences = self.setting.model_differences
+        return [difference.where for difference in differences if difference.kind is ModelDifferenceKind.CONFIG]
+
+    # All ranks together
+
+    def _gather(self, value: Any) -> list[Any]:
+        return self.repeater.world.gather(value)
+
+    def _join(self, own: dict[str, _OwnTrial]) -> list[TrialResult]:
+        """Join what the ranks found: a hypothesis has to hold on each rank whose unchanged pass is wrong."""
+        ranks: list[dict[str, _OwnTrial]] = [trials for trials in self._gather(own if self._is_wrong else {}) if trials]
+        results: list[TrialResult] = []
+        for name in dict.fromkeys(name for trials in ranks for name in trials):
+            found = [trials.get(name) for trials in ranks]
+            first = next(trial for trial in found if trial is not None)
+            joined = join_matches([TrialMatch(agrees=False) if trial is None else trial.match for trial in found])
+            results.append(
+                TrialResult(
+                    name=name,
+                    cause=first.cause,
+                    says=first.says,
+                    try_next=first.try_next,
+                    agrees=joined.agrees,
+                    gain=joined.gain,
+                    num_values=joined.num_values,
+                    is_stated=first.is_stated,
+                )
+            )
+        return results
