@@ -13,6 +13,7 @@ from capture.facts import Setting
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, SEGMENT_SUFFIX, list_capture_folders, parse_rank
 from capture.file_format.manifest import check_folder
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import MODEL_FACTS_NAME
 from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
 
@@ -37,7 +38,7 @@ class PackedFolder:
 def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> PackedFolder:
     """Pack as many captures as fit, in recorded order; all or nothing is written.
 
-    With them go actor.json, the manifests and the end records, which come first.
+    With them go actor.json, what the model was, the manifests and the end records, which come first.
 
     Files keep their names in a folder named like the zip. Of a segment that does not fit as a whole, the first passes
     are packed. Raises CaptureError if the folder is damaged, the target is there already, or not even one capture fits;
@@ -49,7 +50,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> PackedFolder:
     if not checked.is_whole:
         raise CaptureError(f"{folder} is not whole. Try: capture check {folder}")
     extra = [folder / ACTOR_CONFIG_NAME]
-    patterns = ("manifest_rank*.json", "end_rank*.json")
+    patterns = ("manifest_rank*.json", "end_rank*.json", MODEL_FACTS_NAME)
     extra += sorted(
         path for home in list_capture_folders(folder) for pattern in patterns for path in home.glob(pattern)
     )

@@ -29,7 +29,7 @@ MAX_FILES_PER_REQUEST = 500
 # How often a file is tried that is rewritten while it is read.
 MAX_ATTEMPTS = 3
 # Files that their own recording rewrites.
-_RECORD_NAME = re.compile(r"(manifest|incidents)_rank\d+_.*\.json")
+_RECORD_NAME = re.compile(r"(manifest|incidents|model)_rank\d+_.*\.json")
 
 
 @dataclass(kw_only=True, slots=True)

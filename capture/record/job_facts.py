@@ -26,16 +26,29 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
     Raises OSError, and CaptureError if the folder holds another model's captures.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for module in model.modules():
-        # `getattr` would also find the config of a module inside: wrappers look attributes up in what they wrap.
-        config: Any = vars(module).get("config")
-        if callable(getattr(config, "to_dict", None)):
-            name = _remove_host_paths(getattr(config, "_name_or_path", "")) or type(module).__name__
-            adapters = find_adapter_configs(model)
-            frozen = [] if adapters else list_frozen_names(model)
-            _write_config_once(folder, _remove_host_paths(config.to_dict()), name, adapters, frozen)
-            return str(name)
-    return type(model).__name__
+    config = find_config(model)
+    if config is None:
+        return type(model).__name__
+    owner = next(module for module in model.modules() if vars(module).get("config") is config)
+    name = _remove_host_paths(getattr(config, "_name_or_path", "")) or type(owner).__name__
+    adapters = find_adapter_configs(model)
+    frozen = [] if adapters else list_frozen_names(model)
+    _write_config_once(folder, read_config(model), name, adapters, frozen)
+    return str(name)
+
+
+def find_config(model: nn.Module) -> Any:
+    """Return the config of the outermost module that has one; None without any."""
+    # `getattr` would also find the config of a module inside: wrappers look attributes up in what they wrap.
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    return next((config for config in configs if callable(getattr(config, "to_dict", None))), None)
+
+
+def read_config(model: nn.Module) -> dict[str, object]:
+    """Read the model's config as it is now; empty without one."""
+    config = find_config(model)
+    settings: dict[str, object] = {} if config is None else _remove_host_paths(config.to_dict())
+    return settings
 
 
 def find_adapter_configs(model: nn.Module) -> dict[str, dict[str, object]]:
@@ -137,6 +150,10 @@ def find_kernels(model: nn.Module) -> str:
         if name.startswith("apply_rotary")
     )
     return "liger" if any(str(name).split(".")[0] == LIGER for name in (*files, *forwards, *functions)) else "model"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def describe_call_settings(tensors: Mapping[str, Tensor], model_settings: Mapping[str, str]) -> dict[str, str]:

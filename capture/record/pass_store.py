@@ -17,9 +17,11 @@ from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.folder_layout import choose_rank_folder
 from capture.file_format.manifest import format_stamp
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import write_model_facts
 from capture.file_format.optimizer_step import OptimizerStep, merge_steps
 from capture.file_format.tensor_codec import encode_tensor
 from capture.record.background_writer import warn
+from capture.record.model_facts import RawModelFacts
 from capture.record.observer import RecordingObserver
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
@@ -152,6 +154,8 @@ class PassStore:
         if self._retention.flight_recorder is None:
             self.write_held()
         self._wait_for_copies(snapshot.copy_events if notes is None else [*snapshot.copy_events, *notes.copy_events])
+        if snapshot.model_facts is not None:
+            self._write_model_facts(snapshot.model_facts)
         encoded = encode_call(
             snapshot.tensors,
             snapshot.call_facts,
@@ -180,6 +184,16 @@ class PassStore:
                 # The background writer counts the pass as lost: it is the one that `handle` was called with.
                 self._held_passes.clear()
                 raise
+
+    def _write_model_facts(self, raw_facts: RawModelFacts) -> None:
+        self._wait_for_copies(raw_facts.copy_events)
+        rank, rank_folder = self.rank_and_folder
+        try:
+            facts = raw_facts.to_model_facts(rank=rank, opened=self._opened)
+        except Exception as error:
+            warn(f"capture: what the model is will not be kept: {type(error).__name__}: {error}")
+            return
+        write_model_facts(rank_folder, facts, stamp=format_stamp(self._opened))
 
     def _add_outputs(self, pass_outputs: PassOutputs) -> None:
         """Put the outputs of a pass into it, if it is held, and show them to the observer."""

@@ -22,9 +22,11 @@ from capture.record.job_facts import (
     describe_call_settings,
     find_attention_kernel,
     find_kernels,
+    is_compiled,
     read_autocast_dtype,
     read_versions,
 )
+from capture.record.model_facts import ModelFactsTaker, RawModelFacts
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
@@ -55,6 +57,7 @@ class PassSnapshot:
     settings        those that the environment of the process does not tell
     training        which parts of the model train; None if that is not recorded
     notes           what was noted before the pass
+    model_facts     what the model is, in the first recorded pass, and in the first one that trains
     """
 
     tensors: Mapping[str, Tensor]
@@ -69,6 +72,7 @@ class PassSnapshot:
     settings: Mapping[str, str]
     training: TrainingMode | None = None
     notes: "PassNotes | None" = None
+    model_facts: RawModelFacts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -207,6 +211,7 @@ class SnapshotMaker:
         # Whether the running pass has a generator on the device; None if the states at its end are not kept.
         self._draws_on_cuda: bool | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
+        self._facts_taker = ModelFactsTaker(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
         # Whether the running pass is the first one after an optimizer step; None if its weights
@@ -260,6 +265,7 @@ class SnapshotMaker:
             optimizer_step=None if self.window is None else self.window.number,
             settings=settings,
             notes=None if notes is None else replace(notes, forward=forward),
+            model_facts=None if self._facts_taker is None else self._facts_taker.take(forward=forward, trains=trains),
         )
 
     def end_pass(self) -> tuple[dict[str, str], RawSamples | None]:
@@ -378,10 +384,6 @@ class ComputeDtypeProbe:
         autocast = read_autocast_dtype(tensor.device.type)
         dtype = str(tensor.dtype).removeprefix("torch.") if autocast == "off" else autocast
         self._settings = {"autocast": autocast, "computed_in": dtype}
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _list_linear_layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,23 +1,117 @@
 """Hold the model that a job ran against the one that a replay builds, once, when its actor is open."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from actor_init.model import ModelSource, find_model, strip_config
+import torch
+from torch import nn
+
+from actor_init.adapters import Adapter, add_adapter
+from actor_init.model import ModelSource, build_on_meta, find_model, make_trainable, strip_config
 from actor_init.spec import ActorSpec, UsageError
-from replay.verdict.model_facts import ModelDifference, compare_configs, make_config_difference
+from actor_init.world import World
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import ModelFacts, read_model_facts
+from capture.record.model_facts import collect_model_facts, describe_buffers
+from replay.options.resolved import ResolvedReplay
+from replay.resolution.job_defaults import find_inputs_folder
+from replay.verdict.model_facts import ModelDifference, compare_configs, compare_models, make_config_difference
+
+
+def find_model_differences(
+    spec: ResolvedReplay, model: nn.Module, recording: str | None, world: World
+) -> list[ModelDifference]:
+    """List what the job's model had other than the replay's, on all ranks alike. All ranks must call this.
+
+    model      the open actor's, whose buffers have values
+    recording  the one that the inputs are of; None: the latest in their folder
+
+    Raises CaptureError for a damaged file.
+    """
+    differences: list[ModelDifference] | CaptureError = []
+    if world.rank == 0:
+        try:
+            differences = _compare(spec, model, recording)
+        except CaptureError as error:
+            differences = error
+    differences = world.from_first(differences)
+    if isinstance(differences, CaptureError):
+        raise differences
+    return differences
+
+
+def _compare(spec: ResolvedReplay, model: nn.Module, recording: str | None) -> list[ModelDifference]:
+    folder = find_inputs_folder(spec.inputs)
+    job = _read_facts_of_recording(folder, recording)
+    changed_settings: dict[str, object] = {}
+    for facts in job:
+        changed_settings |= facts.config
+    differences = find_config_differences(spec.actor, spec.source, read_actor_config(folder), changed_settings)
+    if job:
+        own = describe_own_model(spec.source, model, read_adapter_configs(folder), job[0])
+        differences += compare_models(job, own)
+    return differences
+
+
+def _read_facts_of_recording(folder: Path, recording: str | None) -> list[ModelFacts]:
+    """Read what the ranks of one recording say of their model; nothing where the folder has none of it."""
+    all_facts = read_model_facts(folder)
+    chosen = recording or max((facts.opened for facts in all_facts), default=None)
+    return [facts for facts in all_facts if facts.opened == chosen]
+
+
+def describe_own_model(
+    source: ModelSource, model: nn.Module, adapters: Mapping[str, Mapping[str, object]], job: ModelFacts
+) -> ModelFacts:
+    """Describe the replay's model as it is built: before it is sharded, compiled or fused, with the job's adapter.
+
+    model     the open actor's: its buffers are described
+    adapters  configs of the job's adapters; the actor may have them merged into its weights
+    """
+    kernel = job.attention["name"] if job.attention is not None else "eager"
+    try:
+        built: Any = build_on_meta(source.config, attention=kernel, dtype=torch.float32)
+    except UsageError:
+        # The kernel is not installed here, or is one that the job's own code registered.
+        built = build_on_meta(source.config, attention="eager", dtype=torch.float32)
+    if source.adapter is None and adapters:
+        # Of an adapter that cannot be built here nothing is compared.
+        with suppress(UsageError):
+            add_adapter(built, Adapter.from_configs(adapters, source.name))
+    make_trainable(built, source)
+    facts = collect_model_facts(built, forward=0, trains=True).to_model_facts(in_patterns=False)
+    kept = [
+        *(getattr(built, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(built, "_keep_in_fp32_modules_strict", None) or ()),
+    ]
+    parameters = {
+        name: {**values, "kept": any(part in name for part in kept)} for name, values in facts.parameters.items()
+    }
+    return replace(facts, buffers=describe_buffers(model), parameters=parameters)
 
 
 def find_config_differences(
-    spec: ActorSpec, source: ModelSource, captured: Mapping[str, object] | None
+    spec: ActorSpec,
+    source: ModelSource,
+    captured: Mapping[str, object] | None,
+    changed_settings: Mapping[str, object],
 ) -> list[ModelDifference]:
-    """List the settings in which the model of `--model` computes otherwise than the job's config says.
+    """List the settings in which the replay's model computes otherwise than the job's config says.
 
-    captured  the config in the job's actor.json; None without one
+    captured          the config in the job's actor.json; None without one
+    changed_settings  what the running model's config had other than that
     """
-    if spec.model is None or spec.is_custom or captured is None:
+    is_job_config = spec.model is None and not changed_settings
+    if is_job_config or spec.is_custom or captured is None:
         return []
     try:
-        job_config = find_model(ActorSpec(num_layers=spec.num_layers), captured, "the job").config
+        job_config = find_model(
+            ActorSpec(num_layers=spec.num_layers), {**captured, **changed_settings}, "the job"
+        ).config
     except UsageError:
         # The transformers that is installed has no such model type, or the job's model has fewer layers than this run.
         job_type, own_type = captured.get("model_type"), source.config.model_type

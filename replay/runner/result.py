@@ -12,7 +12,6 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
-from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
@@ -27,7 +26,6 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
-from replay.runner.model_comparison import find_config_differences
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.own_gradients import measure_own_gradients
 from replay.runner.rounding_floor import RunRepeater
@@ -36,6 +34,7 @@ from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
 from replay.verdict.text import format_verdict
@@ -151,9 +150,13 @@ class Conclusion:
 
 
 def describe_setting(
-    spec: ResolvedReplay, weight_checker: WeightChecker, world: World, facts: Mapping[str, object]
+    spec: ResolvedReplay,
+    weight_checker: WeightChecker,
+    world: World,
+    facts: Mapping[str, object],
+    model_differences: Sequence[ModelDifference],
 ) -> VerdictSettings:
-    """Return what the passes are judged in: numbers, ranks and kernels of this run."""
+    """Return what the passes are judged in: numbers, ranks and kernels of this run, and its model."""
     source = spec.source
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
     kernel = {
@@ -173,9 +176,7 @@ def describe_setting(
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
         is_mixture=is_mixture(weight_checker.names),
-        model_differences=find_config_differences(
-            spec.actor, source, read_actor_config(find_inputs_folder(spec.inputs))
-        ),
+        model_differences=model_differences,
         environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
     )
 

@@ -23,6 +23,7 @@ from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, find_state_to_load, load_state_weights, refuse_folders
 from replay.runner.meter import Meter
+from replay.runner.model_comparison import find_model_differences
 from replay.runner.replayer import ReopenableActor
 from replay.runner.result import Run, describe_setting
 from replay.runner.session import Session
@@ -122,6 +123,8 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         weight_checker = WeightChecker(source)
+        recording = None if prepared.first_call is None else prepared.first_call.recording
+        model_differences = find_model_differences(resolved, actor.backend.model, recording, world)
         session = Session(
             world=world,
             spec=resolved,
@@ -134,7 +137,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             logbook=Logbook(folder, world.rank),
             console=console,
             weight_checker=weight_checker,
-            setting=describe_setting(resolved, weight_checker, world, actor.backend.facts()),
+            setting=describe_setting(resolved, weight_checker, world, actor.backend.facts(), model_differences),
             saver=Saver(
                 spec=resolved, source=source, world=world, log_folder=folder, states=states, num_steps=earlier.num_steps
             ),

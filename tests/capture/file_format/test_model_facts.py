@@ -1,0 +1,93 @@
+"""What a job's model was is read back as it was written, and a file that is none is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import ModelFacts, read_model_facts, write_model_facts
+
+HOOK = ["forward hook", "train.py:hook", "h0"]
+FACTS = ModelFacts(
+    rank=1,
+    opened="2026-01-01T00:00:00+00:00",
+    forward=3,
+    trains=True,
+    python="cpython-311",
+    versions={"torch": "2.13.0"},
+    config={"rms_norm_eps": 1e-3},
+    modules={
+        "layers.*": {"class": "a:B", "code": "c", "attributes": {"eps": 1.0}, "forward": ["f", "d"], "hooks": [HOOK]}
+    },
+    parameters={
+        "layers.*.weight": {"dtype": "float32", "trained": True, "hooks": [HOOK]},
+        "head.weight": {"dtype": "float32", "trained": False},
+    },
+    tied=[["head.weight", "embed.weight"]],
+    buffers={"inv_freq": {"dtype": "float32", "num_elements": 1, "values": [1.0], "norm": 1.0}},
+    functions={"a": {"rotate": ["", "r"]}},
+    patches={"torch.nn.functional.silu": ["train.py:silu", "s"]},
+    loss_function=["train.py:loss", "l"],
+    attention={"name": "sdpa", "function": ["a:sdpa", "s"], "mask": None},
+    compiled=["layers.*"],
+    autocast="bfloat16",
+    checkpoints=True,
+    wrappers=[{"class": "DistributedDataParallel"}],
+)
+
+
+def test_facts_are_read_back_by_recording_and_rank(tmp_path: Path) -> None:
+    (tmp_path / "actor.json").touch()
+    first, other_rank = replace(FACTS, rank=0), FACTS
+    later = replace(FACTS, rank=0, opened="2026-01-02T00:00:00+00:00")
+    write_model_facts(tmp_path, later, stamp="later")
+    write_model_facts(tmp_path / "rank1", other_rank, stamp="first")
+    write_model_facts(tmp_path, first, stamp="first")
+    assert read_model_facts(tmp_path) == [first, other_rank, later]
+    assert read_model_facts(tmp_path / "rank1") == [first, other_rank, later]
+    assert FACTS.frozen == ["head.weight"]
+
+
+def test_the_later_facts_of_a_recording_replace_the_earlier(tmp_path: Path) -> None:
+    write_model_facts(tmp_path, replace(FACTS, trains=False), stamp="first")
+    write_model_facts(tmp_path, FACTS, stamp="first")
+    assert read_model_facts(tmp_path) == [FACTS]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 9),
+        ("rank", "1"),
+        ("trains", 1),
+        ("modules", []),
+        ("modules", {"a": {"class": "a:B"}}),
+        ("modules", {"a": {"class": "a:B", "code": "c", "hooks": [["forward hook"]]}}),
+        ("modules", {"a": {"class": "a:B", "code": "c", "forward": "f"}}),
+        ("parameters", {"a": {"dtype": "float32"}}),
+        ("buffers", {"a": {"dtype": "float32", "num_elements": 1, "values": ["1"], "norm": 1.0}}),
+        ("functions", {"a": {"rotate": "r"}}),
+        ("patches", {"a": None}),
+        ("tied", [["a", 1]]),
+        ("attention", {"function": None}),
+        ("wrappers", [{}]),
+        ("others", 1),
+    ],
+)
+def test_other_content_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    path = write_model_facts(tmp_path, FACTS, stamp="first")
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(CaptureError, match=r"model_rank1_first.json: no facts of a model of format 1. Delete the file"):
+        read_model_facts(tmp_path)
+
+
+def test_a_torn_file_is_refused(tmp_path: Path) -> None:
+    path = write_model_facts(tmp_path, FACTS, stamp="first")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(
+        CaptureError, match=r"model_rank1_first.json: cannot be read: .*Delete the file or copy it again"
+    ):
+        read_model_facts(tmp_path)
