@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from capture.record.background_writer import warn
 from capture.record.forward_hooks import is_in_backward
+from capture.record.job_facts import is_compiled
 from capture.record.routers import find_choice, find_routers
-from capture.record.snapshot import is_compiled
 
 # Experts are counted in 16 bits on the way to the host.
 _MOST_EXPERTS = 2**15
