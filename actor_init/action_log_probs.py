@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
@@ -18,6 +18,7 @@ from actor_init.head.head_patch import patch_head
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import DocumentBorders
 from actor_init.parallel.vocab_parallel import compute_sharded_log_probs
+from actor_init.training_mode import switch_parts
 
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
@@ -29,6 +30,8 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     as trainers do, so that time and memory match theirs; only the logits that predict an action token are converted to
     fp32. Raises UsageError for a model whose head is not as `inputs.head` says.
     """
+    if inputs.switched_parts and isinstance(model, nn.Module):
+        switch_parts(model, inputs.switched_parts)
     arguments: dict[str, Any] = {}
     mask_context: AbstractContextManager[None] = nullcontext()
     if inputs.ring is not None:

@@ -34,7 +34,7 @@ ROOMS = {
         ("option_words", "model_form", "checkpoint_names", "name_hash", "presets"),
         ("declarations", "as_json", "compiling", "sketching"),  # of backends and kernels: what each needs and refuses
         ("spec",),
-        ("fused", "optimizer", "weights", "world"),
+        ("fused", "optimizer", "training_mode", "weights", "world"),
         ("adapters", "custom"),
         ("optimizers",),
         ("model",),

@@ -38,6 +38,7 @@ class ActorInputs:
     head                  how log-probs are computed from the head; None: from whole logits
     has_uniform_gradient  the loss gives each log-prob the same gradient
     makes_positions       the model makes its own position ids, of padding too, as it did in the job
+    switched_parts        modules that are in another mode, train or eval, than the module around them, as in the job
     """
 
     input_ids: Tensor
@@ -56,6 +57,7 @@ class ActorInputs:
     head: HeadForm | None = None
     has_uniform_gradient: bool = False
     makes_positions: bool = False
+    switched_parts: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> "ActorInputs":
         tensors: dict[str, Any] = {

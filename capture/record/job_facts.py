@@ -152,8 +152,20 @@ def find_kernels(model: nn.Module) -> str:
     return "liger" if any(str(name).split(".")[0] == LIGER for name in (*files, *forwards, *functions)) else "model"
 
 
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Return the settings that the whole model has: whose kernels it calls, and whether a part of it is compiled."""
+    return {
+        "kernels": find_kernels(model),
+        "compiled": "yes" if any(is_compiled(module) for module in model.modules()) else "no",
+    }
+
+
 def is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def describe_call_settings(tensors: Mapping[str, Tensor], model_settings: Mapping[str, str]) -> dict[str, str]:

@@ -20,8 +20,8 @@ from capture.record.generator_marks import GeneratorSnapshot, take_generator_sna
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
     describe_call_settings,
+    describe_model,
     find_attention_kernel,
-    find_kernels,
     is_compiled,
     read_autocast_dtype,
     read_versions,
@@ -202,7 +202,7 @@ class SnapshotMaker:
         self._names = names
         self._signature = find_forward_signature(model)
         attention = find_attention_kernel(model)
-        self._model_settings = {"kernels": find_kernels(model)} if reproduce else {}
+        self._model_settings = describe_model(model) if reproduce else {}
         self._model_settings |= {} if attention is None else {"attention": attention}
         self._clock = clock
         self._model_name = model_name

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
-from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, find_row_token_targets
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
 from actor_init.weights import OnProgress, ignore_progress
@@ -31,6 +30,7 @@ from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
+from replay.runner.generator_observer import GeneratorObserver
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -142,7 +142,6 @@ class Replayer:
         self._has_failed_pass = False
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
-        self._has_dropout = bool(find_acting_dropouts(strip_config(self.source.config)))
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
@@ -250,7 +249,8 @@ class Replayer:
         self._latest_inputs = inputs
 
         run_observers = self._choose_observers(record.index, inputs)
-        observers = [*extra_observers, *run_observers.in_order]
+        generators = GeneratorObserver(self.world.device)
+        observers = [generators, *extra_observers, *run_observers.in_order]
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
@@ -264,6 +264,8 @@ class Replayer:
             self._collect_log_probs(outcome, inputs, call, batch),
             loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
             gradient=gradient.samples if gradient is not None else None,
+            draws=generators.draws,
+            has_job_layout=self._has_job_layout(inputs, batch),
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
@@ -281,6 +283,12 @@ class Replayer:
         if not self.window.num_passes:
             self.num_inputs_completed = record.index + 1
         return record, replayed
+
+    def _has_job_layout(self, inputs: PassInputs, batch: MicroBatch) -> bool:
+        """Tell whether the model is fed the captured rows as they are, so that random masks have the job's shapes."""
+        is_whole = self.spec.actor.parallel.ring == 1 and not self.spec.actor.parallel.sequence_parallel
+        has_shape = inputs.actor_inputs.input_ids.shape == batch.sequences_BS.shape
+        return is_whole and has_shape and not inputs.has_reversed_rows
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
@@ -310,6 +318,7 @@ class Replayer:
         objective_record = self._read_objective_record(call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
+        actor_inputs = replace(actor_inputs, switched_parts=list_switched_parts(call) if batch.trains else ())
         if objective_record is None:
             # The stand-in loss is a mean of log-probs, so each of them gets the same gradient.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
@@ -326,7 +335,7 @@ class Replayer:
             loss_weight=self._choose_loss_weight(index, objective_record),
             ends_window=ends_window,
             takes_step=ends_window and measure.step,
-            random_states=call.random if self._has_dropout else {},
+            random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
         )
@@ -409,6 +418,11 @@ class Replayer:
             if needs_all_tokens
             else (),
         )
+
+
+def list_switched_parts(call: Call) -> tuple[str, ...]:
+    """List the modules that the job had in another mode than the rest of a model that trains."""
+    return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
 
 
 def _has_output_of_every_token(call: Call) -> bool:

@@ -9,7 +9,7 @@ from actor_init.backends.protocol import free_closed_backends
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.model import strip_config
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.spec import UsageError
+from actor_init.spec import Compile, UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
 from capture.file_format.micro_batch import CaptureError
@@ -163,6 +163,7 @@ def describe_setting(
         "attention": str(facts["attention_kernel"]),
         "kernels": _name_kernels(str(facts.get("kernels", ""))),
         "dtype": dtype,
+        "compiled": "no" if spec.actor.compile is Compile.OFF else "yes",
     }
     return VerdictSettings(
         dtype=dtype,
@@ -175,10 +176,18 @@ def describe_setting(
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
+        why_own_draws=_find_reason_for_own_draws(spec),
         is_mixture=is_mixture(weight_checker.names),
         model_differences=model_differences,
         environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
     )
+
+
+def _find_reason_for_own_draws(spec: ResolvedReplay) -> str | None:
+    """Say why dropout cannot draw the job's masks here, whatever the rows are; None if nothing prevents it."""
+    if spec.actor.parallel.tp > 1 or spec.actor.parallel.ring > 1:
+        return "several ranks share a row here, and each draws masks of its part. Try: without --tp and --ring"
+    return None
 
 
 def conclude(

@@ -49,6 +49,7 @@ class VerdictSettings:
     steps             the replay updates its weights (--step), with the optimizer of this spec
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
+    why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
     is_mixture        the model is a mixture of experts
     model_differences  what the job's model is known to have other than the replay's
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
@@ -63,6 +64,7 @@ class VerdictSettings:
     steps: ActorSpec | None = None
     dropout: Sequence[str] = ()
     packs: bool = False
+    why_own_draws: str | None = None
     is_mixture: bool = False
     model_differences: Sequence[ModelDifference] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

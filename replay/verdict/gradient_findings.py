@@ -13,6 +13,7 @@ from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, relative_difference
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LOSS, SAME_SHARES
+from replay.verdict.dropout_masks import MaskComparison, leave_out_other_masks
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
@@ -49,7 +50,8 @@ class ComparedPass:
     findings        of the pass alone, without the gradient
     weights         what is known of the weights that the pass ran on
     previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
-    has_job_dropout_masks   its numbers show that the replay drew the job's dropout masks
+    masks                   what the ends of the random generators tell of the dropout masks
+    has_job_dropout_masks   the replay drew the job's masks, as these ends show, or, without them, its numbers
     """
 
     record: PassRecord
@@ -58,6 +60,7 @@ class ComparedPass:
     findings: Sequence[Finding]
     weights: WeightComparison
     previous_pass_has_grad_norm: bool
+    masks: MaskComparison = MaskComparison()
     has_job_dropout_masks: bool = False
 
     @property
@@ -114,7 +117,7 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictS
     rates = [group.get("lr") for step in _list_steps(window) for group in step.settings]
     if rates and not any(rates):
         return []
-    findings = _compare_gradient(window, settings)
+    findings = _compare_judged_gradient(window, settings)
     if any(finding.counts and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings):
         return []
     reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
@@ -137,7 +140,7 @@ def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, nu
 
     number  of the window among the replay's
     """
-    return [*_compare_gradient(window, settings), *_compare_optimizer(window, settings, number)]
+    return [*_compare_judged_gradient(window, settings), *_compare_optimizer(window, settings, number)]
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
@@ -145,6 +148,13 @@ def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings
         return []
     differences = list_step_differences(window, settings, number)
     return [report_other_settings(differences)] if differences else []
+
+
+def _compare_judged_gradient(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
+    """Compare the gradient, which nothing can be said of where a pass of the window drew other dropout masks."""
+    return leave_out_other_masks(
+        _compare_gradient(window, settings), [compared_pass.masks for compared_pass in window], settings
+    )
 
 
 def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:

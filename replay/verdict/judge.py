@@ -16,18 +16,26 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from replay.runlog.records import PassRecord
-from replay.tolerances.difference import roundoff
+from replay.tolerances.difference import is_coarse, roundoff
 from replay.tolerances.job_bounds import GRAD_NORM
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.table import find_causes, list_unexplained
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.coverage import measure_coverage
+from replay.verdict.dropout_masks import (
+    PROVEN_MASKS,
+    MaskStatus,
+    compare_masks,
+    is_about_masks,
+    judge_masks,
+)
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
     FindingStatus,
     VerdictSettings,
     compare_pass,
+    list_dtypes,
 )
 from replay.verdict.gradient_findings import (
     ComparedPass,
@@ -87,8 +95,9 @@ def judge(
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
        the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks its numbers differ by chance, so a training pass whose numbers agree
-       had the job's masks.
+    3. Judge each pass. With other dropout masks its numbers differ by chance, so they are judged only where the ends of
+       the random generators show that the masks are the job's. Where the job did not record these, a training pass
+       whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
        the window had the job's masks.
     5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
@@ -162,7 +171,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
         for _, recorded, _ in readable
         if any(claim.name == GRAD_NORM for claim in recorded.claims)
     }
-    return [
+    compared_passes = [
         ComparedPass(
             record=record,
             recorded=recorded,
@@ -174,6 +183,15 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
         )
         for record, recorded, replayed in readable
     ]
+    return [_compare_masks(compared_pass, settings) for compared_pass in compared_passes]
+
+
+def _compare_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
+    """Return the pass with what is known of its dropout masks, and with the findings that this leaves."""
+    recorded = compared_pass.recorded
+    masks = compare_masks(recorded, compared_pass.replayed, settings)
+    findings, masks = judge_masks(compared_pass.findings, masks, recorded, settings)
+    return replace(compared_pass, findings=findings, masks=masks)
 
 
 def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, settings: VerdictSettings) -> Verdict:
@@ -203,19 +221,33 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
 
 
 def _mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
-    """Mark the training passes whose dropout masks are the job's: with other masks their numbers would not agree."""
+    """Mark the training passes whose dropout masks are the job's.
+
+    The ends of the random generators tell it, or, where they do not, the numbers: with other masks they would differ.
+    """
     return [
         replace(
             compared_pass,
             has_job_dropout_masks=compared_pass.recorded.trains
-            and _decide_outcome(compared_pass, settings, replay_draws_job_masks=False)[0] is Outcome.REPRODUCED,
+            and (
+                compared_pass.masks.status is MaskStatus.SAME
+                or _decide_outcome(compared_pass, settings, replay_draws_job_masks=False)[0] is Outcome.REPRODUCED
+            ),
         )
         for compared_pass in compared_passes
     ]
 
 
+def _has_shown_job_masks(compared_passes: Sequence[ComparedPass]) -> bool:
+    """Tell whether the numbers alone show, in some pass, that the replay draws the job's masks."""
+    return any(
+        compared_pass.has_job_dropout_masks and compared_pass.masks.status is MaskStatus.NOT_RECORDED
+        for compared_pass in compared_passes
+    )
+
+
 def _judge_passes(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
-    replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
+    replay_draws_job_masks = _has_shown_job_masks(compared_passes)
     return [
         _make_pass_verdict(
             compared_pass, *_decide_outcome(compared_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
@@ -232,8 +264,10 @@ def _decide_outcome(
     The first of these that holds decides:
 
     CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
-    CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks
-    UNSETTLED    numbers differ, and dropout can explain it, though the masks of other passes are the job's
+    CANNOT TELL  the dropout masks are not proven to be the job's, and numbers differ, or agree within a coarse bound
+    CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks; where the job
+                 recorded no end of its generators
+    UNSETTLED    there too: numbers differ, and dropout can explain it, though the masks of other passes are the job's
     UNSETTLED    numbers differ, and it is not certain that the weights are the job's
     DIFFERS      numbers differ
     UNSETTLED    a finding is unsettled
@@ -261,7 +295,11 @@ def _decide_outcome(
     lacks_gradient = (
         any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
     )
-    if (differing or unsettled) and not lacks_gradient and settings.dropout and recorded.trains:
+    masks, is_coarse_here = compared_pass.masks, is_coarse(list_dtypes(recorded, settings))
+    if masks.status is MaskStatus.NOT_PROVEN and not lacks_gradient and (differing or unsettled or is_coarse_here):
+        return Outcome.CANNOT_TELL, masks.why
+    may_be_chance = settings.dropout and recorded.trains and masks.status is MaskStatus.NOT_RECORDED
+    if (differing or unsettled) and not lacks_gradient and may_be_chance:
         trains_with = f"the model trains with {', '.join(settings.dropout)}"
         if not replay_draws_job_masks:
             advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
@@ -280,7 +318,7 @@ def _decide_outcome(
         return Outcome.UNSETTLED, unsettled[0].doubt
     if any(finding.agrees and finding.counts for finding in findings):
         return Outcome.REPRODUCED, None
-    return Outcome.CANNOT_TELL, findings[0].doubt
+    return Outcome.CANNOT_TELL, masks.why or findings[0].doubt
 
 
 def _make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
@@ -339,11 +377,10 @@ def _judge_window(
     findings = [*compare_window(window, settings, number), *find_unmoved_weights(window, compared_passes, settings)]
     if not findings:
         return None
-    if all(compared_pass.has_job_dropout_masks for compared_pass in window):
-        settings = replace(settings, dropout=())
     weights = merge_comparisons([compared_pass.weights for compared_pass in window])
-    window_as_pass = replace(window[-1], findings=findings, weights=weights)
-    replay_draws_job_masks = any(compared_pass.has_job_dropout_masks for compared_pass in compared_passes)
+    masks = next((passed.masks for passed in window if not passed.has_job_dropout_masks), PROVEN_MASKS)
+    window_as_pass = replace(window[-1], findings=findings, weights=weights, masks=masks)
+    replay_draws_job_masks = _has_shown_job_masks(compared_passes)
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(
         _make_pass_verdict(window_as_pass, outcome, reason),
@@ -352,12 +389,14 @@ def _judge_window(
 
 
 def _is_open_gradient(verdict: PassVerdict) -> bool:
-    """Tell whether a recorded gradient could not be judged, for another reason than that rounding hides it."""
+    """Tell whether a recorded gradient could not be judged, for another reason than rounding or other dropout masks."""
     return (
         verdict.outcome is Outcome.CANNOT_TELL
         and verdict.reason not in WHOLE_PASS_REASONS
         and any(
-            finding.status is FindingStatus.NOT_JUDGED and finding.doubt != ROUNDING_HIDES
+            finding.status is FindingStatus.NOT_JUDGED
+            and finding.doubt != ROUNDING_HIDES
+            and not is_about_masks(finding.doubt)
             for finding in verdict.findings
         )
     )
@@ -411,11 +450,12 @@ def _select_worst_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select the first finding of each quantity not judged, or unsettled, in passes with the job's weights."""
+    """Select the first finding of each quantity not judged, or unsettled, where weights and masks are the job's."""
     first: dict[str, Finding] = {}
     for verdict in verdicts:
         for finding in verdict.findings if verdict.reason != OTHER_WEIGHTS else ():
-            if finding.status in (FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED):
+            is_open = finding.status in (FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED)
+            if is_open and not is_about_masks(finding.doubt):
                 first.setdefault(finding.name, finding)
     return list(first.values())
 

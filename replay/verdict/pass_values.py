@@ -19,12 +19,14 @@ from actor_init.inputs.packing import count_action_tokens, count_predicted_by_pa
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
+from capture.file_format.tensor_codec import TrainingMode
 from replay.objective.objective import select_loss_tokens
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.gradient_samples import GradientSamples
+from replay.verdict.random_draws import RandomDraws
 
 MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
 WEIGHTING = "weighting of passes"
@@ -113,6 +115,8 @@ class RecordedPass:
     divisor           what the model divided the sum of its losses by; None: the number of its own tokens
     recording         when the recording began, ISO 8601
     incident          the incident that ended the pass before it computed anything
+    draws             the random numbers that the forward drew; None where their end was not recorded
+    training          which parts of the model were in training mode; None where that was not recorded
     """
 
     rank: int | None
@@ -131,6 +135,8 @@ class RecordedPass:
     divisor: float | None = None
     recording: str | None = None
     incident: str | None = None
+    draws: RandomDraws | None = None
+    training: TrainingMode | None = None
 
 
 def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
@@ -160,6 +166,8 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
         divisor=None if is_objective(loss) else _read_divisor(call),
         recording=call.recording,
+        draws=RandomDraws.from_call(call),
+        training=call.training,
     )
 
 
@@ -405,12 +413,16 @@ class ReplayedPass:
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
     loss_sensitivity  how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
     gradient          None where the pass ends no window, or the job sampled no gradient
+    draws             the random numbers that the forward drew
+    has_job_layout    the model was fed rows of the captured shape, in their order, on one rank
     """
 
     token_log_probs: Sequence[float | None] = ()
     action_log_probs: Sequence[float | None] = ()
     loss_sensitivity: float = 1.0
     gradient: GradientSamples | None = field(default=None)
+    draws: RandomDraws | None = None
+    has_job_layout: bool = False
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

@@ -182,21 +182,18 @@ def test_no_other_weighting_explains_a_missing_gradient(
     assert headline(capsys.readouterr().out).startswith("DIFFERS: gradient (model.layers.1.self_attn.q_proj.weight, ")
 
 
-def test_of_a_dropout_model_the_passes_with_the_jobs_weights_give_the_reason(
+def test_a_dropout_model_that_trained_in_eval_mode_is_named_whatever_the_rows(
     tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eval mode was left on, so that no mask explains the numbers; later passes have other weights."""
+    """Eval mode was left on, so that the job drew no mask; later passes have other weights."""
     job = train(
         tmp_path / "job", make_model("gpt2", DROPOUT), fault=lambda model: model.eval(), num_steps=4, learning_rate=0.1
     )
-    verdict = verdict_on(job, tmp_path / "packed", "--dtype", "fp32")
-    assert verdict["outcome"] == "CANNOT TELL"
-    assert headline(capsys.readouterr().out) == (
-        "CANNOT TELL: the model trains with attn_pdrop, embd_pdrop, resid_pdrop, so its numbers differ by chance. "
-        "Try: --no-packing, which draws the masks of padded rows; passes 2 to 4 and steps 2 to 4: other weights"
-    )
-    verdict = verdict_on(job, tmp_path / "padded", "--dtype", "fp32", "--no-packing")
-    assert "Try" not in verdict["reason"]
+    for number, typed in enumerate(([], ["--no-packing"])):
+        verdict = verdict_on(job, tmp_path / str(number), "--dtype", "fp32", *typed)
+        assert verdict["outcome"] == "DIFFERS"
+        assert "the job's forward, in eval mode, drew no random numbers" in headline(capsys.readouterr().out)
+        assert [finding["status"] for finding in verdict["passes"][0]["findings"]] == ["differs", *["not judged"] * 2]
 
 
 def test_a_step_whose_gradient_was_not_judged_makes_no_later_pass_differ(tmp_path: Path, one_world: None) -> None:

@@ -1,0 +1,32 @@
+"""Look at torch's random generators before and after a pass's forward."""
+
+import torch
+from torch import Tensor
+
+from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
+from replay.runner.run_pass import PassObserver
+from replay.verdict.random_draws import RandomDraws
+from replay.watch.progress import Phase
+
+
+class GeneratorObserver(PassObserver):
+    """Takes the states of the generators where the forward begins and where it ends, as the recorder does in a job."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._before: GeneratorSnapshot | None = None
+        self._after: GeneratorSnapshot | None = None
+
+    def before_phase(self, phase: Phase) -> None:
+        if phase is Phase.FORWARD:
+            self._before = take_generator_snapshot(on_cuda=self._on_cuda)
+
+    def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
+        self._after = take_generator_snapshot(on_cuda=self._on_cuda)
+
+    @property
+    def draws(self) -> RandomDraws | None:
+        """The random numbers of the forward; None if it did not end."""
+        if self._before is None or self._after is None:
+            return None
+        return RandomDraws.from_marks(self._before.to_marks(), self._after.to_marks())

@@ -1,0 +1,215 @@
+"""Tell whether the replay drew the job's dropout masks, from where the random generators stood before and after.
+
+Equal states at both ends prove as many random numbers, and no masks: a generator's state does not tell the shapes that
+were drawn. On a GPU a mask of any size moves it by little, and MKL draws a whole mask with one number. So the masks are
+the job's only if besides the ends the rows, the attention kernel, the device and the form of the graph are the job's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from replay.runlog.records import PassRecord
+from replay.tolerances.difference import is_coarse
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, list_dtypes
+from replay.verdict.pass_values import MISSING_GRADIENT, RecordedPass, ReplayedPass
+from replay.verdict.random_draws import RandomDraws
+
+MASKS = "dropout masks"
+OTHER_MASKS = "the replay draws other dropout masks than the job"
+# Settings that act outside attention: for these it does not matter which kernel computes attention.
+_OUTSIDE_ATTENTION = (
+    *("resid_pdrop", "embd_pdrop", "resid_dropout", "embedding_dropout", "embed_dropout", "hidden_dropout"),
+    *("hidden_dropout_prob", "activation_dropout", "ffn_dropout", "layerdrop", "lora_dropout", "router_jitter_noise"),
+)
+
+
+class MaskStatus(StrEnum):
+    """What is known of the masks of a pass.
+
+    SAME          they are the job's, or neither drew any
+    OTHER         they are not the job's
+    NOT_PROVEN    as many numbers were drawn, and under other conditions: the masks may be other ones
+    NOT_RECORDED  the job recorded no end of its generators
+    """
+
+    SAME = "same"
+    OTHER = "other"
+    NOT_PROVEN = "not proven"
+    NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskComparison:
+    """What is known of a pass's dropout masks.
+
+    why   why they are not the job's, or may not be, with what to try
+    said  what the job drew and what the replay did, where that is another number though nothing explains it
+    """
+
+    status: MaskStatus = MaskStatus.NOT_RECORDED
+    why: str | None = None
+    said: str | None = None
+
+
+PROVEN_MASKS = MaskComparison(status=MaskStatus.SAME)
+
+
+def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings) -> MaskComparison:
+    """Compare what the forward drew in the job and in the replay.
+
+    Where one of them drew nothing, that is certain whatever the conditions. Where both drew, other conditions explain
+    another number; without one, another number is a fact of the job too.
+    """
+    job, own = recorded.draws, replayed.draws
+    if job is None or own is None or not _has_generator_of_device(recorded, job):
+        return MaskComparison()
+    if not job.has_moved and not own.has_moved:
+        return MaskComparison(status=MaskStatus.SAME)
+    if job.has_moved != own.has_moved:
+        said = _describe_draws(recorded, job, own, settings)
+        return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {said}", said=said)
+    reason = _find_other_condition(recorded, replayed, job, own, settings)
+    if reason is None and own.before != job.before:
+        reason = "its generators did not begin where the job's did"
+    if own.after == job.after:
+        return (
+            MaskComparison(status=MaskStatus.SAME)
+            if reason is None
+            else MaskComparison(status=MaskStatus.NOT_PROVEN, why=f"{OTHER_MASKS}, as far as is known: {reason}")
+        )
+    if reason is not None:
+        return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {reason}")
+    said = _describe_draws(recorded, job, own, settings)
+    return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {said}", said=said)
+
+
+def _has_generator_of_device(recorded: RecordedPass, job: RandomDraws) -> bool:
+    """Tell whether the generator of the job's device was recorded: that of another accelerator is not."""
+    return recorded.settings.get("device") == "CPU" or "cuda" in job.after
+
+
+def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings) -> str:
+    mode = "" if recorded.training is None or recorded.training["model"] else ", in eval mode,"
+    mode = "" if not recorded.trains else mode
+    job_text, own_text = (_name_number(draws) for draws in (job, own))
+    by = f" by {', '.join(settings.dropout)}" if own.has_moved and settings.dropout else ""
+    return f"the job's forward{mode} drew {job_text}, the replay's {own_text}{by}"
+
+
+def _name_number(draws: RandomDraws) -> str:
+    if not draws.has_moved:
+        return "no random numbers"
+    return "random numbers" if draws.num_drawn is None else f"{draws.num_drawn} random numbers"
+
+
+def _find_other_condition(
+    recorded: RecordedPass, replayed: ReplayedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings
+) -> str | None:
+    """Find what makes equal numbers of draws no proof of equal masks; None if nothing is known to."""
+    here, in_job = settings.environment, recorded.settings
+    if in_job.get("device") != here.get("device"):
+        return f"the job ran on {in_job.get('device')}, this is {here.get('device')}"
+    if settings.why_own_draws is not None:
+        return settings.why_own_draws
+    if not replayed.has_job_layout:
+        return (
+            "rows are packed here, and other rows in the job. Try: --no-packing"
+            if settings.packs
+            else "the rows have another shape than the job's"
+        )
+    if may_drop_attention(settings.dropout) and in_job.get("attention") != here.get("attention"):
+        kernel = in_job.get("attention")
+        return f"another kernel computes attention than the job's {kernel}. Try: --attention {kernel}"
+    if in_job.get("compiled", "no") != here.get("compiled", "no"):
+        return "the forward is compiled in one of them"
+    if "cuda" not in job.after:
+        return None if job.cpu_kind == own.cpu_kind else "this CPU draws masks otherwise than the job's"
+    if in_job.get("torch") != here.get("torch"):
+        return f"the job ran torch {in_job.get('torch')}, this is {here.get('torch')}"
+    if list(recorded.dtypes) != [settings.dtype]:
+        return f"on a GPU masks depend on the dtype, which was {', '.join(recorded.dtypes)} in the job"
+    return None
+
+
+def may_drop_attention(dropout: Sequence[str]) -> bool:
+    """Tell whether one of these settings may act inside attention, where each kernel draws in its own way."""
+    return any(name not in _OUTSIDE_ATTENTION for name in dropout)
+
+
+def leave_out_other_masks(
+    findings: Sequence[Finding], masks: Sequence[MaskComparison], settings: VerdictSettings
+) -> list[Finding]:
+    """Return the findings of passes with these masks: if any are other masks, their numbers are not judged.
+
+    Dropout cannot explain a parameter without a gradient: a mask leaves each parameter some. LayerDrop can, since it
+    skips a layer whole.
+    """
+    if all(mask.status is not MaskStatus.OTHER for mask in masks):
+        return list(findings)
+    return [
+        finding
+        if finding.name == MISSING_GRADIENT and "layerdrop" not in settings.dropout
+        else replace(finding, status=FindingStatus.NOT_JUDGED, doubt=OTHER_MASKS, counts=False)
+        for finding in findings
+    ]
+
+
+def judge_masks(
+    findings: Sequence[Finding], masks: MaskComparison, recorded: RecordedPass, settings: VerdictSettings
+) -> tuple[list[Finding], MaskComparison]:
+    """Return the findings of one pass, and what is known of its masks.
+
+    Where the job drew another number of random numbers there is a finding of that. In fp32 other masks change every
+    number, so where all agree, the random numbers were drawn for something else. Where a coarse dtype may hide them,
+    that is not known.
+    """
+    if masks.said is None or not findings:
+        return leave_out_other_masks(findings, [masks], settings), masks
+    is_off = any(finding.status in (FindingStatus.DIFFERS, FindingStatus.UNSETTLED) for finding in findings)
+    agrees = any(finding.agrees and finding.counts for finding in findings)
+    if not is_off and agrees and not is_coarse(list_dtypes(recorded, settings)):
+        unseen = _report_masks(masks.said, FindingStatus.NOT_JUDGED, "no number shows it")
+        return [*findings, unseen], PROVEN_MASKS
+    if is_off:
+        finding = _report_masks(masks.said, FindingStatus.DIFFERS, None)
+    else:
+        doubt = f"{masks.said}, and rounding may hide what it does"
+        finding = _report_masks(masks.said, FindingStatus.UNSETTLED, doubt)
+    return [finding, *leave_out_other_masks(findings, [masks], settings)], masks
+
+
+def _report_masks(said: str, status: FindingStatus, doubt: str | None) -> Finding:
+    return Finding(name=MASKS, status=status, recorded=0.0, where=said, doubt=doubt, counts=False, said=said)
+
+
+def is_about_masks(doubt: str | None) -> bool:
+    return doubt is not None and doubt.startswith(OTHER_MASKS)
+
+
+def drew_same_masks(
+    passes: Sequence[tuple[PassRecord, ReplayedPass]],
+    other_passes: Sequence[tuple[PassRecord, ReplayedPass]],
+    *,
+    has_same_kernel: bool,
+    dropout: Sequence[str],
+) -> bool:
+    """Tell whether two replays of the same rows drew the same masks: then what is between them is rounding.
+
+    On a CPU each kernel draws the mask of attention alike; on a GPU it does not.
+    """
+    other_by_place = {(record.index, record.rank): replayed for record, replayed in other_passes}
+    for record, replayed in passes:
+        other = other_by_place.get((record.index, record.rank))
+        if other is None:
+            continue
+        draws, other_draws = replayed.draws, other.draws
+        if draws is None or other_draws is None:
+            return False
+        if not draws.has_moved and not other_draws.has_moved:
+            continue
+        if (draws.before, draws.after) != (other_draws.before, other_draws.after):
+            return False
+        if "cuda" in draws.after and not has_same_kernel and may_drop_attention(dropout):
+            return False
+    return True
