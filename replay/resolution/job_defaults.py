@@ -24,6 +24,7 @@ from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sampl
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
 from replay.verdict.pass_values import list_job_dtypes
+from replay.verdict.random_draws import RandomDraws
 from replay.verdict.weight_check import WeightChecker
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
@@ -122,6 +123,8 @@ def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selec
         return choose(False, ChosenBy.JOB, PADDING_PREDICTS)
     if spec.measure.verdict is VerdictRule.STRICT and _is_padded(first_call):
         return choose(False, ChosenBy.JOB, "its rows were padded, and --verdict strict was given")
+    if _is_padded(first_call) and _draws_masks(first_call):
+        return choose(False, ChosenBy.JOB, "it drew dropout masks for padded rows")
     return choose(True, ChosenBy.MODEL)
 
 
@@ -146,6 +149,12 @@ def _choose_accumulation(actor: ActorSpec, selection: Selection) -> ResolvedChoi
 def _is_padded(first_call: Call | None) -> bool:
     """Are rows separate, and free of rows with several documents, which padding could not separate?"""
     return first_call is not None and not {"position_ids", *BORDER_NAMES} & first_call.tensors.keys()
+
+
+def _draws_masks(first_call: Call | None) -> bool:
+    """Is the first pass known to have drawn random numbers while it trained?"""
+    draws = None if first_call is None or not first_call.trains else RandomDraws.from_call(first_call)
+    return draws is not None and draws.has_moved
 
 
 def find_source(spec: ReplayParts) -> ModelSource:

@@ -19,11 +19,13 @@ from replay.resolution.selection import Selection
 from replay.runner.states import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.pass_values import list_switched_parts
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker
 
 # The header names this many differences of the config; run.json has all.
 MAX_NAMED_DIFFERENCES = 4
+MAX_NAMED_PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,7 @@ class Header:
     first_call          of the first input; None if it cannot be read
     dropout             the settings of the model that make dropout
     config_differences  what the model's config has other than the job's
+    missing_parts       of those that the job had in another mode than its model, the ones that this model does not have
     """
 
     resolved: ResolvedReplay
@@ -49,6 +52,7 @@ class Header:
     weight_checker: WeightChecker
     dropout: Sequence[str]
     config_differences: Sequence[str]
+    missing_parts: Sequence[str]
     world: World
 
     def collect_facts(self) -> dict[str, str | int]:
@@ -137,7 +141,7 @@ class Header:
         return {"resumed": f"behind {steps}, {earlier.num_passes} of {passes} on each rank"}
 
     def _describe_first_call(self) -> dict[str, str]:
-        """Say whether weights match, and where the random states of dropout come from."""
+        """Say whether weights match, where the random states of dropout come from, and which parts do not train."""
         first_call = self.first_call
         if first_call is None:
             return {}
@@ -147,7 +151,8 @@ class Header:
             if first_call.weights is None
             else {"recorded": format_weights(self.weight_checker.check(first_call.weights))}
         )
-        return weights | ({"dropout": f"{', '.join(self.dropout)}, {origin}"} if self.dropout else {})
+        dropout = {"dropout": f"{', '.join(self.dropout)}, {origin}"} if self.dropout else {}
+        return weights | dropout | _describe_mode(first_call, self.missing_parts)
 
     def _describe_optimizer(self) -> dict[str, str]:
         """Under --step, say whether the job's first step used other settings than the replay will."""
@@ -173,6 +178,22 @@ class Header:
         what = "of CUDA's allocator" if on_cuda else "none on a CPU: of the process's resident memory"
         slower = ", in every pass, which makes them slower" if self.world.world_size > 1 else ""
         return {"snapshot": what + slower}
+
+
+def _describe_mode(first_call: Call, missing_parts: Sequence[str]) -> dict[str, str]:
+    """Say which mode the job's model was in, where that was not the training mode of a pass that trains."""
+    training = first_call.training
+    if training is None or not first_call.trains:
+        return {}
+    if not training["model"]:
+        return {"mode": "the job's model was in eval mode in its first pass; here it is in training mode"}
+    parts = list_switched_parts(first_call)
+    if not parts:
+        return {}
+    more = f" and {len(parts) - MAX_NAMED_PARTS} more" if len(parts) > MAX_NAMED_PARTS else ""
+    text = f"another one than the model's, as in the job: {', '.join(parts[:MAX_NAMED_PARTS])}{more}"
+    missing = f"; not found here: {', '.join(missing_parts[:MAX_NAMED_PARTS])}" if missing_parts else ""
+    return {"mode": f"{text}{missing}"}
 
 
 def _describe_compile(actor: ActorSpec) -> str:

@@ -18,6 +18,7 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
+from capture.record.generator_marks import CUDA, count_drawn_numbers
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
@@ -52,6 +53,7 @@ from replay.verdict.pass_values import (
     ReplayedPass,
     doubt_loss_with_router_term,
     list_action_log_probs,
+    list_switched_parts,
     read_recorded_pass,
     read_token_positions,
     sample_log_probs,
@@ -139,7 +141,7 @@ class Replayer:
         self._first_uses = FirstUseCounter(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
-        self._has_failed_pass = False
+        self._has_failed_pass = self._has_counted_draws = False
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
@@ -222,6 +224,7 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
+            recorded, replayed = self._count_drawn_numbers(recorded, replayed, call)
             return PassEvidence(record, recorded, replayed), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
@@ -283,6 +286,19 @@ class Replayer:
         if not self.window.num_passes:
             self.num_inputs_completed = record.index + 1
         return record, replayed
+
+    def _count_drawn_numbers(
+        self, recorded: RecordedPass, replayed: ReplayedPass, call: Call
+    ) -> tuple[RecordedPass, ReplayedPass]:
+        """Count, once in a run, what the job's forward and the replay's drew, where that may be another number."""
+        job, own = recorded.draws, replayed.draws
+        if self._has_counted_draws or job is None or own is None or job.after == own.after or job.before != own.before:
+            return recorded, replayed
+        self._has_counted_draws = True
+        if CUDA in job.after:
+            return recorded, replayed
+        job, own = (replace(draws, num_drawn=count_drawn_numbers(call.random, draws.after)) for draws in (job, own))
+        return replace(recorded, draws=job), replace(replayed, draws=own)
 
     def _has_job_layout(self, inputs: PassInputs, batch: MicroBatch) -> bool:
         """Tell whether the model is fed the captured rows as they are, so that random masks have the job's shapes."""
@@ -418,11 +434,6 @@ class Replayer:
             if needs_all_tokens
             else (),
         )
-
-
-def list_switched_parts(call: Call) -> tuple[str, ...]:
-    """List the modules that the job had in another mode than the rest of a model that trains."""
-    return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
 
 
 def _has_output_of_every_token(call: Call) -> bool:

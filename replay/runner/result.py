@@ -257,10 +257,9 @@ def _measure_rounding(
             step_floors: Mapping[int, Mapping[str, NoiseFloor]] = {}
             if spec.measure.step:
                 step_floors = rounding_floor.measure_step_floors(repeater, passes)
-                first_floors = step_floors[min(step_floors)]
             else:
-                first_floors = floors = rounding_floor.measure_floors(repeater, passes, inputs_folder)
-            if setting.dropout and not rounding_floor.have_same_masks(first_floors, setting, passes):
+                floors = rounding_floor.measure_floors(repeater, passes, inputs_folder)
+            if not (floors or step_floors) and rounding_floor.draws_masks(passes):
                 why_unknown = "another attention kernel draws other dropout masks"
                 remarks.append(("rounding", f"not measured: {why_unknown}"))
                 setting = replace(setting, why_no_floors=why_unknown)
@@ -270,11 +269,11 @@ def _measure_rounding(
                 setting = replace(setting, why_no_floors=repeater.why_kernel_must_stay)
         if spec.measure.second_opinion:
             num_passes = len(repeater.selection.inputs)
-            fp32_passes = repeater.replay_inputs(rounding_floor.make_fp32_variant(spec), num_passes)
+            fp32_spec = rounding_floor.make_fp32_variant(spec)
+            fp32_passes = repeater.replay_inputs(fp32_spec, num_passes)
             # The fp32 replay is judged within this run's own distance from it, which is this run's rounding.
-            floors = rounding_floor.compute_floors(passes, fp32_passes)
-            if setting.dropout and not rounding_floor.have_same_masks(floors, setting, passes):
-                floors = {}
+            has_masks = rounding_floor.have_same_masks(spec, passes, fp32_spec, fp32_passes, setting.dropout)
+            floors = rounding_floor.compute_floors(passes, fp32_passes) if has_masks else {}
             fp32_verdict = judge(fp32_passes, replace(setting, floors=floors))
             remarks.append(("in fp32", format_verdict(fp32_verdict)[0][1]))
     except Exception as error:

@@ -37,10 +37,9 @@ from replay.tolerances.job_bounds import (
     TOKENS,
     TOKENS_RMS,
     NoiseFloor,
-    compute_bound,
     measure_difference,
 )
-from replay.verdict.findings import VerdictSettings, list_dtypes
+from replay.verdict.dropout_masks import drew_same_masks, may_drop_attention
 from replay.verdict.gradient_samples import compute_scale
 from replay.verdict.judge import PassEvidence
 from replay.verdict.weight_check import WeightChecker
@@ -53,13 +52,20 @@ FLOORS_FILE = "rounding.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRepeater:
-    """Replays some of a run's inputs once more, with other choices."""
+    """Replays some of a run's inputs once more, with other choices.
+
+    dropout  the model's dropout settings that are not 0
+    """
 
     world: World
     spec: ResolvedReplay
     selection: Selection
     tracker: Tracker
-    has_dropout: bool
+    dropout: Sequence[str]
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self.dropout)
 
     def make_rounding_variant(self, passes: Sequence[PassEvidence]) -> ResolvedReplay:
         return make_rounding_variant(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
@@ -131,14 +137,30 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
-def have_same_masks(floors: Mapping[str, NoiseFloor], setting: VerdictSettings, passes: Sequence[PassEvidence]) -> bool:
-    """Tell whether two replays of a model with dropout drew the same masks: what is between them is rounding.
+def have_same_masks(
+    spec: ResolvedReplay,
+    passes: Sequence[PassEvidence],
+    variant: ResolvedReplay,
+    other_passes: Sequence[PassEvidence],
+    dropout: Sequence[str],
+) -> bool:
+    """Tell whether a replay under `spec` and one under `variant` drew the same dropout masks, or none.
 
-    Another mask moves a token's log-prob by far more than the formula allows for rounding.
+    dropout  the model's dropout settings that are not 0
     """
-    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in list_dtypes(recorded, setting)}
-    floor = floors.get(TOKENS)
-    return floor is not None and floor.value <= compute_bound(TOKENS, sorted(dtypes), setting.num_layers, 1)
+    actor, other_actor = spec.actor, variant.actor
+    has_same_kernel = actor.attention == other_actor.attention
+    return drew_same_masks(
+        [(record, replayed) for record, _, replayed in passes],
+        [(record, replayed) for record, _, replayed in other_passes],
+        has_same_rows=spec.inputs.reverse_rows == variant.inputs.reverse_rows and actor.packs == other_actor.packs,
+        draws_alike_on_gpu=actor.dtype == other_actor.dtype and (has_same_kernel or not may_drop_attention(dropout)),
+    )
+
+
+def draws_masks(passes: Sequence[PassEvidence]) -> bool:
+    """Tell whether the replay drew random numbers in one of these passes."""
+    return any(replayed.draws is not None and replayed.draws.has_moved for _, _, replayed in passes)
 
 
 def _find_roundoff(dtype: Dtype) -> float:
@@ -154,7 +176,7 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder
     """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
 
     There are none where the kernel has to be kept: rows in another order alone would say that hardly anything is
-    rounded.
+    rounded. Neither are there where the second replay drew other dropout masks, which change far more than rounding.
     """
     if repeater.keeps_kernel:
         return {}
@@ -167,7 +189,9 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder
     if known_floors is not None:
         return known_floors
     variant = repeater.make_rounding_variant(compared)
-    floors = compute_floors(compared, repeater.replay_inputs(variant, num_passes))
+    repeated = repeater.replay_inputs(variant, num_passes)
+    has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
+    floors = compute_floors(compared, repeated) if has_masks else {}
     if repeater.world.rank == 0:
         _write_floors(folder, key, floors)
     return floors
@@ -176,9 +200,12 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder
 def measure_step_floors(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> dict[int, dict[str, NoiseFloor]]:
     """Return the floors by pass under --step: how far apart two replays are after all earlier steps.
 
-    All ranks must call this.
+    There are none where the second replay drew other dropout masks. All ranks must call this.
     """
-    repeated_passes = repeater.replay_inputs(repeater.make_rounding_variant(passes), len(repeater.selection.inputs))
+    variant = repeater.make_rounding_variant(passes)
+    repeated_passes = repeater.replay_inputs(variant, len(repeater.selection.inputs))
+    if not have_same_masks(repeater.spec, passes, variant, repeated_passes, repeater.dropout):
+        return {}
     indices = sorted({record.index for record, _, _ in passes})
     return {
         index: compute_floors(
@@ -272,7 +299,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
         digest_weights(repeater.spec.source.weights),
         strip_config(repeater.spec.source.config),
         str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
-        str(repeater.has_dropout),
+        str((repeater.dropout, "masks by the ends of the generators")),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
         str(None if (objective := Objective.open(spec)) is None else objective.sha256),
         str((world.world_size, world.device.type)),

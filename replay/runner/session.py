@@ -10,6 +10,7 @@ import torch
 
 from actor_init.as_json import to_json
 from actor_init.model import ModelSource, strip_config
+from actor_init.training_mode import list_missing_parts
 from actor_init.world import World
 from capture.file_format.capture_file import Call
 from replay.objective.objective import Objective
@@ -36,6 +37,7 @@ from replay.tracing.writer import TraceWriter
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
+from replay.verdict.pass_values import list_switched_parts
 from replay.verdict.text import format_verdict
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase
@@ -104,6 +106,7 @@ class Session:
         devices = world.gather("CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device))
         num_inputs = world.gather(len(self.selection.inputs))
         if self.console:
+            parts = () if first_call is None else list_switched_parts(first_call)
             header = Header(
                 resolved=self.spec,
                 selection=self.selection,
@@ -116,6 +119,7 @@ class Session:
                 weight_checker=self.weight_checker,
                 dropout=self.setting.dropout,
                 config_differences=format_config_differences(self.setting.model_differences),
+                missing_parts=list_missing_parts(actor.backend.model, parts),
                 world=world,
             )
             self.logbook.begin(
@@ -253,7 +257,7 @@ class Session:
             spec=self.spec,
             selection=self.selection,
             tracker=self.watch.tracker,
-            has_dropout=bool(self.setting.dropout),
+            dropout=self.setting.dropout,
         )
         return conclude(
             repeater,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from capture.record.generator_marks import CUDA
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse
 from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, list_dtypes
@@ -86,7 +87,7 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
 
 def _has_generator_of_device(recorded: RecordedPass, job: RandomDraws) -> bool:
     """Tell whether the generator of the job's device was recorded: that of another accelerator is not."""
-    return recorded.settings.get("device") == "CPU" or "cuda" in job.after
+    return recorded.settings.get("device") == "CPU" or CUDA in job.after
 
 
 def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings) -> str:
@@ -123,7 +124,7 @@ def _find_other_condition(
         return f"another kernel computes attention than the job's {kernel}. Try: --attention {kernel}"
     if in_job.get("compiled", "no") != here.get("compiled", "no"):
         return "the forward is compiled in one of them"
-    if "cuda" not in job.after:
+    if CUDA not in job.after:
         return None if job.cpu_kind == own.cpu_kind else "this CPU draws masks otherwise than the job's"
     if in_job.get("torch") != here.get("torch"):
         return f"the job ran torch {in_job.get('torch')}, this is {here.get('torch')}"
@@ -191,12 +192,14 @@ def drew_same_masks(
     passes: Sequence[tuple[PassRecord, ReplayedPass]],
     other_passes: Sequence[tuple[PassRecord, ReplayedPass]],
     *,
-    has_same_kernel: bool,
-    dropout: Sequence[str],
+    has_same_rows: bool,
+    draws_alike_on_gpu: bool,
 ) -> bool:
-    """Tell whether two replays of the same rows drew the same masks: then what is between them is rounding.
+    """Tell whether two replays drew the same masks, or none: then what is between them is rounding.
 
-    On a CPU each kernel draws the mask of attention alike; on a GPU it does not.
+    has_same_rows       both were fed the same rows in the same order
+    draws_alike_on_gpu  both have one dtype, and one kernel if dropout acts inside attention: on a GPU each draws in its
+                        own way, and on a CPU all do alike
     """
     other_by_place = {(record.index, record.rank): replayed for record, replayed in other_passes}
     for record, replayed in passes:
@@ -208,8 +211,7 @@ def drew_same_masks(
             return False
         if not draws.has_moved and not other_draws.has_moved:
             continue
-        if (draws.before, draws.after) != (other_draws.before, other_draws.after):
-            return False
-        if "cuda" in draws.after and not has_same_kernel and may_drop_attention(dropout):
+        has_same_ends = (draws.before, draws.after) == (other_draws.before, other_draws.after)
+        if not (has_same_ends and has_same_rows and (draws_alike_on_gpu or CUDA not in draws.after)):
             return False
     return True

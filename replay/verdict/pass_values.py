@@ -171,6 +171,11 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
     )
 
 
+def list_switched_parts(call: Call) -> tuple[str, ...]:
+    """List the modules that the job had in another mode than the rest of a model that trains."""
+    return () if call.training is None or not call.training["model"] else tuple(call.training["parts"])
+
+
 def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
     """Claim the model's own loss: in Hugging Face's causal LMs the mean over the labels after the first token.
 

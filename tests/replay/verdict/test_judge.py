@@ -135,10 +135,12 @@ def test_a_job_with_dropout_is_reproduced_where_its_masks_can_be_drawn_again(
 ) -> None:
     job = train(tmp_path / "job", dropout=0.3, device=device, reproduce=True)
     typed = ["--dtype", "fp32", "--backend", backend, "--attention", "sdpa"]
-    _, verdict, _ = replay_captures(job, tmp_path / "same", *typed, "--no-packing", "--gradient-checkpointing")
+    _, verdict, _ = replay_captures(job, tmp_path / "same", *typed, "--gradient-checkpointing")
     assert verdict["counts"] == {"REPRODUCED": 3}
     assert "dropout    attention_dropout, from the job's random states" in capsys.readouterr().out
-    _, verdict, _ = replay_captures(job, tmp_path / "packed", *typed)  # rows of another length draw other masks
+    _, verdict, _ = replay_captures(
+        job, tmp_path / "packed", *typed, "--packing"
+    )  # rows of another length draw other masks
     assert verdict["outcome"] == "CANNOT TELL"
     assert verdict["reason"] == (
         "the replay draws other dropout masks than the job: rows are packed here, and other rows in the job. "
