@@ -17,10 +17,6 @@ from capture.record.background_writer import warn
 from capture.record.forward_hooks import is_in_backward
 from capture.record.job_facts import is_compiled
 from capture.record.routers import find_choice, find_routers
-<<<<<<< HEAD
-=======
-from capture.record.job_facts import is_compiled
->>>>>>> d48765b (Rows of a padded job with dropout are replayed padded; a floor is measured only between the same masks; the docs say so)
 
 # Experts are counted in 16 bits on the way to the host.
 _MOST_EXPERTS = 2**15
