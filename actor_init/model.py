@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,6 +26,14 @@ from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers.declaration import ParameterGroup
+from actor_init.model_config import (
+    PRESET_NAMES,
+    PRESETS,
+    cut_layers,
+    parse_hf_config,
+    read_captured_config,
+    read_config,
+)
 from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import ActorSpec, UsageError
@@ -48,11 +50,7 @@ from actor_init.weights import (
     list_modules_below,
 )
 from capture.facts import Setting
-from capture.file_format.actor_config import read_actor_config
-from capture.file_format.micro_batch import CaptureError
 
-PRESETS = files("actor_init") / "presets"
-PRESET_NAMES = sorted(path.name.removesuffix(".json") for path in PRESETS.iterdir())
 # Fields of a config that do not change the model.
 IRRELEVANT_FIELDS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 
@@ -113,19 +111,15 @@ def find_model(
     else:
         path = Path(spec.model)
         name = str(path)
-        if (
-            path.is_dir()
-            and not (path / "config.json").exists()
-            and (config := _read_captured_config(path)) is not None
-        ):
+        if path.is_dir() and not (path / "config.json").exists() and (config := read_captured_config(path)) is not None:
             values = config
         elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
             setting, advice = Setting("model", path), f"Try: {Setting('model', 'BASE')} {Setting('adapter', path)}"
             raise UsageError(setting, "is an adapter without its base", advice)
         else:
-            values = _read_config(path / "config.json" if path.is_dir() else path, spec.model)
+            values = read_config(path / "config.json" if path.is_dir() else path, spec.model)
         folder = path if path.is_dir() and any(path.glob("*.safetensors")) else None
-    config = _cut_layers(_parse_hf_config(values, name), spec.num_layers)
+    config = cut_layers(parse_hf_config(values, name), spec.num_layers)
     weights: Weights
     if folder is not None and not spec.random_weights:
         weights = FolderWeights.open(folder, build_on_meta(config, attention="eager", dtype=torch.float32))
@@ -406,94 +400,3 @@ def _fill_buffer(model: PreTrainedModel, module_name: str, name: str, weights: W
 def _is_unset(buffer: Tensor) -> bool:
     unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
     return buffer.dtype is not torch.bool and bool(unset.all())
-
-
-def _read_captured_config(folder: Path) -> dict[str, object] | None:
-    """Return the config of a folder of captures. Raises UsageError if its actor.json is damaged."""
-    try:
-        return read_actor_config(folder)
-    except CaptureError as error:
-        raise UsageError(*error.args) from error
-
-
-def _read_config(path: Path, typed: str) -> dict[str, object]:
-    setting = Setting("model", typed)
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        known = ", ".join(PRESET_NAMES)
-        advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
-        raise UsageError(setting, f": {error}", advice) from error
-    if not isinstance(values, dict):
-        why = f": {path} holds a {type(values).__name__}, not a model config"
-        raise UsageError(setting, why)
-    return values
-
-
-def parse_config(values: Mapping[str, object]) -> PretrainedConfig:
-    """Return the config that `values`, read from JSON, describe. Raises what its class raises for bad values."""
-    fields = _restore_infinities(dict(values))
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _restore_infinities(value: Any) -> Any:
-    """Return `value` with the infinities that transformers writes as {"__float__": "Infinity"}."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _restore_infinities(inner) for key, inner in value.items()}
-    return [_restore_infinities(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _parse_hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig:
-    model_type, config_name = values.get("model_type"), f"the config of {name}"
-    if not model_type:
-        why = "does not name its model_type, as Hugging Face's config.json does"
-        raise UsageError(config_name, why)
-    if model_type not in CONFIG_MAPPING:
-        if "auto_map" in values:
-            why = f"is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it"
-            options = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
-            raise UsageError(name, why, f"Try: {options}, see docs/custom-models.md, Remote code")
-        release = f"transformers {transformers.__version__}"
-        why = f"has the model_type {model_type!r}, which {release} does not have"
-        advice = f"Try: the job's transformers, or {Setting('model')} with another config.json"
-        raise UsageError(config_name, why, advice)
-    try:
-        config = parse_config(values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        why = f"is refused by transformers: {reason[:300]}"
-        raise UsageError(config_name, why) from error
-    _refuse_other_models(config, name)
-    return config
-
-
-def _refuse_other_models(config: PretrainedConfig, name: str) -> None:
-    """Raise UsageError unless `config` is that of a causal LM, which reads token ids alone from left to right."""
-    kind = type(config)
-    is_decoder = getattr(config, "is_decoder", True)
-    reason = None
-    if config.is_encoder_decoder:
-        reason = "an encoder and a decoder"
-    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = "transformers has no causal LM of this type"
-    elif kind in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
-        reason = "an encoder, whose tokens see those behind them"
-    if reason is not None:
-        why = f"is a {config.model_type}, not a causal LM ({reason})"
-        advice = f"Try: {Setting('model')} with a decoder-only language model, or its captures"
-        raise UsageError(name, why, advice)
-
-
-def _cut_layers(config: PretrainedConfig, num_layers: int | None) -> PretrainedConfig:
-    if num_layers is None:
-        return config
-    if num_layers > config.num_hidden_layers:
-        why = f", but the model has {config.num_hidden_layers}"
-        advice = f"Allowed: 1 to {config.num_hidden_layers}"
-        raise UsageError(Setting("num_layers", num_layers), why, advice)
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    return config

@@ -35,7 +35,7 @@ ROOMS = {
         ("declarations", "as_json", "compiling", "sketching"),  # of backends and kernels: what each needs and refuses
         ("spec",),
         ("fused", "optimizer", "training_mode", "weights", "world"),
-        ("adapters", "custom"),
+        ("adapters", "custom", "model_config"),
         ("optimizers",),
         ("model",),
         ("dropout_settings", "parallel", "saving"),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import BartConfig, BertConfig, LlavaConfig, Mamba2Config, PretrainedConfig, T5Config
 
-from actor_init.model import find_model, parse_config
+from actor_init.model import find_model
+from actor_init.model_config import parse_config
 from actor_init.spec import ActorSpec, UsageError
 
 
