@@ -211,7 +211,11 @@ class PassStore:
             if pass_outputs.random_after is not None:
                 encoded.body["random_after"] = pass_outputs.random_after.to_marks()
             if pass_outputs.routes:
-                encoded.body["routes"] = {name: encode_tensor(choice) for name, choice in pass_outputs.routes.items()}
+                encoded.body["routes"] = {
+                    name: encode_tensor(choice_TK)
+                    for names, choices_RTK in pass_outputs.routes
+                    for name, choice_TK in zip(names, choices_RTK, strict=True)
+                }
             if pass_outputs.settings:
                 encoded.body["environment"].update(pass_outputs.settings)
             if "step" in encoded.body:

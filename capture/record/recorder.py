@@ -439,6 +439,6 @@ class Recorder:
             dtypes = describe_dtypes(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes
-        if not has_any or is_capturing_graph({**outputs, **routes}):
+        if not has_any or is_capturing_graph(outputs):
             return None
         return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights, random_after, routes)

@@ -4,7 +4,7 @@ Hooks on the routers keep references to what they chose; at the end of the pass 
 copied to the host as all else is. A forward inside a backward, by which activation checkpointing computes a layer
 again, is not looked at, and neither is a compiled layer.
 
-Shape letters: T tokens, E experts, K experts a token.
+Shape letters: R routers, T tokens, E experts, K experts a token.
 """
 
 import weakref
@@ -20,6 +20,10 @@ from capture.record.routers import find_choice, find_routers
 
 # Experts are counted in 16 bits on the way to the host.
 _MOST_EXPERTS = 2**15
+
+
+# Names of routers R, and the experts that each chose [R, T, K].
+JoinedChoices = tuple[tuple[str, ...], Tensor]
 
 
 class RouteRecorder:
@@ -62,27 +66,23 @@ class RouteRecorder:
         """Begin a pass of so many tokens, 0 for one that is not recorded, and forget the one before."""
         self._num_tokens, self._choices = num_tokens, {}
 
-    def take(self) -> dict[str, Tensor]:
-        """End the pass, and return the chosen experts [T, K] by router, int16 on their device.
+    def take(self) -> list[JoinedChoices]:
+        """End the pass, and return what its routers chose, int16 on its device: one tensor for those of one shape.
 
         Left out are routers that ran more than once, or chose for another number of tokens than the pass has, as where
         the job took the padding out before.
         """
         choices, num_tokens = self._choices, self._num_tokens
         self.begin(0)
-        kept = {
-            name: tensors[0]
-            for name, tensors in choices.items()
-            if len(tensors) == 1 and len(tensors[0]) == num_tokens and type(tensors[0]) is Tensor
-        }
-        by_shape: dict[tuple[Any, ...], list[str]] = {}
-        for name, tensor in kept.items():
-            by_shape.setdefault((tensor.shape, tensor.device, tensor.dtype), []).append(name)
-        routes: dict[str, Tensor] = {}
-        for names in by_shape.values():
-            joined = torch.stack([kept[name].detach() for name in names]).to(torch.int16)
-            routes |= dict(zip(names, joined.unbind(), strict=True))
-        return {name: routes[name] for name in kept}
+        by_shape: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+        for name, tensors in choices.items():
+            choice_TK = tensors[0]
+            if len(tensors) == 1 and len(choice_TK) == num_tokens and type(choice_TK) is Tensor:
+                alike = by_shape.setdefault((choice_TK.shape, choice_TK.device, choice_TK.dtype), {})
+                alike[name] = choice_TK.detach()
+        return [
+            (tuple(alike), torch.stack(list(alike.values())).to(torch.int16)) for alike in by_shape.values() if alike
+        ]
 
     def add(self, name: str, choice: Tensor | None) -> None:
         if choice is not None:

@@ -2,8 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from capture.record.training_mode import TrainingModeReader
 
 # The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
 _SAMPLES = " weights"
-# What the name of a router's chosen experts begins with beside a pass's outputs.
+# What the names of the chosen experts begin with beside a pass's outputs.
 _ROUTES = " routes "
 # Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
@@ -137,7 +137,7 @@ class PassOutputs:
     settings      those that were not known before the pass ran
     weights       samples of the weights, if they were taken at the end of the pass
     random_after  the states of torch's generators where the forward ended
-    routes        the chosen experts of each token, by router; none of a dense model
+    routes        names of routers, and the experts that each of them chose for each token; none of a dense model
     """
 
     forward: int
@@ -147,7 +147,7 @@ class PassOutputs:
     settings: Mapping[str, str]
     weights: RawSamples | None
     random_after: GeneratorSnapshot | None = None
-    routes: Mapping[str, Tensor] = field(default_factory=dict)
+    routes: Sequence[tuple[tuple[str, ...], Tensor]] = ()
 
     @classmethod
     def begin_copy(
@@ -158,11 +158,11 @@ class PassOutputs:
         settings: Mapping[str, str] | None = None,
         weights: RawSamples | None = None,
         random_after: GeneratorSnapshot | None = None,
-        routes: Mapping[str, Tensor] | None = None,
+        routes: Sequence[tuple[tuple[str, ...], Tensor]] = (),
     ) -> "PassOutputs":
-        to_copy = {**tensors, **{f"{_ROUTES}{name}": choice for name, choice in (routes or {}).items()}}
+        to_copy = {**tensors, **{f"{_ROUTES}{number}": choices for number, (_, choices) in enumerate(routes)}}
         copies, copy_events = copy_to_host(to_copy if weights is None else {**to_copy, _SAMPLES: weights.values})
-        host_routes = {name: copies.pop(f"{_ROUTES}{name}") for name in routes or {}}
+        host_routes = [(names, copies.pop(f"{_ROUTES}{number}")) for number, (names, _) in enumerate(routes)]
         if weights is not None:
             weights = replace(weights, values=copies.pop(_SAMPLES))
         return cls(

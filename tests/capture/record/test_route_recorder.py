@@ -102,7 +102,7 @@ def test_a_router_that_chooses_for_other_tokens_is_left_out() -> None:
     recorder.attach(model)
     recorder.begin(12)
     model(input_ids=IDS_BS[:, :5])
-    assert recorder.take() == {}
+    assert recorder.take() == []
 
 
 def test_a_copy_of_a_recorded_model_records_nothing(tmp_path: Path) -> None:
