@@ -77,6 +77,12 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
+class Routing(StrEnum):
+    AUTO = "auto"
+    RECORDED = "recorded"
+    LIVE = "live"
+
+
 class PadTo(StrEnum):
     OWN = "own"
     LONGEST = "longest"

@@ -24,6 +24,7 @@ from actor_init.option_words import (
     Kernels,
     OptimizerName,
     PadTo,
+    Routing,
     TpPlan,
     UsageError,
     option,
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerName",
     "PadTo",
     "ParallelSpec",
+    "Routing",
     "TpPlan",
     "UsageError",
     "option",
@@ -215,6 +217,11 @@ class ActorSpec:
         "Of --compile. dynamic: one graph for any length; automatic: torch's default, a graph for the first length and "
         "more when others come; static: one for each length.",
     )
+    routing: Routing = option(
+        Routing.AUTO,
+        "Which experts a mixture of experts sends each token to. recorded: the job's, with the scores that they get "
+        "here; live: those chosen here. auto: recorded where the captures hold them.",
+    )
     gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
     optimizer: str = option(OptimizerName.ADAMW.value, _optimizer_help, metavar=_list_optimizer_forms)
     learning_rate: float = option(1e-6, "Used with --step.", min=0)
@@ -269,6 +276,7 @@ class ActorSpec:
         packing: bool = True,
         attention: str = Attention.AUTO,
         kernels: Kernels = Kernels.MODEL,
+        routing: Routing = Routing.LIVE,
         grad_accumulation: int = 1,
     ) -> Self:
         """Return the spec with these values for the options that were not given."""
@@ -278,6 +286,7 @@ class ActorSpec:
             packing=packing and not self.is_custom if self.packing is None else self.packing,
             attention=attention if self.attention == Attention.AUTO and not self.is_custom else self.attention,
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
+            routing=routing if self.routing is Routing.AUTO else self.routing,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
         )
 

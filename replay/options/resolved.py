@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing
 from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec
 
 # A log is read without these heavy imports.
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 ATTENTION = "actor.attention"
 PACKING = "actor.packing"
 KERNELS = "actor.kernels"
+ROUTING = "actor.routing"
 TP_PLAN = "actor.parallel.tp_plan"
 FUSED_MODULES = "fused modules"
 LOSS_SCALE = "loss scale"
 ONCE_OPEN = "known once the actor is open"
-# What torch, a backend or this machine chose: who repeats the run elsewhere leaves it to them there.
+# What torch, a backend, this machine or the captures chose: who repeats the run elsewhere leaves it to them there.
 LEFT_TO_OTHER_MACHINES = {
     ATTENTION,
+    ROUTING,
     "actor.zero_stage",
     *(f"actor.{name}" for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")),
     "inputs.inputs",
@@ -94,6 +96,7 @@ class ResolvedReplay(ReplayParts):
                 "actor.dtype": actor.dtype is Dtype.AUTO,
                 PACKING: actor.packing is None,
                 KERNELS: actor.kernels is Kernels.AUTO,
+                ROUTING: actor.routing is Routing.AUTO,
                 "actor.grad_accumulation": actor.grad_accumulation is None,
             }.items()
             if is_open

@@ -12,14 +12,14 @@ from actor_init.declarations.attention import find_job_kernel
 from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, UsageError
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing, UsageError
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
-from replay.options.resolved import KERNELS, PACKING, ChosenBy, ResolvedChoice
+from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, ResolvedChoice
 from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
@@ -34,7 +34,7 @@ PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
 def choose_from_job(
     spec: ReplayParts, first_call: Call | None, selection: Selection, device_type: str
 ) -> list[ResolvedChoice]:
-    """Choose dtype, packing, kernels and accumulation: as typed, else as `first_call`, a capture of the job, says.
+    """Choose dtype, packing, kernels, routes and accumulation: as typed, else as `first_call`, one of the job's, says.
 
     Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
     rows are padded, as the job's were.
@@ -44,6 +44,7 @@ def choose_from_job(
         _choose_packing(spec, first_call, selection),
         _choose_fused_kernels(spec.actor, first_call, device_type),
         _choose_accumulation(spec.actor, selection),
+        _choose_routing(spec.actor, first_call),
     ]
 
 
@@ -138,6 +139,29 @@ def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type
             )
         return ResolvedChoice(setting=KERNELS, value=Kernels.FUSED, by=ChosenBy.JOB, why="it used Liger")
     return ResolvedChoice(setting=KERNELS, value=Kernels.MODEL, by=ChosenBy.DEFAULT)
+
+
+def _choose_routing(actor: ActorSpec, first_call: Call | None) -> ResolvedChoice:
+    """Choose the job's experts where the captures hold them. Raises UsageError where they were asked for in vain."""
+
+    def choose(value: Routing, by: ChosenBy, why: str = "") -> ResolvedChoice:
+        return ResolvedChoice(setting=ROUTING, value=value, by=by, why=why)
+
+    recorded, live = Setting("routing", Routing.RECORDED), Setting("routing", Routing.LIVE)
+    has_routes = first_call is not None and bool(first_call.routes)
+    sequence_parallel = Setting("sequence_parallel", True)
+    if actor.routing is Routing.RECORDED and actor.parallel.sequence_parallel:
+        why = f"gives each router all tokens of a row, and {sequence_parallel} gives it a share"
+        raise UsageError(recorded, why, f"Try: {live}")
+    if actor.routing is Routing.RECORDED and first_call is not None and not has_routes:
+        raise UsageError(recorded, "needs routes of experts, and the captures hold none", f"Try: {live}")
+    if actor.routing is not Routing.AUTO:
+        return choose(actor.routing, ChosenBy.TYPED)
+    if not has_routes:
+        return choose(Routing.LIVE, ChosenBy.DEFAULT, "the captures hold no routes of experts")
+    if actor.parallel.sequence_parallel:
+        return choose(Routing.LIVE, ChosenBy.OPTION, f"{sequence_parallel} gives each router a share of the tokens")
+    return choose(Routing.RECORDED, ChosenBy.JOB, "its captures hold the experts of each token")
 
 
 def _choose_accumulation(actor: ActorSpec, selection: Selection) -> ResolvedChoice:

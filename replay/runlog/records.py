@@ -108,6 +108,22 @@ class ResultSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutesSection:
+    """Which experts the tokens of a pass went to, in a mixture of experts; nothing of a dense model.
+
+    routing          recorded: to those that the job chose, in every layer; live: to those chosen here
+    routed_tokens    tokens times layers in which the job's choice is known
+    flipped_tokens   those of them whose scores here choose others
+    flips_by_router  the same by layer, where there are any
+    """
+
+    routing: str | None = None
+    routed_tokens: int = 0
+    flipped_tokens: int = 0
+    flips_by_router: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompilationSection:
     """What torch.compile did in a pass.
 
@@ -140,6 +156,7 @@ class PassRecord:
     cost: CostSection = CostSection()
     result: ResultSection = ResultSection()
     compilation: CompilationSection = CompilationSection()
+    routes: RoutesSection = RoutesSection()
     first_uses: list[str] = field(default_factory=list)
     first_non_finite: str | None = None
     warmup: bool = False

@@ -19,7 +19,7 @@ from replay.resolution.selection import Selection
 from replay.runner.states import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_settings import list_setting_differences
-from replay.verdict.pass_values import list_switched_parts
+from replay.verdict.pass_values import is_mixture, list_switched_parts
 from replay.verdict.text import format_weights
 from replay.verdict.weight_check import WeightChecker
 
@@ -117,6 +117,7 @@ class Header:
             *([f"padded to the {actor.pad_to}"] if actor.pad_to is PadTo.LONGEST else []),
             *([f"padded to {actor.pad_tokens} tokens"] if actor.pad_tokens is not None else []),
             *([_describe_compile(actor)] if actor.compile is not Compile.OFF else []),
+            *([f"routing {actor.routing}"] if is_mixture(self.weight_checker.names) else []),
             *(["gradient checkpointing"] if actor.gradient_checkpointing else []),
             *([f"gradient accumulation {actor.num_accumulated}"] if actor.num_accumulated > 1 else []),
             *(["window mean-of-means"] if self.resolved.measure.window is WindowWeights.MEAN_OF_MEANS else []),

@@ -19,6 +19,7 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.record.generator_marks import CUDA, count_drawn_numbers
+from capture.record.routers import find_routers
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
@@ -45,6 +46,7 @@ from replay.runner.observers import (
     RunObservers,
     TraceObserver,
 )
+from replay.runner.pass_routes import describe_routes, has_job_routes, prepare_routes
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
@@ -144,6 +146,7 @@ class Replayer:
         self._has_failed_pass = self._has_counted_draws = False
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
+        self._routers = tuple(find_routers(actor.backend.model))
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
@@ -269,6 +272,8 @@ class Replayer:
             gradient=gradient.samples if gradient is not None else None,
             draws=generators.draws,
             has_job_layout=self._has_job_layout(inputs, batch),
+            flips=outcome.flips,
+            has_job_routes=has_job_routes(inputs.routes, outcome.flips, self._routers),
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
@@ -279,6 +284,9 @@ class Replayer:
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=outcome.cost,
                 result=_describe_result(outcome, inputs),
+                routes=describe_routes(
+                    is_recorded=replayed.has_job_routes, flips=replayed.flips, routers=self._routers
+                ),
             )
         )
         if self.trace:
@@ -354,6 +362,14 @@ class Replayer:
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
+            routes=prepare_routes(
+                call,
+                (batch.num_rows, batch.sequences_BS.shape[1]),
+                actor_inputs,
+                self._routers,
+                routing=self.spec.actor.routing,
+                has_reversed_rows=has_reversed_rows,
+            ),
         )
 
     def _read_objective_record(self, call: Call, batch: MicroBatch) -> ObjectiveRecord | None:

@@ -12,7 +12,7 @@ observers after it; those of the window's end.
 Shape letters: B rows, A trailing tokens of a row that the action mask covers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
@@ -27,6 +27,7 @@ from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring
 from actor_init.model import ModelSource
+from actor_init.routes import PassRoutes, RouterFlips, RouterState, collect_flips, steer_routers
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
 from capture.facts import Setting
@@ -56,6 +57,7 @@ class PassInputs:
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows stand from the last of the capture to its first
+    routes               what the routers of a mixture of experts do; None: they are left alone
     """
 
     actor_inputs: ActorInputs
@@ -69,16 +71,22 @@ class PassInputs:
     random_states: RandomStates = field(default_factory=RandomStates)
     captured_row_length: int
     has_reversed_rows: bool = False
+    routes: PassRoutes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutcome:
-    """What a pass computed, without its graph. `grad_norm` is the window's; None in a pass that does not end one."""
+    """What a pass computed, without its graph.
+
+    grad_norm  of the window; None in a pass that does not end one
+    flips      of each router whose choice was held against the job's
+    """
 
     log_probs_BA: Tensor
     loss: Tensor
     grad_norm: float | None
     cost: CostSection
+    flips: Sequence[RouterFlips] = ()
 
 
 class PassObserver:
@@ -261,7 +269,11 @@ def run_pass(
     notifier = ObserverNotifier(observers, clock)
     grad_norm: float | None = None
     try:
-        with notifier.follow_pass(inputs), torch.set_grad_enabled(inputs.builds_graph):
+        with (
+            notifier.follow_pass(inputs),
+            torch.set_grad_enabled(inputs.builds_graph),
+            _steer_routers(backend, inputs) as routers,
+        ):
             clock.wait_for_all_ranks()
             # From the random states of the job, dropout draws the masks that it drew there.
             if inputs.random_states:
@@ -293,16 +305,23 @@ def run_pass(
             notifier.before_phase(Phase.DEVICE_WAIT)
             cost = clock.stop()
             notifier.after_measurement()
+            flips = collect_flips(routers)
 
             notifier.before_phase(Phase.ENDING)
             # Training never ends a window without a step, so what this takes is not measured.
             if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=False)
-        return PassOutcome(log_probs_BA=log_probs_BA.detach(), loss=loss.detach(), grad_norm=grad_norm, cost=cost)
+        return PassOutcome(
+            log_probs_BA=log_probs_BA.detach(), loss=loss.detach(), grad_norm=grad_norm, cost=cost, flips=flips
+        )
     finally:
         # Kept logits hold the pass's graph, and with it an actor that is to be closed if the pass failed.
         if inputs.actor_inputs.kept_logits is not None:
             inputs.actor_inputs.kept_logits.drop()
+
+
+def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
+    return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 
 
 def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource, world: World) -> ActorInputs:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
+from actor_init.routes import RouterFlips
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
@@ -420,6 +421,8 @@ class ReplayedPass:
     gradient          None where the pass ends no window, or the job sampled no gradient
     draws             the random numbers that the forward drew
     has_job_layout    the model was fed rows of the captured shape, in their order, on one rank
+    flips             of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
+    has_job_routes    every token went to the job's experts
     """
 
     token_log_probs: Sequence[float | None] = ()
@@ -428,6 +431,8 @@ class ReplayedPass:
     gradient: GradientSamples | None = field(default=None)
     draws: RandomDraws | None = None
     has_job_layout: bool = False
+    flips: Sequence[RouterFlips] = ()
+    has_job_routes: bool = False
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.attention import kernel_choice
-from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec
+from actor_init.spec import ActorSpec, Attention, Kernels, ParallelSpec, Routing, UsageError
 from capture import recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import capture_files
 from capture.record.job_facts import find_kernels
-from replay.options.resolved import KERNELS, ChosenBy
+from replay.options.resolved import KERNELS, ROUTING, ChosenBy
 from replay.options.spec import ReplaySpec
 from replay.resolution.job_defaults import ChosenKernel, apply_choices, choose_from_job, choose_job_kernel
 from replay.resolution.selection import Selection
@@ -37,7 +37,7 @@ SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged
 def job(*, packed: bool = False, **environment: str) -> Call:
     """A capture of a job with these settings; packed rows come with position ids."""
     tensors = {"input_ids": torch.ones(1, 4)} | ({"position_ids": torch.ones(1, 4)} if packed else {})
-    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, weights=None, outputs={}))
+    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, weights=None, outputs={}, routes={}))
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +153,35 @@ def test_a_capture_says_whether_the_job_used_liger(tmp_path: Path, monkeypatch: 
     assert find_kernels(exchanged) == "liger"
     monkeypatch.setattr(sys.modules[LlamaForCausalLM.__module__], "apply_rotary_pos_emb", _ligers_rotary)
     assert find_kernels(plain) == "liger"
+
+
+def choose_routing(first: Call | None, **given: Any) -> tuple[object, ChosenBy]:
+    choices = choose_from_job(ReplaySpec(actor=ActorSpec(**given)), first, SELECTION, "cpu")
+    [choice] = [choice for choice in choices if choice.setting == ROUTING]
+    return choice.value, choice.by
+
+
+def with_routes() -> Call:
+    first = job()
+    first.routes = {"gate": torch.zeros(4, 2)}  # type: ignore[misc]
+    return first
+
+
+def test_the_job_s_experts_are_taken_where_the_captures_hold_them() -> None:
+    assert choose_routing(with_routes()) == (Routing.RECORDED, ChosenBy.JOB)
+    assert choose_routing(job()) == (Routing.LIVE, ChosenBy.DEFAULT)
+    assert choose_routing(None) == (Routing.LIVE, ChosenBy.DEFAULT)
+    assert choose_routing(with_routes(), routing=Routing.LIVE) == (Routing.LIVE, ChosenBy.TYPED)
+    assert choose_routing(with_routes(), routing=Routing.RECORDED) == (Routing.RECORDED, ChosenBy.TYPED)
+
+
+def test_experts_that_were_not_recorded_are_refused() -> None:
+    with pytest.raises(UsageError, match="the captures hold none"):
+        choose_routing(job(), routing=Routing.RECORDED)
+
+
+def test_a_router_that_sees_a_share_of_the_tokens_chooses_here() -> None:
+    split = {"parallel": ParallelSpec(tp=2, sequence_parallel=True), "backend": "fsdp2"}
+    assert choose_routing(with_routes(), **split) == (Routing.LIVE, ChosenBy.OPTION)
+    with pytest.raises(UsageError, match="gives each router all tokens"):
+        choose_routing(with_routes(), **split, routing=Routing.RECORDED)
