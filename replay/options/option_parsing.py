@@ -199,7 +199,7 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
     for option in list_options():
         if given.get(option.parameter) is None:
             continue
-        value = option.switch_value if option.is_switch else _parse(option, given[option.parameter])
+        value = option.switch_value if option.is_switch else parse_value(option, given[option.parameter])
         text = " ".join(option.format_arguments(value))
         earlier, other = typed.setdefault((option.part, option.field), (text, value))
         if other != value:
@@ -219,7 +219,7 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
-def _parse(option: DeclaredOption, given: str | bool) -> Any:
+def parse_value(option: DeclaredOption, given: str | bool) -> Any:
     """Convert the typed text to the field's type."""
     try:
         value = option.value_type(given)

@@ -43,6 +43,9 @@ from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Phase
 from replay.watch.watcher import Watch
 
+# What a user puts the name of a function for.
+CODE = "FILE.py:FUNCTION"
+
 
 def _describe_unreplayed(num_inputs: int) -> Pairs:
     """Say that a training ended with a pass that failed, if there were inputs left."""
@@ -297,6 +300,7 @@ class Session:
                 self.selection,
                 verdict=[
                     *format_verdict(conclusion.verdict),
+                    *(self._lead_to_layer() if is_not_reproduced else []),
                     *describe_unrecorded(self.selection.not_recorded),
                     *conclusion.remarks,
                 ],
@@ -305,6 +309,12 @@ class Session:
             )
         self.logbook.close()
         return run
+
+    def _lead_to_layer(self) -> Pairs:
+        """Say how to find the layer in which the job's code computes otherwise than the replay's."""
+        is_custom = self.spec.actor.is_custom
+        other, whose = ("stock", "transformers' own code") if is_custom else (CODE, "the job's own model")
+        return [("layer", f"replay compare {self.folder} {other}, with {whose}: names the first layer that differs")]
 
 
 def _read_lasting_config(source: ModelSource) -> dict[str, object]:

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import typer
 
-from actor_init.spec import UsageError
+from actor_init.spec import USER_FUNCTION, UsageError
 from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_log
 
+STOCK = "stock"
+
 
 def compare(
-    logs: list[Path] = typer.Argument(  # noqa: B008
-        help="Folders that runs left in logs/, or that hold one run each. The first is the reference.",
-        metavar="LOG LOG...",
+    operands: list[str] = typer.Argument(  # noqa: B008
+        help="Folders that runs left in logs/, or that hold one run each. The first is the reference. After one log: "
+        "`stock` or FILE.py:FUNCTION for other code of the model, python=PATH for another environment, or an option "
+        "and its value, such as attention=eager. Then the log's first wrong pass is replayed again, traced, as it was "
+        "and as each of them says, and these runs are compared.",
+        metavar="LOG LOG|VARIANT...",
     ),
     threshold: float = typer.Option(
         0.05,
@@ -31,14 +36,18 @@ def compare(
     another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond it; 2: not
     comparable, with the reason.
     """
-    return partial(_compare, logs, threshold, plot, json, full_names=full_names)
+    return partial(_compare, operands, threshold, plot, json, full_names=full_names)
 
 
 def _compare(
-    logs: Sequence[Path], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
+    operands: Sequence[str], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
 ) -> int:
+    variants = [word for word in operands[1:] if is_variant(word)]
+    logs = [Path(word) for word in operands if word not in variants]
     for log in logs:
         check_log(log)
+    if variants and len(logs) > 1:
+        raise UsageError(f"{variants[0]} beside {len(logs)} logs: give one log with variants, or logs alone")
     from actor_init.as_json import json_bytes
     from replay.comparison.comparison import Comparison
     from replay.comparison.text import print_comparison
@@ -47,6 +56,10 @@ def _compare(
         from replay.comparison.plot import check_plot, draw
 
         check_plot(plot)
+    if variants:
+        from replay.commands.compare.variants import replay_variants
+
+        logs = replay_variants(logs[0], variants)
     comparison = Comparison.read(logs, threshold=threshold)
     if as_json is not None:
         try:
@@ -57,3 +70,8 @@ def _compare(
         draw(plot, comparison)
     print_comparison(comparison, written=[path for path in (plot, as_json) if path], full_names=full_names)
     return 0 if comparison.is_within else 1
+
+
+def is_variant(word: str) -> bool:
+    """Tell whether a word of the command line means other code or another option, and not a log."""
+    return not Path(word).exists() and (word == STOCK or "=" in word or USER_FUNCTION.fullmatch(word) is not None)
