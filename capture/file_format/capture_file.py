@@ -2,7 +2,7 @@
 
 A file is two pickles, one after the other, that name no class (protocol 5):
 
-    {"format": 1, "num_bytes": ..., "crc32": ...}    of the second pickle
+    {"format": 1, "num_bytes": ..., "crc32": ..., "recording": text}    of the second pickle
     {"tensors": {name: {dtype, shape, encoding, data, crc32}}, "call_facts": {name: value},
      "left_out": {name: type}, "trains": bool, "origin": {rank, world_size, step, time, model_name, versions}}
 
@@ -18,8 +18,9 @@ With `reproduce` the second also has what it takes to do the pass again:
     "step": JSON           in the last pass before a step: what it was given (`capture/file_format/optimizer_step.py`)
     "routes": {router: tensor}   the chosen experts of each token, in a mixture of experts
 
-With or without, a pass that the job noted tensors for has them, encoded as the arguments are, and one that was recorded
-names its recording by the time at which that began:
+With or without, a pass that the job noted tensors for has them, encoded as the arguments are. One that was recorded has
+the id of its recording (`capture/record/recording_id.py`), which the head repeats, so that the heads alone tell the
+recordings in one folder apart:
 
     "notes": {name: tensor}
     "recording": text
@@ -79,6 +80,8 @@ MAX_NOTES = 32
 MAX_FILE_BYTES = MAX_TENSOR_BYTES + 16 * 2**20
 # The largest facts that are remembered; far below what the reader refuses for its size.
 _MAX_REMEMBERED_BYTES = 2**16
+# What a file's first pickle fits in.
+_MAX_HEAD_BYTES = 1024
 # The latest facts, pickled, with which a body could be read back.
 _latest_readable_facts = b""
 
@@ -120,7 +123,8 @@ class Call:
     optimizer_step  number of steps that the job's optimizer had taken before the pass, counted by this rank's recorder
     step         the optimizer's step after the pass, if it was the last pass before a step
     notes        tensors that the job's loop noted for the pass, such as advantages
-    recording    when the recording began, ISO 8601; None: not known
+    recording    the recording's id: when it began, ISO 8601, equal on all ranks; where they could not agree, when it
+                 began on this rank, and ` of rank 1` behind that; None: not known
     routes       the chosen experts [tokens, experts a token] of each router, by its name in the job; the tokens are
                  those of the token ids, flattened, padding included
     """
@@ -215,7 +219,9 @@ class EncodedCall:
     def pickle_parts(self) -> tuple[bytes, bytes]:
         """Return the file's two pickles."""
         payload = pickle.dumps(self.body, protocol=5)
-        head = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
+        head: dict[str, int | str] = {"format": FORMAT, "num_bytes": len(payload), "crc32": zlib.crc32(payload)}
+        if "recording" in self.body:
+            head["recording"] = self.body["recording"]
         return pickle.dumps(head, protocol=5), payload
 
     @property
@@ -274,6 +280,7 @@ class EncodedCall:
             model_name=origin["model_name"],
             versions=origin["versions"],
             host=HOST_DIGEST,
+            recording=self.body.get("recording"),
         )
 
     def choose_path(self, folder: Path) -> Path:
@@ -452,6 +459,24 @@ def _read(path: str | Path) -> Call | MicroBatch:
     )
 
 
+def read_recording_id(path: Path) -> str | None:
+    """Read the id of a capture's recording from the head of its file; None if it has none.
+
+    Raises CaptureError for a file that cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_HEAD_BYTES)
+    except OSError as error:
+        raise CaptureError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        head, _ = load_plain(data, source=path.name)
+    except NamesAClassError:
+        return None
+    recording = head.get("recording") if isinstance(head, dict) else None
+    return recording if isinstance(recording, str) else None
+
+
 def read_capture_bytes(path: Path) -> bytes:
     """Read a capture as it was written, from a file of its own or from a segment. Raises CaptureError."""
     return (read_pass_bytes if is_in_segment(path) else read_bytes)(path, MAX_FILE_BYTES)
@@ -482,7 +507,8 @@ def _check_head(head: object, payload: memoryview, source: str) -> None:
         )
     if head["format"] != FORMAT:
         raise CaptureError(describe_other_format(source, head["format"]))
-    if {key: type(value) for key, value in head.items()} != dict.fromkeys(("format", "num_bytes", "crc32"), int):
+    types = {key: type(value) for key, value in head.items()}
+    if types.pop("recording", str) is not str or types != dict.fromkeys(("format", "num_bytes", "crc32"), int):
         raise CaptureError(f"{source}: the file's head is damaged. Delete the file or copy it again")
     if len(payload) != head["num_bytes"]:
         raise CaptureError(

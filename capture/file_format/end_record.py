@@ -8,7 +8,7 @@ a recording that a limit cut short how many passes there were.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -30,6 +30,7 @@ class EndRecord:
     place         where in its last pass the rank was, as the recorder's position names it
     opened, time  when the recording began and when it ended: ISO 8601, UTC
     not_recorded  number of training passes that no replay could make from their arguments, by the reason
+    recording     the recording's id, as its captures have it; None: not known
     """
 
     rank: int
@@ -40,6 +41,7 @@ class EndRecord:
     opened: str
     time: str
     not_recorded: Mapping[str, int] = field(default_factory=dict)
+    recording: str | None = None
 
 
 _FIELD_TYPES: dict[str, type | UnionType] = {
@@ -51,6 +53,7 @@ _FIELD_TYPES: dict[str, type | UnionType] = {
     "opened": str,
     "time": str,
     "not_recorded": dict,
+    "recording": str | None,
 }
 assert _FIELD_TYPES.keys() == {field.name for field in fields(EndRecord)}
 
@@ -69,12 +72,15 @@ def read_end_records(folder: Path) -> list[EndRecord]:
     ]
 
 
-def count_not_recorded(folder: Path) -> dict[str, int]:
+def count_not_recorded(folder: Path, *, without: Collection[str | None] = ()) -> dict[str, int]:
     """Count by reason the training passes that recordings into a folder saw and could not keep.
+
+    without  ids of recordings that do not count
 
     Raises CaptureError for a damaged end record.
     """
-    return dict(sum((Counter(end.not_recorded) for end in read_end_records(folder)), Counter()))
+    ends = (end for end in read_end_records(folder) if end.recording is None or end.recording not in without)
+    return dict(sum((Counter(end.not_recorded) for end in ends), Counter()))
 
 
 def _read_end_record(path: Path) -> EndRecord:
@@ -83,12 +89,12 @@ def _read_end_record(path: Path) -> EndRecord:
             content: Any = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{path.name}: cannot be read: {error}. Delete the file or copy it again") from None
+    values: dict[str, Any] = {"recording": None, **content} if isinstance(content, dict) else {}
     if (
-        isinstance(content, dict)
-        and content.pop("format", None) == FORMAT
-        and content.keys() == _FIELD_TYPES.keys()
-        and all(isinstance(content[name], type_) for name, type_ in _FIELD_TYPES.items())
-        and all(type(number) is int for number in content["not_recorded"].values())
+        values.pop("format", None) == FORMAT
+        and values.keys() == _FIELD_TYPES.keys()
+        and all(isinstance(values[name], type_) for name, type_ in _FIELD_TYPES.items())
+        and all(type(number) is int for number in values["not_recorded"].values())
     ):
-        return EndRecord(**content)
+        return EndRecord(**values)
     raise CaptureError(f"{path.name}: no end of a recording of format {FORMAT}. Delete the file or copy it again")

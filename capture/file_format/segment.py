@@ -49,7 +49,8 @@ class SegmentHead:
 
     The names of the fields are keys in the file.
 
-    host    a digest of the name of the host that writes it
+    host       a digest of the name of the host that writes it
+    recording  the id of the passes' recording
     """
 
     rank: int | None
@@ -57,6 +58,7 @@ class SegmentHead:
     model_name: str | None
     versions: Mapping[str, str]
     host: str
+    recording: str | None = None
 
     def pack(self) -> bytes:
         """Return a line of JSON, padded to whole records."""
@@ -82,11 +84,13 @@ class SegmentHead:
                 f"{source}: segment format {repr(format)[:20]}; this version reads format {SEGMENT_FORMAT}. "
                 "Upgrade micro-replay to read it"
             )
-        numbers, model_name = (content.get("rank"), content.get("world_size")), content.get("model_name")
+        numbers = (content.get("rank"), content.get("world_size"))
+        content.setdefault("recording", None)
+        texts = (content.get("model_name"), content["recording"])
         if (
             content.keys() != set(cls.__slots__)
             or not all(number is None or (type(number) is int and 0 <= number < 10**9) for number in numbers)
-            or not (model_name is None or type(model_name) is str)
+            or not all(text is None or type(text) is str for text in texts)
             or not isinstance(content["versions"], dict)
             or not all(isinstance(text, str) for text in (content["host"], *content["versions"].values()))
         ):

@@ -48,7 +48,7 @@ class RecordingEnded:
     opened: str
     not_recorded: Mapping[str, int]
 
-    def make_record(self, rank: int) -> EndRecord:
+    def make_record(self, rank: int, recording_id: str) -> EndRecord:
         return EndRecord(
             rank=rank,
             world_size=self.world_size,
@@ -58,6 +58,7 @@ class RecordingEnded:
             opened=self.opened,
             time=utc_now(),
             not_recorded=self.not_recorded,
+            recording=recording_id,
         )
 
 
@@ -71,6 +72,7 @@ class PassStore:
     num_not_kept   passes that a limit or the flight recorder left out, and written ones that made room for later ones
     num_lost       passes that could not be written at the end
     rank_and_folder  the rank, and the folder of its files
+    recording_id     of the recording; set before the first pass is queued
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class PassStore:
         self._held_passes: deque[EncodedCall] = deque()
         self._observer = observer
         self.rank_and_folder = 0, folder
+        self.recording_id = opened
         self._writers: dict[tuple[int, Path], RankWriter] = {}
         self._num_passes_written = 0
         self._num_passes_dropped = 0
@@ -128,7 +131,8 @@ class PassStore:
                 self._prepare_rank_folder(task.rank, task.world_size)
             case RecordingEnded():
                 rank, rank_folder = self.rank_and_folder
-                write_end_record(rank_folder, task.make_record(rank), stamp=format_stamp(self._opened))
+                end = task.make_record(rank, self.recording_id)
+                write_end_record(rank_folder, end, stamp=format_stamp(self._opened))
             case _:
                 task()
 
@@ -167,7 +171,7 @@ class PassStore:
             environment={**read_environment(), **snapshot.settings} if self._retention.reproduce else None,
             weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
             optimizer_step=snapshot.optimizer_step,
-            recording=self._opened,
+            recording=self.recording_id,
         )
         if notes is not None:
             self._write_notes(encoded, notes)
@@ -314,8 +318,8 @@ class PassStore:
         warns_for_all_ranks = rank == min(self._retention.ranks or {0})
         if writer.had_passes and warns_for_all_ranks:
             warn(
-                f"capture: {self._folder} has passes of another recording, and a replay judges no two together. "
-                "Give each recording a folder of its own"
+                f"capture: {self._folder} has passes of another recording. `replay` takes the latest recording of a "
+                "folder, and `replay inspect` lists them"
             )
 
     def _choose_rank_folder(self, rank: int, world_size: int | None) -> Path:

@@ -26,6 +26,7 @@ from capture.record.observer import JobPosition, RecordingObserver, TrainingPhas
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import RawSamples
 from capture.record.pass_store import PassStore, RecordingEnded, WriterTask
+from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.rng_and_outputs import describe_dtypes, find_outputs, sort_noted_values
 from capture.record.route_recorder import RouteRecorder
@@ -405,6 +406,10 @@ class Recorder:
         notes, self._next_notes = self._next_notes, None
         if self.num_seen == 1 or is_in_process_group() != self._was_in_process_group:
             self._update_rank()
+        if self.num_seen == 1:
+            self._store.recording_id = choose_recording_id(
+                self.opened, self.folder, rank=self.rank, world_size=self.world_size
+            )
         rank, world_size = self.rank, self.world_size
         forward, trains = self.num_seen - 1, torch.is_grad_enabled()
         if trains:

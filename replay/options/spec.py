@@ -89,6 +89,11 @@ class InputsSpec:
 
     inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
     input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
+    recording: int | None = option(
+        None,
+        "Of several recordings in the folder take number N, which `replay inspect` lists. Default: the latest.",
+        min=1,
+    )
     skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
     max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
     epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
@@ -373,6 +378,8 @@ def check_inputs(spec: InputsSpec) -> None:
     if file is not None and not file.is_file() and not file.parent.is_file():
         raise UsageError(setting, "does not exist", f"Try: replay inspect {file.parent}")
     setting = Setting("inputs", folder)
+    if file is not None and spec.recording is not None:
+        raise UsageError.mutually_exclusive(Setting("input_file", file), Setting("recording", spec.recording))
     if folder is not None and folder.is_file():
         raise UsageError(setting, "is a file", f"Try: replay {Setting('input_file', folder)}")
     if folder is not None and not folder.is_dir():

@@ -93,7 +93,7 @@ def resolve(
 
     defaults = [
         *_choose_backend_defaults(actor),
-        *_choose_inputs_default(filled_spec.inputs),
+        *_choose_inputs_default(filled_spec.inputs, selection),
         *_choose_clip_default(filled_spec),
     ]
     choices = [
@@ -220,12 +220,16 @@ def _choose_backend_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
             yield ResolvedChoice(setting=f"actor.{name}", value=option_value, by=by, why=why)
 
 
-def _choose_inputs_default(inputs: InputsSpec) -> Iterator[ResolvedChoice]:
+def _choose_inputs_default(inputs: InputsSpec, selection: Selection) -> Iterator[ResolvedChoice]:
     if inputs.input_file is None:
         by, why = (
             (ChosenBy.TYPED, "") if inputs.inputs else (ChosenBy.DEFAULT, "the sample that ships with the project")
         )
         yield ResolvedChoice(setting="inputs.inputs", value=find_inputs_folder(inputs), by=by, why=why)
+    if inputs.recording is None and selection.recording is not None and len(selection.recordings) > 1:
+        # Whoever repeats the run takes the same recording, even if there is a later one by then.
+        number, why = selection.recording.number, f"the latest of {len(selection.recordings)}"
+        yield ResolvedChoice(setting="inputs.recording", value=number, by=ChosenBy.DEFAULT, why=why)
 
 
 def _choose_clip_default(run: ReplayParts) -> Iterator[ResolvedChoice]:

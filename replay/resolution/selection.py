@@ -15,6 +15,7 @@ from capture.black_box.incidents import Incident, read_incidents
 from capture.facts import Setting
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.end_record import count_not_recorded
+from capture.file_format.folder_recordings import FolderRecording, list_recordings
 from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.segment import Segment, capture_exists
@@ -22,7 +23,7 @@ from capture.file_format.segment_record import SegmentRecord, digest_window
 from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
-from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines
+from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
 from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
 
@@ -45,6 +46,8 @@ class Selection:
     has_job_windows      that number was found in the captures
     padding_predicts     padding predicts a label of the loss, so that rows have to be padded as captured
     is_whole             all passes of the kind, of every rank, are replayed
+    recordings           those in the folder; none with --input-file
+    recording            the one of them that is replayed; None with --input-file
     """
 
     inputs: list[Path]
@@ -59,6 +62,8 @@ class Selection:
     has_job_windows: bool = False
     padding_predicts: bool = False
     is_whole: bool = False
+    recordings: Sequence[FolderRecording] = ()
+    recording: FolderRecording | None = None
 
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
@@ -192,6 +197,8 @@ def select(
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     left_over: list[list[SelectedCapture]] = []
     missing: Mapping[str, int] = {}
+    recordings: Sequence[FolderRecording] = ()
+    recording: FolderRecording | None = None
     if spec.input_file is not None:
         captures = list(reader.read([CaptureLocation(_check_file_exists(spec.input_file))]))
         rounds = [tuple(captures * num_data_ranks)] * (len(captures) * spec.epochs)
@@ -199,8 +206,10 @@ def select(
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         folder = spec.inputs if spec.inputs is not None else find_sample_folder()
-        files = _require_captures(folder)
-        missing = _count_not_recorded(folder)
+        recordings = _require_recordings(folder)
+        recording = choose_recording(recordings, spec.recording)
+        files = list(recording.captures)
+        missing = _count_not_recorded(folder, recordings, recording)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
     num_left_over = sum(map(len, left_over))
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
@@ -228,6 +237,8 @@ def select(
         padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
+        recordings=recordings,
+        recording=recording,
     )
 
 
@@ -261,10 +272,24 @@ def _check_file_exists(path: Path) -> Path:
     return path
 
 
-def _count_not_recorded(folder: Path) -> dict[str, int]:
-    """Count the training passes that the recording could not keep; none where its end cannot be read."""
+def choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
+    """Return the recording of this number, or the latest. Raises UsageError for a number that none has."""
+    if number is None:
+        return recordings[-1]
+    if number > len(recordings):
+        texts = "; ".join(f"{recording.number}, {recording.describe_begin()}" for recording in recordings)
+        why = f"is not there: the folder has {pluralise(len(recordings), 'recording')}: {texts}"
+        raise UsageError(Setting("recording", number), why, f"Give a number from 1 to {len(recordings)}")
+    return recordings[number - 1]
+
+
+def _count_not_recorded(
+    folder: Path, recordings: Sequence[FolderRecording] = (), chosen: FolderRecording | None = None
+) -> dict[str, int]:
+    """Count the training passes that the chosen recording could not keep; none where its end cannot be read."""
+    others = {id for recording in recordings for id in recording.ids if recording is not chosen}
     try:
-        return count_not_recorded(folder)
+        return count_not_recorded(folder, without=others)
     except CaptureError:
         # `replay inspect` names the file that cannot be read.
         return {}
@@ -277,22 +302,22 @@ def _read_first_incident(folder: Path) -> Incident | None:
         return None
 
 
-def _require_captures(folder: Path) -> list[CaptureLocation]:
-    captures, setting = list_captures(folder), Setting("inputs", folder)
-    if not captures and (missing := _count_not_recorded(folder)):
+def _require_recordings(folder: Path) -> list[FolderRecording]:
+    recordings, setting = list_recordings(folder), Setting("inputs", folder)
+    if recordings:
+        return recordings
+    if missing := _count_not_recorded(folder):
         raise UsageError(setting, "holds no captures", f"Missing: {explain_unrecorded(missing)}")
-    if not captures and (incident := _read_first_incident(folder)) is not None:
+    if (incident := _read_first_incident(folder)) is not None:
         text = f"{incident.what}, {incident.where}" + (f": {join_lines(incident.message)}" if incident.message else "")
         raise UsageError(setting, f"holds no captures, but an incident: {text}", f"Try: replay inspect {folder}")
-    if not captures:
-        subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and list_captures(path))
-        if subfolders:
-            names = ", ".join(path.name for path in subfolders[:5])
-            why = f"holds no captures (*.pkl), but folders that do: {names}"
-            raise UsageError(setting, why, f"Try: {setting.with_value(subfolders[0])}")
-        advice = "Capture some with `capture.recording`, or try: replay"
-        raise UsageError(setting, "holds no captures (*.pkl)", advice)
-    return captures
+    subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and list_captures(path))
+    if subfolders:
+        names = ", ".join(path.name for path in subfolders[:5])
+        why = f"holds no captures (*.pkl), but folders that do: {names}"
+        raise UsageError(setting, why, f"Try: {setting.with_value(subfolders[0])}")
+    advice = "Capture some with `capture.recording`, or try: replay"
+    raise UsageError(setting, "holds no captures (*.pkl)", advice)
 
 
 def _deal(

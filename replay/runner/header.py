@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from actor_init.declarations.attention import find_form
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, describe_loss
+from replay.options.option_parsing import spell_setting
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import describe_engine, pluralise
@@ -81,6 +83,7 @@ class Header:
             "backend": self._describe_backend(),
             "device": ", ".join(f"{self.devices.count(name)} x {name}" for name in dict.fromkeys(self.devices)),
             "inputs": self._describe_inputs(),
+            **self._describe_recording(),
         }
         if resolved.attention_reason:
             kernel = find_form(str(self.facts["attention_kernel"])).describe()
@@ -130,6 +133,17 @@ class Header:
         if len(set(num_by_rank)) > 1:
             num_text = f"{', '.join(map(str, num_by_rank))} inputs by rank"
         return f"{num_text} from {shorten_path(find_inputs_folder(self.resolved.inputs))}, {self.selection.dealing}"
+
+    def _describe_recording(self) -> dict[str, str]:
+        """Say which recording of a folder with several is replayed, and how to take another."""
+        recordings, chosen = self.selection.recordings, self.selection.recording
+        if chosen is None or len(recordings) < 2:
+            return {}
+        others = [recording.number for recording in recordings if recording is not chosen]
+        option = Setting("recording", others[-1]) if len(others) == 1 else Setting("recording", "N")
+        takes = "takes the other" if len(others) == 1 else "takes another"
+        text = f"{chosen.number} of {len(recordings)}, {chosen.describe_begin()}; {spell_setting(option)} {takes}"
+        return {"recording": text}
 
     def _describe_resumption(self) -> dict[str, str]:
         """Under --resume, say where the run goes on."""

@@ -114,7 +114,7 @@ class RecordedPass:
     num_tokens        the tokens that the replay's loss is the mean over
     samples           of the weights, as the job had them
     divisor           what the model divided the sum of its losses by; None: the number of its own tokens
-    recording         when the recording began, ISO 8601
+    recording         the recording's id
     incident          the incident that ended the pass before it computed anything
     draws             the random numbers that the forward drew; None where their end was not recorded
     training          which parts of the model were in training mode; None where that was not recorded
@@ -355,8 +355,9 @@ def list_job_dtypes(call: Call) -> list[str]:
 def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]]) -> str | None:
     """Say which recordings these passes are of, in the order in which they were replayed; None if it is one.
 
-    Each rank of a job has a recording of its own. Converted passes have no recording, and passes without a recorded
-    number are not judged, so neither counts.
+    A replay takes one recording of a folder. Passes of two come together where both were written at the same time, so
+    that their files are mixed. Converted passes have no recording, and passes without a recorded number are not judged,
+    so neither counts.
     """
     recordings = [
         (record.index, recorded.rank, recorded.recording)
@@ -367,13 +368,12 @@ def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]])
     other = next(((index, rank) for index, rank, began in recordings if began != first[rank]), None)
     if other is None:
         return None
-    index, rank = other
+    _, rank = other
     begins = sorted({began for _, other_rank, began in recordings if other_rank == rank})
     times = f"{', '.join(begins[:-1])} and {begins[-1]}"
-    fewer = f"--max-inputs {index}, for those of one alone, or " if index else ""
     return (
-        f"these passes are of {len(begins)} recordings in one folder, which began {times}. "
-        f"Try: {fewer}a folder for each (the times are in the files' names)"
+        f"these passes are of {len(begins)} recordings into one folder, which began {times} and whose files are mixed. "
+        "Try: a folder for each recording"
     )
 
 

@@ -4,7 +4,7 @@ Files of one pass are read one by one. Of segments the indexes are read, and the
 """
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from capture.file_format.segment_record import (
     as_table,
     from_microseconds,
 )
+from replay.commands.inspect.recordings import RecordingFacts, collect_recordings
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
@@ -145,6 +146,8 @@ class FolderTotals:
         self.first_time: str | None = None
         self.last_time: str | None = None
         self.odd: list[OddPass] = []
+        # Numbers of the optimizer's steps that a pass has, by the id of its recording.
+        self.steps_by_id: defaultdict[str | None, set[int]] = defaultdict(set)
         self.num_odd = 0
         self.unreplayable: list[tuple[Path, str]] = []
         # The largest world size that a capture names.
@@ -173,6 +176,8 @@ class FolderTotals:
         if call.origin.time is not None:
             self._note_times(call.origin.time, call.origin.time)
         self.versions.update(f"{name} {number}" for name, number in call.origin.versions.items())
+        if call.step is not None:
+            self.steps_by_id[call.recording].add(call.step.number)
         self._note_size(counts.rows * counts.row_length, path.name, counts)
         self._note_odd(path.name, counts, call)
 
@@ -214,6 +219,8 @@ class FolderTotals:
             record = segment.record_at(begin + place)
             assert record.counts is not None
             self._note_size(int(sizes[place]), segment.name_at(begin + place), record.counts)
+        ends_step = (table[:, COLUMN["window"]] >= 0) & (table[:, COLUMN["optimizer_step"]] >= 0)
+        self.steps_by_id[segment.head.recording].update(table[ends_step, COLUMN["optimizer_step"]].tolist())
         real, actions = table[:, COLUMN["real_tokens"]], table[:, COLUMN["action_tokens"]]
         is_odd = (flags & NON_FINITE != 0) | (table[:, COLUMN["empty_rows"]] > 0) | (actions == 0) | (real * 5 < sizes)
         for place in (is_odd & has_tokens).nonzero().flatten().tolist():
@@ -302,6 +309,7 @@ class Inspection:
     last_time: str | None
     versions: list[str] = field(default_factory=list)
     kinds: list[KindFacts] = field(default_factory=list)
+    recordings: list[RecordingFacts] = field(default_factory=list)
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
     # The ranks of the job's world of which there is no pass.
@@ -353,6 +361,7 @@ def inspect_folder(folder: Path) -> Inspection:
         first_time=totals.first_time,
         last_time=totals.last_time,
         versions=sorted(totals.versions),
+        recordings=collect_recordings(folder, totals.steps_by_id),
         kinds=[kind.summarize(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,
         unreplayable=totals.unreplayable,

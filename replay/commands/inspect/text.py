@@ -78,6 +78,22 @@ def build_kind_table(inspection: Inspection) -> Columns:
     }
 
 
+def build_recording_table(inspection: Inspection) -> Columns:
+    """Return a row for each recording; `--recording` takes its number."""
+    recordings = inspection.recordings
+    columns = {
+        "recording": [str(recording.number) for recording in recordings],
+        "begun": [recording.began or "not known" for recording in recordings],
+        "passes": [str(recording.num_passes) for recording in recordings],
+        "steps": [str(recording.num_steps) for recording in recordings],
+        "ranks": [_format_ranks(recording.ranks or [None]) for recording in recordings],
+        "files": [str(recording.num_files) for recording in recordings],
+    }
+    if any(recording.num_hosts is not None for recording in recordings):
+        columns["hosts"] = [str(recording.num_hosts or "not known") for recording in recordings]
+    return columns
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {_format_ranks(ranks)}"
 
@@ -106,6 +122,11 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
 
     longest    actor_inputs_rank0_20261121_112004_571116_00000000.pkl: 4 rows of 1024, 1,522 tokens real
 
+    A table lists the recordings of the folder, if their captures name them, or there are several:
+
+    recording                             begun  passes  steps  ranks  files
+            1  2026-11-21T11:20:04.571116+00:00      20      4   0, 1     20
+
     Incidents of the recording come first:
 
     incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
@@ -120,6 +141,9 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     if inspection.kinds:
         print_line(out)
         print_table(out, build_kind_table(inspection))
+    if len(inspection.recordings) > 1 or any(recording.began for recording in inspection.recordings):
+        print_line(out)
+        print_table(out, build_recording_table(inspection))
     if exceptional := list_exceptional_passes(inspection):
         print_line(out)
         print_pairs(out, exceptional)

@@ -30,7 +30,7 @@ from replay.verdict.pass_values import TOKEN_POSITIONS_KEY, read_token_positions
 # Options that name files or folders.
 FILE_OPTIONS = ("--loss", "--model", "--weights", "--adapter", "--deepspeed-config", "--load-state")
 # Fields that minimise sets itself in every trial.
-FIELDS_OF_TRIALS = ("inputs", "input_file", "skip_inputs", "max_inputs", "log_folder")
+FIELDS_OF_TRIALS = ("inputs", "input_file", "recording", "skip_inputs", "max_inputs", "log_folder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from capture.file_format.actor_config import write_actor_config
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_capture_bytes, read_micro_batch, utc_now, write_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
+from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import capture_files
 from capture.file_format.micro_batch import CaptureError, Origin
 from replay.commands.suite.plan import SuiteSpec
@@ -188,7 +189,8 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
 
 def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
     num_copied = 0
-    for path in capture_files(dataset):
+    recordings = list_recordings(dataset)
+    for path in [capture.path for capture in recordings[-1].captures] if recordings else []:
         try:
             trains = read_micro_batch(path).trains
         except CaptureError as error:

@@ -1,0 +1,52 @@
+"""Describe the recordings in a folder of captures, one by one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from capture.file_format.folder_recordings import FolderRecording, list_recordings
+from capture.file_format.segment import Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingFacts:
+    """One recording in a folder.
+
+    number     as `--recording` knows it, from 1
+    began      ISO 8601; None: its captures do not say
+    num_steps  of the job's optimizer, that were recorded with a pass
+    num_hosts  None where its captures do not say on which hosts they were written, as files of one pass do not
+    """
+
+    number: int
+    began: str | None
+    ranks: list[int]
+    num_passes: int
+    num_steps: int
+    num_files: int
+    num_hosts: int | None
+
+
+def collect_recordings(folder: Path, steps_by_id: Mapping[str | None, set[int]]) -> list[RecordingFacts]:
+    """Describe the recordings of a folder in the order in which they began.
+
+    steps_by_id  the numbers of the steps that were recorded, by the id of the captures' recording
+    """
+    return [_describe(recording, steps_by_id) for recording in list_recordings(folder)]
+
+
+def _describe(recording: FolderRecording, steps_by_id: Mapping[str | None, set[int]]) -> RecordingFacts:
+    files = {
+        capture.file.path if isinstance(capture.file, Segment) else capture.file: capture.file
+        for capture in recording.captures
+    }
+    hosts = [file.head.host for file in files.values() if isinstance(file, Segment)]
+    return RecordingFacts(
+        number=recording.number,
+        began=recording.began,
+        ranks=recording.ranks,
+        num_passes=len(recording.captures),
+        num_steps=len({step for id in recording.ids for step in steps_by_id.get(id, ())}),
+        num_files=len(files),
+        num_hosts=len(set(hosts)) if len(hosts) == len(files) else None,
+    )

@@ -1,0 +1,93 @@
+"""The recordings in one folder, told apart by the ids in the heads of their captures."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from capture.file_format import folder_recordings
+from capture.file_format.capture_file import Call
+from capture.file_format.folder_recordings import FolderRecording, list_recordings
+from capture.file_format.micro_batch import Origin
+from capture.folder_tools.convert import FolderWriter
+
+pytestmark = pytest.mark.quick
+MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
+
+
+def make_call(recording: str | None, *, rank: int = 0, minute: int = 0, number: int = 0) -> Call:
+    time = (MONDAY + timedelta(minutes=minute)).isoformat(timespec="microseconds")
+    return Call(
+        tensors={"input_ids": torch.arange(4)[None], "attention_mask": torch.ones(1, 4, dtype=torch.int64)},
+        call_facts={},
+        left_out={},
+        trains=True,
+        origin=Origin(source="", rank=rank, world_size=2, step=number, time=time, model_name="tiny", versions={}),
+        recording=recording,
+    )
+
+
+def write(folder: Path, recording: str | None, **values: int) -> Path:
+    return make_call(recording, **values).write(folder)
+
+
+def summarize(recordings: list[FolderRecording]) -> list[tuple[int, str | None, list[int], int]]:
+    return [(recording.number, recording.began, recording.ranks, len(recording.captures)) for recording in recordings]
+
+
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_two_runs_of_a_job_are_two_recordings_in_the_order_in_which_they_began(
+    tmp_path: Path, in_segments: bool
+) -> None:
+    with FolderWriter(tmp_path, segment=2**20 if in_segments else None) as writer:
+        for rank in (0, 1):
+            for minute, (recording, number) in enumerate([("10:00", 0), ("10:00", 1), ("09:00", 0)]):
+                writer.write(make_call(recording, rank=rank, minute=minute, number=number))
+    assert summarize(list_recordings(tmp_path)) == [(1, "10:00", [0, 1], 4), (2, "09:00", [0, 1], 2)]
+
+
+def test_captures_without_an_id_are_one_recording(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        for minute in range(3):
+            write(tmp_path, None, rank=rank, minute=minute)
+    assert summarize(list_recordings(tmp_path)) == [(1, None, [0, 1], 6)]
+    write(tmp_path, "10:00", minute=5)
+    assert summarize(list_recordings(tmp_path)) == [(1, None, [0, 1], 6), (2, "10:00", [0], 1)]
+
+
+def test_ranks_that_could_not_agree_on_an_id_are_one_recording_until_one_begins_again(tmp_path: Path) -> None:
+    for minute in (0, 10):
+        for rank in (0, 1):
+            write(tmp_path, f"{minute} of rank {rank}", rank=rank, minute=minute + rank)
+    recordings = list_recordings(tmp_path)
+    assert summarize(recordings) == [(1, "0", [0, 1], 2), (2, "10", [0, 1], 2)]
+    assert recordings[1].ids == {"10 of rank 0", "10 of rank 1"}
+    assert [capture.rank for capture in recordings[0].captures] == [0, 1]
+
+
+def test_recordings_of_other_ranks_are_not_put_together_where_they_had_an_id_in_common(tmp_path: Path) -> None:
+    write(tmp_path, "10:00", rank=0, minute=0)
+    write(tmp_path, "11:00", rank=1, minute=5)
+    assert summarize(list_recordings(tmp_path)) == [(1, "10:00", [0], 1), (2, "11:00", [1], 1)]
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_damaged_file_belongs_to_the_recording_of_its_neighbour(tmp_path: Path, damaged: int) -> None:
+    paths = [write(tmp_path, "10:00", minute=minute) for minute in range(3)]
+    paths[damaged].write_bytes(b"")
+    assert summarize(list_recordings(tmp_path)) == [(1, "10:00", [0], 3)]
+
+
+def test_of_a_rank_with_one_recording_two_files_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for minute in range(9):
+        write(tmp_path, "10:00", minute=minute)
+    opened: list[Path] = []
+
+    def read(path: Path) -> str:
+        opened.append(path)
+        return "10:00"
+
+    monkeypatch.setattr(folder_recordings, "read_recording_id", read)
+    list_recordings(tmp_path)
+    assert len(opened) == 2
