@@ -226,10 +226,11 @@ def _choose_inputs_default(inputs: InputsSpec, selection: Selection) -> Iterator
             (ChosenBy.TYPED, "") if inputs.inputs else (ChosenBy.DEFAULT, "the sample that ships with the project")
         )
         yield ResolvedChoice(setting="inputs.inputs", value=find_inputs_folder(inputs), by=by, why=why)
-    if inputs.recording is None and selection.recording is not None and len(selection.recordings) > 1:
+    chosen = selection.recording
+    if inputs.recording is None and chosen is not None and chosen.num_recordings > 1:
         # Whoever repeats the run takes the same recording, even if there is a later one by then.
-        number, why = selection.recording.number, f"the latest of {len(selection.recordings)}"
-        yield ResolvedChoice(setting="inputs.recording", value=number, by=ChosenBy.DEFAULT, why=why)
+        why = f"the latest of {chosen.num_recordings}"
+        yield ResolvedChoice(setting="inputs.recording", value=chosen.number, by=ChosenBy.DEFAULT, why=why)
 
 
 def _choose_clip_default(run: ReplayParts) -> Iterator[ResolvedChoice]:

@@ -29,6 +29,15 @@ from replay.runlog.run_file import RunInputs, UnusedFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenRecording:
+    """Which recording of a folder is replayed: number `number`, from 1. `begin` says when it began."""
+
+    number: int
+    num_recordings: int
+    begin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """The inputs that one data rank replays, and those it does not.
 
@@ -46,8 +55,7 @@ class Selection:
     has_job_windows      that number was found in the captures
     padding_predicts     padding predicts a label of the loss, so that rows have to be padded as captured
     is_whole             all passes of the kind, of every rank, are replayed
-    recordings           those in the folder; none with --input-file
-    recording            the one of them that is replayed; None with --input-file
+    recording            which recording of the folder is replayed; None with --input-file
     """
 
     inputs: list[Path]
@@ -62,8 +70,7 @@ class Selection:
     has_job_windows: bool = False
     padding_predicts: bool = False
     is_whole: bool = False
-    recordings: Sequence[FolderRecording] = ()
-    recording: FolderRecording | None = None
+    recording: ChosenRecording | None = None
 
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
@@ -197,8 +204,7 @@ def select(
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     left_over: list[list[SelectedCapture]] = []
     missing: Mapping[str, int] = {}
-    recordings: Sequence[FolderRecording] = ()
-    recording: FolderRecording | None = None
+    recording: ChosenRecording | None = None
     if spec.input_file is not None:
         captures = list(reader.read([CaptureLocation(_check_file_exists(spec.input_file))]))
         rounds = [tuple(captures * num_data_ranks)] * (len(captures) * spec.epochs)
@@ -207,9 +213,10 @@ def select(
     else:
         folder = spec.inputs if spec.inputs is not None else find_sample_folder()
         recordings = _require_recordings(folder)
-        recording = choose_recording(recordings, spec.recording)
-        files = list(recording.captures)
-        missing = _count_not_recorded(folder, recordings, recording)
+        chosen = _choose_recording(recordings, spec.recording)
+        recording = ChosenRecording(number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin())
+        files = list(chosen.captures)
+        missing = _count_not_recorded(folder, recordings, chosen)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
     num_left_over = sum(map(len, left_over))
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
@@ -237,7 +244,6 @@ def select(
         padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
-        recordings=recordings,
         recording=recording,
     )
 
@@ -272,7 +278,7 @@ def _check_file_exists(path: Path) -> Path:
     return path
 
 
-def choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
+def _choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
     """Return the recording of this number, or the latest. Raises UsageError for a number that none has."""
     if number is None:
         return recordings[-1]

@@ -136,14 +136,13 @@ class Header:
 
     def _describe_recording(self) -> dict[str, str]:
         """Say which recording of a folder with several is replayed, and how to take another."""
-        recordings, chosen = self.selection.recordings, self.selection.recording
-        if chosen is None or len(recordings) < 2:
+        chosen = self.selection.recording
+        if chosen is None or chosen.num_recordings == 1:
             return {}
-        others = [recording.number for recording in recordings if recording is not chosen]
-        option = Setting("recording", others[-1]) if len(others) == 1 else Setting("recording", "N")
-        takes = "takes the other" if len(others) == 1 else "takes another"
-        text = f"{chosen.number} of {len(recordings)}, {chosen.describe_begin()}; {spell_setting(option)} {takes}"
-        return {"recording": text}
+        is_one_of_two = chosen.num_recordings == 2
+        option = spell_setting(Setting("recording", 3 - chosen.number if is_one_of_two else "N"))
+        other = f"{option} takes {'the other' if is_one_of_two else 'another'}"
+        return {"recording": f"{chosen.number} of {chosen.num_recordings}, {chosen.begin}; {other}"}
 
     def _describe_resumption(self) -> dict[str, str]:
         """Under --resume, say where the run goes on."""

@@ -101,7 +101,11 @@ def test_an_inspection_is_the_same(sample: Path) -> None:
     expected, expected_text = inspect_with_text(find_sample_folder())
     assert text == expected_text
     assert (found.num_by_format, expected.num_by_format) == ({"of format 1 in segments": 40}, {"of format 1": 40})
-    assert found == replace(expected, folder=found.folder, num_by_format=found.num_by_format)
+    [recording], [of_files] = found.recordings, expected.recordings
+    assert (recording.num_hosts, of_files.num_hosts, of_files.num_files) == (1, None, 40)
+    assert recording == replace(of_files, num_files=recording.num_files, num_hosts=1)
+    found = replace(found, folder=expected.folder, num_by_format=expected.num_by_format, recordings=expected.recordings)
+    assert found == expected
 
 
 def make_odd_folder(folder: Path) -> Path:
