@@ -24,7 +24,7 @@ from capture.file_format.gradient_signature import (
 from capture.record.parameter_sampler import FlatParameterSlot, ParameterSampler, ParameterSlot
 from capture.record.sharding import HeldPart, UnknownLayoutError, locate_part, locate_part_in_flat
 
-MICROSECONDS_PER_PARAMETER = 5.0
+MICROSECONDS_PER_PARAMETER = 8.0
 MICROSECONDS_PER_CPU_ELEMENT = 0.001
 # A thousandth of a step of 70 ms.
 MICROSECONDS_PER_STEP = 70.0
@@ -153,9 +153,10 @@ class GradientSigner:
             return None
         # A bf16 norm would itself be rounded to eight bits.
         is_double = any(part.dtype == torch.float64 for part in parts)
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)
+        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32))
+        # Tensors of one dtype are joined by one kernel, those of several by one each.
         return RawSignatures(
-            values=torch.cat([torch.stack(norms), *elements]),
+            values=torch.cat([norms, torch.cat(elements)]) if elements else norms,
             unsigned=tuple((plan.signature, plan.count) for plan in plans),
             num_copies=tuple(plan.part.num_copies for plan in plans),
         )
