@@ -38,8 +38,10 @@ from replay.tolerances.job_bounds import (
     TOKENS_RMS,
     NoiseFloor,
     measure_difference,
+    name_signature_floor,
 )
 from replay.verdict.dropout_masks import drew_same_masks, may_drop_attention
+from replay.verdict.gradient_evidence import measure_signature_distances
 from replay.verdict.gradient_samples import compute_scale
 from replay.verdict.judge import PassEvidence
 from replay.verdict.weight_check import WeightChecker
@@ -220,7 +222,8 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
 
     The passes are paired by index and rank. Each pair gives differences of its loss, of the mean log-prob of each row,
     of the tokens' log-probs, and, where a window ends, of the gradient norm and of sampled gradient elements on the
-    scale of their parameter. A floor is the largest difference; of the tokens there is the root mean square besides.
+    scale of their parameter, and for each kind of parameters the root mean square of a signature's differences. A floor
+    is the largest difference; of the tokens there is the root mean square besides.
     """
     differences: dict[str, list[float]] = {}
     other_by_place = {(record.index, record.rank): (record, replayed) for record, _, replayed in other_passes}
@@ -254,6 +257,8 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
                 differences.setdefault(GRADIENT, []).extend(
                     abs(element - other_element) / scale if scale else 0.0 for element, other_element in elements
                 )
+            for kind, distances in measure_signature_distances(gradient, other_gradient).items():
+                differences.setdefault(name_signature_floor(kind), []).extend(distances)
     floors = {
         quantity: NoiseFloor(value=max(values), num_values=len(values))
         for quantity, values in differences.items()

@@ -6,6 +6,9 @@ relative. With the unit roundoff u of the coarser dtype, L layers and N tokens, 
     loss, log-probs     u (1/2 + 3 sqrt(2 L / N))
     gradient norm       4 u
     gradient samples    64 u of the root mean square of the parameter's gradient
+    their root mean square, by parameter                             24 u sqrt(L)
+    norm of a parameter's gradient                                   12 u sqrt(L)
+    norm of the gradient of K parameters of one kind                 12 u sqrt(L / K), at least 12 u
 
 and no bound is below LEAST_BOUND. Where a noise floor was measured, the bound follows from the floor.
 """
@@ -22,6 +25,11 @@ LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
 GRADIENT = "gradient samples"
 TOKENS_RMS = "token log-probs, root mean square"
+GRADIENT_NORMS = "gradient norm by parameter"
+GRADIENT_RMS = "gradient samples, root mean square"
+
+# What may be judged of a gradient.
+GRADIENT_QUANTITIES = (GRAD_NORM, GRADIENT_NORMS, GRADIENT_RMS, GRADIENT)
 
 # In fp32, summing in another order changes a number by more than the formulas say.
 LEAST_BOUND = {
@@ -31,6 +39,8 @@ LEAST_BOUND = {
     ACTION_TOKENS: 3e-5,
     GRAD_NORM: 1e-4,
     GRADIENT: 1e-3,
+    GRADIENT_RMS: 1e-3,
+    GRADIENT_NORMS: 5e-4,
 }
 # The part of an error that all tokens share, so that no mean removes it.
 COMMON_ROUNDOFFS = 0.5
@@ -40,7 +50,19 @@ TOKEN_ROUNDOFFS = 3.0
 NORM_ROUNDOFFS = 4.0
 # Of one element of a gradient, relative to the root mean square of its parameter's gradient.
 SAMPLE_ROUNDOFFS = 64.0
-# Relative to that root mean square. Within a wider bound a gradient could vanish or change its sign unseen.
+# Of the root mean square of a signature's differences; it is multiplied by sqrt(L).
+SIGNATURE_ROUNDOFFS = 24.0
+# The measured floor of a signature is multiplied by this: a mean square over 64 elements hardly varies. If it is of
+# fewer than FEW_SIGNATURES, it is multiplied by FEW_FACTOR.
+SIGNATURE_FACTOR = 4.0
+FEW_FACTOR = 6.0
+FEW_SIGNATURES = 8
+# The norm of a gradient is off by no more than its elements are, and by much less where those errors are independent.
+NORM_SHARE = 0.5
+# Of the norm of several parameters' gradients together, at least.
+LEAST_KIND_ROUNDOFFS = 12.0
+# Relative to that root mean square, or to the norm. Within a wider bound a gradient could vanish or change its sign
+# unseen, and a loss be any other one.
 HIDING_BOUND = 0.5
 # A measured floor of any quantity is multiplied by at least this.
 LEAST_FACTOR = 4.0
@@ -108,6 +130,37 @@ def compute_bound(
             bound = max(bound, LEAST_FACTOR * measured.value)
         bound = measured.bound if name == GRADIENT else min(bound, measured.bound)
     return max(LEAST_BOUND[name], bound)
+
+
+def compute_signature_bound(dtypes: Sequence[str], num_layers: int, floor: NoiseFloor | None) -> float:
+    """Compute how large the root mean square of a gradient signature's differences may be, relative to the gradient's.
+
+    floor  of the parameter's kind; where it was measured, it alone decides
+
+    The formula: on the way down and up each of L layers rounds the residual stream and its gradient twice, each time by
+    u. Those errors are independent, so they grow like sqrt(L). Seen: 8.7 u sqrt(L) at most in sound jobs of 3 layers,
+    of 1.8 floors.
+    """
+    if floor is None:
+        bound = SIGNATURE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(max(num_layers, 1))
+    else:
+        bound = (FEW_FACTOR if floor.num_values < FEW_SIGNATURES else SIGNATURE_FACTOR) * floor.value
+    return max(LEAST_BOUND[GRADIENT_RMS], bound)
+
+
+def compute_norm_bound(signature_bound: float, dtypes: Sequence[str], num_parameters: int = 1) -> float:
+    """Compute how far the norm of the gradients of several parameters together may be from the job's, relatively.
+
+    signature_bound  of `compute_signature_bound`, the largest of these parameters'
+    """
+    bound = NORM_SHARE * signature_bound / math.sqrt(num_parameters)
+    least = LEAST_KIND_ROUNDOFFS * max(map(roundoff, dtypes)) if num_parameters > 1 else 0.0
+    return max(LEAST_BOUND[GRADIENT_NORMS], bound, least)
+
+
+def name_signature_floor(kind: str) -> str:
+    """Name the floor of the signatures of a kind of parameters."""
+    return f"{GRADIENT_RMS}: {kind}"
 
 
 def compute_rms_bound(floor: NoiseFloor) -> float:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LOG_PROBS, LOSS, TOKENS
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, HIDING_BOUND, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT
 
 FORWARD_QUANTITIES = (LOSS, TOKENS, LOG_PROBS)
-GRADIENT_QUANTITIES = (GRAD_NORM, GRADIENT, MISSING_GRADIENT)
 
 
 def measure_coverage(
@@ -23,7 +22,9 @@ def measure_coverage(
     pass_verdicts    one for each micro-batch
     window_verdicts  one for each window of whose gradient the job recorded something
     """
-    judged_ends = {verdict.index for verdict in window_verdicts if _is_judged(verdict, GRADIENT_QUANTITIES)}
+    judged_ends = {
+        verdict.index for verdict in window_verdicts if _is_judged(verdict, (*GRADIENT_QUANTITIES, MISSING_GRADIENT))
+    }
     end_of_pass = {compared.record.index: window[-1].record.index for window in windows for compared in window}
     with_forward = [verdict for verdict in pass_verdicts if _is_judged(verdict, FORWARD_QUANTITIES)]
     whole = [

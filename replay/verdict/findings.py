@@ -17,6 +17,8 @@ from replay.tolerances.job_bounds import (
     ACTION_TOKENS,
     GRAD_NORM,
     GRADIENT,
+    GRADIENT_QUANTITIES,
+    HIDING_BOUND,
     LOG_PROBS,
     LOSS,
     ROUTES_FACTOR,
@@ -25,7 +27,9 @@ from replay.tolerances.job_bounds import (
     NoiseFloor,
     compute_bound,
     compute_rms_bound,
+    compute_signature_bound,
     measure_difference,
+    name_signature_floor,
 )
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.pass_values import MOVED, OPTIMIZER, WEIGHTING, Claim, RecordedPass, ReplayedPass
@@ -77,6 +81,16 @@ class VerdictSettings:
         step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
         return bound if step_floor is None else max(bound, step_floor.bound)
+
+    def choose_signature_bound(self, kind: str, dtypes: Sequence[str], index: int) -> float:
+        """Return how large the root mean square of a signature's differences may be, for a kind of parameters.
+
+        A kind that no floor was measured for has the largest floor of the others.
+        """
+        floors = {**self.floors, **self.step_floors.get(index, {})}
+        others = [floor for name, floor in floors.items() if name.startswith(name_signature_floor(""))]
+        largest = max(others, key=lambda floor: floor.value, default=None)
+        return compute_signature_bound(dtypes, self.num_layers, floors.get(name_signature_floor(kind), largest))
 
     def doubt_expert_routes(
         self,
@@ -159,8 +173,13 @@ def make_finding(
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt."""
-    if difference <= bound:
+    """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt.
+
+    A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged.
+    """
+    if difference <= bound and bound > HIDING_BOUND and name in (LOSS, *GRADIENT_QUANTITIES):
+        status, doubt, counts = FindingStatus.NOT_JUDGED, ROUNDING_HIDES, False
+    elif difference <= bound:
         status = FindingStatus.AGREES
     else:
         status = FindingStatus.DIFFERS if doubt is None else FindingStatus.UNSETTLED

@@ -27,20 +27,26 @@ class ComparedGradient:
     names        the parameters
     job_norm     before clipping; None where not all ranks recorded their parts of it
     replay_norm  of the whole gradient
-    num_values   how many elements were compared; without any, the last three are None
+    least_norm   a norm of the replay below this may be rounding; differences are measured by it at least
+    num_values   how many elements were compared; without any, those below are None
     scale        the number that the replay's elements are multiplied by to come nearest to the job's
     cosine       of the angle between the job's elements and the replay's; 0 where either are all zero
     difference   root mean square of the elements' differences
+    job_size     root mean square of the job's elements
+    size         that of the replay's, which is near 1
     """
 
     name: str
     names: tuple[str, ...]
     job_norm: float | None
     replay_norm: float
+    least_norm: float = 0.0
     num_values: int = 0
     scale: float | None = None
     cosine: float | None = None
     difference: float | None = None
+    job_size: float | None = None
+    size: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -69,13 +75,14 @@ class GradientEvidence:
 class _SignedParameter:
     """The signatures of one parameter, of several ranks of the job or of one.
 
-    pairs  elements of the job and of the replay, divided by `scale`
+    least_norm  as of `ComparedGradient`
+    pairs       elements of the job and of the replay, divided by the root mean square of the gradient in the replay
     """
 
     name: str
     job_norm: float | None
     replay_norm: float
-    scale: float
+    least_norm: float
     pairs: Sequence[tuple[float, float]]
 
 
@@ -130,7 +137,7 @@ def _pair_by_parameter(
         pairs: list[tuple[float, float]] = []
         for part in {part.start: part for part in reversed(parts) if part.values}.values():
             replayed = gradient.signatures.get((name, part.start), ())
-            if scale and len(replayed) == len(part.values):
+            if len(replayed) == len(part.values) and _can_divide((*part.values, *replayed), scale):
                 pairs += [(job / scale, own / scale) for job, own in zip(part.values, replayed, strict=True)]
         if not parts[0].is_part:
             job_norm: float | None = parts[0].norm
@@ -138,10 +145,34 @@ def _pair_by_parameter(
             job_norm = math.sqrt(math.fsum(part.norm**2 for part in parts)) if has_all_ranks else None
         signed.append(
             _SignedParameter(
-                name=name, job_norm=job_norm, replay_norm=gradient.norms[name], scale=scale, pairs=tuple(pairs)
+                name=name,
+                job_norm=job_norm,
+                replay_norm=gradient.norms[name],
+                least_norm=scale * math.sqrt(gradient.sizes[name]),
+                pairs=tuple(pairs),
             )
         )
     return signed
+
+
+def _can_divide(values: Sequence[float], scale: float) -> bool:
+    """Tell whether numbers can be compared as multiples of `scale`: in fp16 a gradient may overflow."""
+    return bool(scale) and math.isfinite(scale) and all(map(math.isfinite, values))
+
+
+def measure_signature_distances(gradient: GradientSamples, other: GradientSamples) -> dict[str, list[float]]:
+    """Measure by kind how far the signatures of two replays are apart: for each parameter the root mean square."""
+    distances: dict[str, list[float]] = {}
+    squares: dict[str, list[float]] = {}
+    for (name, start), values in gradient.signatures.items():
+        other_values, scale = other.signatures.get((name, start), ()), compute_scale(gradient, name)
+        if len(values) == len(other_values) and _can_divide((*values, *other_values), scale):
+            pairs = zip(values, other_values, strict=True)
+            squares.setdefault(name, []).extend(((own - another) / scale) ** 2 for own, another in pairs)
+    for name, parameter_squares in squares.items():
+        distance = math.sqrt(math.fsum(parameter_squares) / max(len(parameter_squares), 1))
+        distances.setdefault(name_kind(name), []).append(distance)
+    return distances
 
 
 def _compare(name: str, parameters: Sequence[_SignedParameter]) -> ComparedGradient:
@@ -152,6 +183,7 @@ def _compare(name: str, parameters: Sequence[_SignedParameter]) -> ComparedGradi
         names=tuple(parameter.name for parameter in parameters),
         job_norm=math.hypot(*job_norms) if len(job_norms) == len(parameters) else None,
         replay_norm=math.hypot(*(parameter.replay_norm for parameter in parameters)),
+        least_norm=math.hypot(*(parameter.least_norm for parameter in parameters)),
     )
     if not pairs:
         return compared
@@ -165,4 +197,6 @@ def _compare(name: str, parameters: Sequence[_SignedParameter]) -> ComparedGradi
         scale=product / own_square if own_square else None,
         cosine=product / math.sqrt(job_square * own_square) if job_square and own_square else 0.0,
         difference=math.sqrt(mean_square),
+        job_size=math.sqrt(job_square / len(pairs)),
+        size=math.sqrt(own_square / len(pairs)),
     )

@@ -37,6 +37,7 @@ from replay.verdict.pass_values import (
     match_parameter_name,
 )
 from replay.verdict.sample_pairs import do_some_samples_agree, pair_samples
+from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 MAX_NAMED = 4
@@ -184,10 +185,11 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     dtypes = [dtype for compared_pass in window for dtype in list_dtypes(compared_pass.recorded, settings)]
     gradient = _merge_gradients(window)
     doubt = _explain_doubt(window, steps)
+    evidence = collect_gradient_evidence(window)
     if gradient is not None and doubt is not None and doubt.startswith(ANOTHER_LOSS):
-        doubt = (
-            None if do_some_samples_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index)) else doubt
-        )
+        does_agree = do_some_samples_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index))
+        if does_agree or (evidence is not None and do_some_signatures_agree(evidence, settings, dtypes, index)):
+            doubt = None
     missing = [] if gradient is None else _find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
@@ -198,7 +200,13 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     ]
     findings = [*_select_worst_norm(norms, job_norms), *missing]
     if gradient is not None:
-        findings += _compare_elements(gradient, window, settings, dtypes, doubt)
+        sample_doubt = _doubt_samples(window, settings, dtypes, doubt)
+        signed = [] if evidence is None else judge_signatures(evidence, settings, dtypes, index, sample_doubt)
+        elements = _compare_elements(gradient, window, settings, dtypes, sample_doubt)
+        is_judged = any(finding.status is not FindingStatus.NOT_JUDGED for finding in signed)
+        # Single elements that rounding hides are no open question where elements are judged together.
+        findings += signed
+        findings += [finding for finding in elements if finding.doubt != ROUNDING_HIDES or not is_judged]
     return findings if weighting is None else [*findings, weighting]
 
 
@@ -430,6 +438,19 @@ def _find_missing_gradients(
     return [replace(finding, num_values=len(missing), said=f"none in the job, root mean square {size:.3g} here")]
 
 
+def _doubt_samples(
+    window: Sequence[ComparedPass], settings: VerdictSettings, dtypes: Sequence[str], doubt: str | None
+) -> str | None:
+    """Say why other elements of a gradient would prove nothing; None if they would. `doubt` holds for any gradient."""
+    if doubt is not None:
+        return doubt
+    if any(not step.is_unclipped for step in _list_steps(window)):
+        return "the job's gradients were clipped or scaled before they were sampled"
+    if settings.why_no_floors is not None and is_coarse(dtypes):
+        return f"how far rounding moves it could not be measured: {settings.why_no_floors}"
+    return None
+
+
 def _compare_elements(
     gradient: GradientSamples,
     window: Sequence[ComparedPass],
@@ -444,10 +465,6 @@ def _compare_elements(
     """
     index = window[-1].record.index
     bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
-    if any(not step.is_unclipped for step in _list_steps(window)):
-        doubt = doubt or "the job's gradients were clipped or scaled before they were sampled"
-    if settings.why_no_floors is not None and is_coarse(dtypes):
-        doubt = doubt or f"how far rounding moves it could not be measured: {settings.why_no_floors}"
     has_ranks = (window[0].recorded.world_size or 1) > 1
     findings: list[Finding] = []
     can_tell = False
@@ -476,7 +493,7 @@ def _compare_elements(
     # An element that differs without doubt is worse than one that is farther off and doubted.
     worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
     worst = replace(worst, num_values=len(findings))
-    if worst.agrees and (bound > HIDING_BOUND or not can_tell):
+    if worst.agrees and not can_tell:
         return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
     return [worst]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from replay.output.text import Pairs, pluralise
-from replay.tolerances.job_bounds import GRADIENT
+from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
 from replay.verdict.outcomes import OTHER_WEIGHTS, Coverage, Outcome, PassVerdict, Verdict
@@ -22,7 +22,7 @@ from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
 
 SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)
 # The findings that name a parameter, the more telling one last.
-PARAMETER_FINDINGS = (GRADIENT, MISSING_GRADIENT)
+PARAMETER_FINDINGS = (GRADIENT, GRADIENT_RMS, GRADIENT_NORMS, MISSING_GRADIENT)
 MAX_OTHER_FINDINGS = 2
 MAX_CAUSES = 3
 

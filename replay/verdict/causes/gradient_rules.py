@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
 from replay.verdict.findings import list_dtypes
@@ -15,7 +15,7 @@ from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, collect
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, WEIGHTING, match_parameter_name
 
-GRADIENT_FINDINGS = (MISSING_GRADIENT, GRAD_NORM, GRADIENT)
+GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES)
 # A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
 SAME_RATIO = {False: 1e-3, True: 0.08}
 SAME_COSINE = {False: 0.9999, True: 0.9}
@@ -199,7 +199,7 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     What it multiplied them by is recorded. That the gradient is as many times the replay's shows that no other
     factor undoes it.
     """
-    wrong = evidence.find_wrong(GRAD_NORM, GRADIENT)
+    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
     window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
     weights = None if window is None else compute_job_weights(window)
     if wrong is None or window is None or weights is None:

@@ -7,7 +7,7 @@ first wrong number wrong, and it changes what is computed by what it is; otherwi
 
 from collections.abc import Sequence
 
-from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, GRADIENT, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
+from replay.tolerances.job_bounds import ACTION_TOKENS, GRADIENT_QUANTITIES, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
@@ -15,7 +15,7 @@ from replay.verdict.pass_values import MISSING_GRADIENT
 
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
-ALL_FINDINGS = (*FORWARD_FINDINGS, GRAD_NORM, GRADIENT, MISSING_GRADIENT)
+ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT)
 
 # Kinds that can make a forward wrong, and those that can make a gradient wrong after a right forward.
 FORWARD_KINDS = (

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture import recording
+from capture.record.gradient_signer import GradientSigner
 from replay.command_line.cli import main as replay_main
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, TOKENS_RMS
+from replay.tolerances.job_bounds import (
+    GRAD_NORM,
+    GRADIENT,
+    GRADIENT_NORMS,
+    GRADIENT_RMS,
+    HIDING_BOUND,
+    TOKENS_RMS,
+)
 from replay.verdict.pass_values import WEIGHTING
 from tests.broken_jobs.models import make_model
 from tests.trainers.common import make_batches
@@ -144,8 +152,14 @@ DEEP = {"num_hidden_layers": 12, "initializer_range": 0.1}
 
 @pytest.mark.parametrize("max_norm", [1e6, None])
 def test_a_bound_that_a_vanished_gradient_would_meet_judges_nothing(
-    max_norm: float | None, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+    max_norm: float | None,
+    tmp_path: Path,
+    one_world: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """As with recordings that have no signatures."""
+    monkeypatch.setattr(GradientSigner, "begin_step", lambda signer, device_type=None: False)
     job = train(tmp_path / "job", make_model("llama", DEEP), autocast=True, max_norm=max_norm)
     verdict = verdict_on(job, tmp_path / "logs")
     hidden = findings(verdict, "windows", GRADIENT)
@@ -156,6 +170,40 @@ def test_a_bound_that_a_vanished_gradient_would_meet_judges_nothing(
     said = capsys.readouterr().out
     assert f"not judged {GRADIENT} (" in said
     assert "rounding hides it (bound " in said
+
+
+def test_signatures_are_judged_where_rounding_hides_single_elements(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", make_model("llama", DEEP), autocast=True, max_norm=None)
+    verdict = verdict_on(job, tmp_path / "logs")
+    assert (verdict["outcome"], verdict["window_counts"]) == ("REPRODUCED", {"REPRODUCED": 2})
+    for quantity in (GRADIENT_NORMS, GRADIENT_RMS):
+        judged = findings(verdict, "windows", quantity)
+        assert all(finding["status"] == "agrees" and finding["bound"] < HIDING_BOUND / 2 for finding in judged)
+    assert findings(verdict, "windows", GRADIENT) == []
+    assert "not judged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["x 1.2", "negated", "transposed"])
+def test_in_bf16_a_changed_gradient_is_found_at_the_first_step(change: str, tmp_path: Path, one_world: None) -> None:
+    name = "model.layers.0.self_attn.o_proj.weight"
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "x 1.2": lambda gradient: 1.2 * gradient,
+        "negated": lambda gradient: -gradient,
+        "transposed": lambda gradient: gradient.T.contiguous(),
+    }
+
+    def plant_fault(model: nn.Module) -> None:
+        model.get_parameter(name).register_hook(changes[change])
+
+    job = train(tmp_path / "job", make_model("llama", {}), fault=plant_fault, autocast=True, max_norm=None)
+    verdict = verdict_on(job, tmp_path / "logs", "--max-inputs", "1")
+    assert (verdict["outcome"], verdict["first"]["optimizer_step"]) == ("DIFFERS", 0)
+    wrong = {finding["name"]: finding["where"] for finding in verdict["first"]["findings"]
+             if finding["status"] == "differs"}  # fmt: skip
+    assert wrong[GRADIENT_RMS] == name
+    assert wrong.get(GRADIENT_NORMS) == (name if change == "x 1.2" else None)
 
 
 def test_a_missing_gradient_differs_whatever_the_bound(
@@ -212,9 +260,9 @@ def test_the_first_fault_in_the_jobs_time_is_the_headline(
     verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32", *SGD_STEPS, "0.5", "--max-norm", "1e6")
     assert [judged["outcome"] for judged in verdict["passes"]] == ["REPRODUCED", "DIFFERS"]
     said = headline(capsys.readouterr().out)
-    assert said.startswith(f"DIFFERS: gradient samples ({name}, element ")
+    assert said.startswith(f"DIFFERS: gradient norm by parameter ({name}) ")
     assert "of the job's step 1, which ends with pass 1" in said
-    assert "; also gradient norm: " in said
+    assert "; also gradient samples, root mean square (" in said
 
 
 MIXTURE = {"output_router_logits": False}
