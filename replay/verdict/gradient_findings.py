@@ -27,17 +27,16 @@ from replay.verdict.findings import (
     root_mean_square,
 )
 from replay.verdict.gradient_evidence import GradientEvidence, compare_signatures
-from replay.verdict.gradient_samples import GradientSamples, compute_scale
+from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.optimizer_settings import list_setting_differences
 from replay.verdict.pass_values import (
-    MISSING_GRADIENT,
     RecordedPass,
     ReplayedPass,
     WeightComparison,
-    match_parameter_name,
 )
 from replay.verdict.sample_pairs import do_some_samples_agree, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
+from replay.verdict.trained_parameters import find_missing_gradients, find_trained_parameters, is_among
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 MAX_NAMED = 4
@@ -190,7 +189,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         does_agree = do_some_samples_agree(steps, gradient, settings.choose_bound(GRADIENT, dtypes, 1, index))
         if does_agree or (evidence is not None and do_some_signatures_agree(evidence, settings, dtypes, index)):
             doubt = None
-    missing = [] if gradient is None else _find_missing_gradients(gradient, steps, doubt)
+    missing = [] if gradient is None else find_missing_gradients(gradient, steps, doubt)
     weighting = _compare_weighting(window, job_norms, replay_norm) if doubt is None else None
     if weighting is not None:
         doubt = weighting.doubt
@@ -366,11 +365,11 @@ def _compare_norm(
     """Compare a rank's norm of the job with the replay's, which is taken of the parameters that the job trained."""
     num_frozen = max(compared_pass.recorded.num_frozen for compared_pass in window)
     if num_frozen and gradient is not None and doubt is None:
-        trained = _find_trained_parameters(steps, num_frozen, gradient)
+        trained = find_trained_parameters(steps, num_frozen, gradient)
         if trained is None:
             doubt = f"the job did not train {pluralise(num_frozen, 'parameter')}, and not all that it trained is known"
         else:
-            replay_norm = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if _is_among(name, trained)))
+            replay_norm = math.sqrt(sum(norm**2 for name, norm in gradient.norms.items() if is_among(name, trained)))
     elif num_frozen:
         doubt = doubt or f"the job did not train {pluralise(num_frozen, 'parameter')}"
     index = window[-1].record.index
@@ -387,25 +386,6 @@ def _compare_norm(
     )
 
 
-def _find_trained_parameters(
-    steps: Sequence[OptimizerStep], num_frozen: int, gradient: GradientSamples
-) -> set[str] | None:
-    """Name all parameters that the job trained; None where not all were sampled, and the replay trains others."""
-    fingerprints = [step.gradients for step in steps if step.gradients is not None]
-    names = {sample.name for fingerprint in fingerprints for sample in fingerprint.samples}
-    names |= {name for step in steps for name in step.without_gradient}
-    num_parameters = max((fingerprint.num_parameters for fingerprint in fingerprints), default=0)
-    if len(names) + num_frozen >= num_parameters > 0:
-        return names
-    has_all = names and all(match_parameter_name(name, gradient.norms) is not None for name in names)
-    return set(gradient.norms) if has_all and len(gradient.norms) + num_frozen == num_parameters else None
-
-
-def _is_among(name: str, job_names: set[str]) -> bool:
-    """Tell whether one of the job's names is this one, or ends with it: the job may have wrapped the model."""
-    return name in job_names or any(job_name.endswith(f".{name}") for job_name in job_names)
-
-
 def _list_largest_elements(steps: Sequence[OptimizerStep]) -> list[float]:
     """List the largest sampled element of each parameter's gradient in the job."""
     largest = {
@@ -416,26 +396,6 @@ def _list_largest_elements(steps: Sequence[OptimizerStep]) -> list[float]:
         if sample.values
     }
     return list(largest.values())
-
-
-def _find_missing_gradients(
-    gradient: GradientSamples, steps: Sequence[OptimizerStep], doubt: str | None
-) -> list[Finding]:
-    """Report the parameters that had no gradient in the job's step and have one in the replay. No bound covers that."""
-    job_names = dict.fromkeys(name for step in steps for name in step.without_gradient)
-    matches = [match_parameter_name(job_name, gradient.norms) for job_name in job_names]
-    sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in matches if name is not None}
-    missing = [name for name, size in sizes.items() if size >= compute_scale(gradient, name) > 0]
-    if not missing:
-        return []
-    others = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-    have = "has" if len(missing) == 1 else "have"
-    where = f"{', '.join(missing[:MAX_NAMED])}{others}, which {have} no gradient in the job"
-    size = sizes[missing[0]]
-    finding = make_finding(
-        MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, counts=True, where=where
-    )
-    return [replace(finding, num_values=len(missing), said=f"none in the job, root mean square {size:.3g} here")]
 
 
 def _doubt_samples(
