@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRADIENT_QUANTITIES, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.dropout_masks import MASKS
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import MISSING_GRADIENT
 
@@ -79,7 +80,9 @@ def choose_cause_name(difference: ModelDifference, *, is_forward: bool) -> Cause
             if "lora" in where or ("scaling" in where and difference.job and difference.job.startswith("{")):
                 return CauseName.ADAPTER_SCALE
             by_word = (name for words, name in SETTING_CAUSES if any(word in where for word in words))
-            return next(by_word, CauseName.MODEL_CONFIG)
+            is_attention = "attn" in where or "attention" in where
+            of_module = CauseName.KERNEL if is_attention else CauseName.MODEL_CODE
+            return next(by_word, CauseName.MODEL_CONFIG if difference.kind is Kind.CONFIG else of_module)
         case _:
             return CauseName.MODEL_CODE if is_forward else CauseName.GRADIENTS_CHANGED
 
@@ -176,7 +179,29 @@ def find_other_loss_function(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_other_masks(evidence: Evidence) -> Cause | None:
+    """Tell that the job drew random numbers in a forward where the replay draws none, or the other way round."""
+    wrong = evidence.find_wrong(MASKS)
+    if wrong is None:
+        return None
+    verdict, finding = wrong
+    return Cause(
+        name=CauseName.DROPOUT,
+        sureness=Sureness.IS,
+        sentence=f"{finding.said or finding.doubt}, {name_time(verdict)}",
+        try_next="compare the dropout settings of the config with those of the job's modules, and their train mode",
+        explains=(MASKS, *ALL_FINDINGS),
+    )
+
+
 FIRST_RULES = (
+    CauseRule(
+        name=CauseName.DROPOUT,
+        find=find_other_masks,
+        means="dropout acts in the job and not here, or here and not in the job, or with another probability",
+        told_by="how far the random generators moved in the forward, in the job and here",
+        job="attention-dropout",
+    ),
     CauseRule(
         name=CauseName.MODEL_CODE,
         find=find_model_difference,

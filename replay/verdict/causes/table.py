@@ -8,12 +8,13 @@ table.
 
 from collections.abc import Sequence
 
-from replay.verdict.causes import gradient_rules, mix_rules, model_rules, trial_rules, weight_rules
+from replay.verdict.causes import gradient_rules, mix_rules, model_rules, step_rules, trial_rules, weight_rules
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 
 RULES = (
     *weight_rules.RULES,
+    *step_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
     *mix_rules.RULES,

@@ -1,0 +1,78 @@
+"""Tell why the job's optimizer stepped otherwise than the replay's: its settings, its schedule, its state."""
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.model_rules import FORWARD_FINDINGS
+from replay.verdict.optimizer_facts import StateFactKind, find_facts_of_ranks
+from replay.verdict.pass_values import MOVED, OPTIMIZER
+
+# A step that is another one explains the weights after it, and every number of later passes.
+EXPLAINED = (OPTIMIZER, MOVED, *FORWARD_FINDINGS, GRAD_NORM, GRADIENT)
+RATE = "learning rate"
+MISCOUNTS = {
+    StateFactKind.COUNTS_TOO_FEW: CauseName.STEPS_SKIPPED,
+    StateFactKind.COUNTS_TOO_MANY: CauseName.STEPS_SKIPPED,
+}
+
+
+def find_other_state(evidence: Evidence) -> Cause | None:
+    """Tell that the optimizer's own count of steps is not that of the steps it was seen to take."""
+    if evidence.first_wrong is None:
+        return None
+    steps = [
+        (compared.recorded.rank or 0, compared.recorded.step_after)
+        for compared in evidence.passes
+        if compared.recorded.step_after is not None
+    ]
+    ranks = sorted({rank for rank, _ in steps})
+    facts = find_facts_of_ranks([[step for other, step in steps if other == rank] for rank in ranks])
+    if not facts:
+        return None
+    fact = facts[0]
+    name = MISCOUNTS.get(fact.kind, CauseName.OPTIMIZER_STATE)
+    advice = {
+        CauseName.STEPS_SKIPPED: "look for steps that are taken twice, or left out, in the job's loop",
+        CauseName.OPTIMIZER_STATE: "load the optimizer's state with the weights; or --optimizer-state PATH here",
+    }
+    return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=advice[name], explains=EXPLAINED)
+
+
+def find_other_optimizer(evidence: Evidence) -> Cause | None:
+    """Tell that the job stepped with other settings than the replay was told to."""
+    wrong = [(verdict, finding) for verdict, finding in evidence.wrong if finding.name == OPTIMIZER]
+    if not wrong:
+        return None
+    verdict, finding = wrong[0]
+    said = str(finding.said)
+    differences = said.split("; ")
+    # A rate that is another one in some steps alone is one of another schedule.
+    is_rate_alone = all(RATE in difference for _, other in wrong for difference in str(other.said).split("; "))
+    is_schedule = is_rate_alone and (len(wrong) < len(evidence.windows) or len({str(f.said) for _, f in wrong}) > 1)
+    if not all(" in the job, " in difference for difference in differences):
+        return None
+    return Cause(
+        name=CauseName.SCHEDULE if is_schedule else CauseName.OPTIMIZER,
+        sureness=Sureness.IS,
+        sentence=f"{said}, {name_time(verdict)}",
+        try_next="without these options the replay steps with the job's own settings",
+        explains=EXPLAINED,
+    )
+
+
+RULES = (
+    CauseRule(
+        name=CauseName.OPTIMIZER_STATE,
+        find=find_other_state,
+        means="the optimizer's state was lost, is an older one, or has counted other steps than it took",
+        told_by="the optimizer's own count of steps, recorded at each step",
+        job="stale-state",
+    ),
+    CauseRule(
+        name=CauseName.OPTIMIZER,
+        find=find_other_optimizer,
+        means="the job's optimizer has another class or other settings than those that were typed, or another schedule",
+        told_by="the settings of each step in the capture",
+        job="rate-x10",
+    ),
+)
