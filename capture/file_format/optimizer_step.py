@@ -119,7 +119,7 @@ class OptimizerStep:
     gradients         samples of the gradients as the optimizer would get them without clipping, at the elements that
                       samples of the weights have; of parameters that have a gradient
     signatures        of the gradients as they were when `gradients` were sampled; taken at some steps alone
-    without_gradient  names of sampled parameters that are trained and have no gradient
+    without_gradient  names of sampled and signed parameters that are trained and have no gradient
     grad_norm         global norm before clipping, where the job computed one
     is_part_of_norm   `grad_norm` is that of this rank's shards: the squares of all ranks add up
     max_norm          norm that the job clipped to

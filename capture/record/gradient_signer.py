@@ -45,11 +45,13 @@ class RawSignatures:
     values      the norms of all, then the elements of all, one after the other
     unsigned    each signature, still without its numbers, and how many elements it has
     num_copies  for each the number of ranks that hold the same part
+    without     names of parameters that are trained and have no gradient
     """
 
     values: Tensor
     unsigned: Sequence[tuple[GradientSignature, int]]
     num_copies: Sequence[int]
+    without: Sequence[str] = ()
 
     @property
     def names(self) -> set[str]:
@@ -131,12 +133,15 @@ class GradientSigner:
         plans: list[_SigningPlan] = []
         parts: list[Tensor] = []
         elements: list[Tensor] = []
+        without: list[str] = []
         device: torch.device | None = None
         for slot in self._choose_slots():
             parameter = slot.get_parameter()
             if parameter is None or slot.name in excluded or (ids is not None and not slot.is_among(ids)):
                 continue
             planned = self._plan_own(slot) if find_part is None else self._plan_found(slot, find_part(slot, parameter))
+            if find_part is None and parameter.requires_grad and slot.get_local_gradient() is None:
+                without.append(slot.name)
             # Of a model on several devices the gradients on the first one are signed.
             if planned is None or (device is not None and planned[1].device != device):
                 continue
@@ -159,6 +164,7 @@ class GradientSigner:
             values=torch.cat([norms, torch.cat(elements)]) if elements else norms,
             unsigned=tuple((plan.signature, plan.count) for plan in plans),
             num_copies=tuple(plan.part.num_copies for plan in plans),
+            without=tuple(without),
         )
 
     def _choose_slots(self) -> Sequence[ParameterSlot]:

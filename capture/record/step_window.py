@@ -276,7 +276,9 @@ class StepWindow:
             signatures = clipping.signatures
         # The empty name marks that there was a part, where it has no samples.
         self._sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
-        self._signed_names |= set() if signatures is None else signatures.names
+        if signatures is not None:
+            self._signed_names |= signatures.names
+            without_gradient = list(dict.fromkeys([*without_gradient, *signatures.without]))
         settings, tensors = read_optimizer_settings(optimizer)
         if self._sampler.has_flat_parameters:
             for group_settings, group in zip(settings, _list_groups(optimizer), strict=False):

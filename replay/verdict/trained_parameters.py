@@ -18,6 +18,7 @@ def find_trained_parameters(
     """Name all parameters that the job trained; None where not all were sampled, and the replay trains others."""
     fingerprints = [step.gradients for step in steps if step.gradients is not None]
     names = {sample.name for fingerprint in fingerprints for sample in fingerprint.samples}
+    names |= {signature.name for step in steps for signature in step.signatures}
     names |= {name for step in steps for name in step.without_gradient}
     num_parameters = max((fingerprint.num_parameters for fingerprint in fingerprints), default=0)
     if len(names) + num_frozen >= num_parameters > 0:
