@@ -12,6 +12,7 @@ from actor_init.optimizer import TORCH_DTYPES
 from actor_init.spec import Compile, UsageError
 from actor_init.world import World
 from capture.black_box.incidents import Incident, read_incidents
+from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
@@ -177,6 +178,7 @@ def describe_setting(
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
         why_own_draws=_find_reason_for_own_draws(spec),
+        why_no_draws=_find_reason_for_no_draws(spec),
         is_mixture=is_mixture(weight_checker.names),
         model_differences=model_differences,
         environment={**loaded_versions(), **read_environment(), "device": read_device_name(world.device), **kernel},
@@ -188,6 +190,14 @@ def _find_reason_for_own_draws(spec: ResolvedReplay) -> str | None:
     if spec.actor.parallel.tp > 1 or spec.actor.parallel.ring > 1:
         return "several ranks share a row here, and each draws masks of its part. Try: without --tp and --ring"
     return None
+
+
+def _find_reason_for_no_draws(spec: ResolvedReplay) -> str | None:
+    """Say why dropout of the job's adapter cannot act here; None if it can, or the job has none."""
+    adapters = read_adapter_configs(find_inputs_folder(spec.inputs)) if spec.source.adapter is None else {}
+    if not any(settings.get("lora_dropout") for settings in adapters.values()):
+        return None
+    return "the job's adapter has dropout, and is not built here. Try: --adapter FOLDER"
 
 
 def conclude(

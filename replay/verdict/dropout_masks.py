@@ -67,6 +67,8 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
         return MaskComparison()
     if not job.has_moved and not own.has_moved:
         return MaskComparison(status=MaskStatus.SAME)
+    if job.has_moved and settings.why_no_draws is not None:
+        return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {settings.why_no_draws}")
     if job.has_moved != own.has_moved:
         said = _describe_draws(recorded, job, own, settings)
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {said}", said=said)
@@ -95,7 +97,7 @@ def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, 
     mode = "" if not recorded.trains else mode
     job_text, own_text = (_name_number(draws) for draws in (job, own))
     by = f" by {', '.join(settings.dropout)}" if own.has_moved and settings.dropout else ""
-    return f"the job's forward{mode} drew {job_text}, the replay's {own_text}{by}"
+    return f"the job's forward{mode} drew {job_text}, the replay's {'none' if not own.has_moved else own_text}{by}"
 
 
 def _name_number(draws: RandomDraws) -> str:
@@ -181,7 +183,7 @@ def judge_masks(
 
 
 def _report_masks(said: str, status: FindingStatus, doubt: str | None) -> Finding:
-    return Finding(name=MASKS, status=status, recorded=0.0, where=said, doubt=doubt, counts=False, said=said)
+    return Finding(name=MASKS, status=status, recorded=0.0, doubt=doubt, counts=False, said=said)
 
 
 def is_about_masks(doubt: str | None) -> bool:

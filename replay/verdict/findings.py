@@ -54,6 +54,7 @@ class VerdictSettings:
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
     why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
+    why_no_draws      why dropout of the job cannot act here; None: all of it can
     is_mixture        the model is a mixture of experts
     model_differences  what the job's model is known to have other than the replay's
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
@@ -69,6 +70,7 @@ class VerdictSettings:
     dropout: Sequence[str] = ()
     packs: bool = False
     why_own_draws: str | None = None
+    why_no_draws: str | None = None
     is_mixture: bool = False
     model_differences: Sequence[ModelDifference] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -309,8 +309,10 @@ def _decide_outcome(
     if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         first = differing[0]
-        # Only a missing gradient differs with `said`, and its `where` is a sentence: which parameters have none.
-        difference = f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where
+        # What is said is no number. Of a missing gradient `where` is a sentence: which parameters have none.
+        difference = (
+            f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where or first.said
+        )
         return Outcome.UNSETTLED, f"{difference}, but {doubt}"
     if differing:
         return Outcome.DIFFERS, None

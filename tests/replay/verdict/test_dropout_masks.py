@@ -131,9 +131,15 @@ def test_dropout_that_acts_in_the_job_alone_is_a_finding() -> None:
     )
     assert (verdict.outcome, verdict.window_counts) == (Outcome.DIFFERS, {Outcome.CANNOT_TELL: 1})
     finding, *others = verdict.passes[0].findings
-    said = "the job's forward drew 5 random numbers, the replay's no random numbers"
+    said = "the job's forward drew 5 random numbers, the replay's none"
     assert (finding.name, finding.said) == (MASKS, said)
     assert {other.status for other in others} == {FindingStatus.NOT_JUDGED}
+
+
+def test_dropout_of_an_adapter_that_is_not_built_here_explains_that_none_acts() -> None:
+    setting = replace(SETTING, dropout=(), why_no_draws="the adapter is not built")
+    verdict = judge_pass(make_recorded(WRONG), make_replayed(NONE), setting)
+    assert (verdict.outcome, verdict.reason) == (Outcome.CANNOT_TELL, f"{OTHER_MASKS}: the adapter is not built")
 
 
 def test_dropout_that_acts_here_alone_is_a_finding_and_the_jobs_mode_is_said() -> None:
