@@ -81,6 +81,8 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
             if reason is None
             else MaskComparison(status=MaskStatus.NOT_PROVEN, why=f"{OTHER_MASKS}, as far as is known: {reason}")
         )
+    if reason is None and CUDA in job.after and may_drop_attention(settings.dropout):
+        reason = "on a GPU torch takes one of several kernels for attention, and each draws its masks in its own way"
     if reason is not None:
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {reason}")
     said = _describe_draws(recorded, job, own, settings)
@@ -93,8 +95,10 @@ def _has_generator_of_device(recorded: RecordedPass, job: RandomDraws) -> bool:
 
 
 def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings) -> str:
-    mode = "" if recorded.training is None or recorded.training["model"] else ", in eval mode,"
-    mode = "" if not recorded.trains else mode
+    mode = ""
+    # The replay's mode is that of a pass that trains, or of one without autograd.
+    if recorded.training is not None and recorded.training["model"] != recorded.trains:
+        mode = ", in eval mode," if recorded.trains else ", in training mode without autograd,"
     job_text, own_text = (_name_number(draws) for draws in (job, own))
     by = f" by {', '.join(settings.dropout)}" if own.has_moved and settings.dropout else ""
     return f"the job's forward{mode} drew {job_text}, the replay's {'none' if not own.has_moved else own_text}{by}"
@@ -130,9 +134,21 @@ def _find_other_condition(
         return None if job.cpu_kind == own.cpu_kind else "this CPU draws masks otherwise than the job's"
     if in_job.get("torch") != here.get("torch"):
         return f"the job ran torch {in_job.get('torch')}, this is {here.get('torch')}"
-    if list(recorded.dtypes) != [settings.dtype]:
-        return f"on a GPU masks depend on the dtype, which was {', '.join(recorded.dtypes)} in the job"
+    job_dtype = _find_dtype_of_hidden_states(recorded)
+    if job_dtype != settings.dtype:
+        return f"on a GPU masks depend on the dtype, which was {job_dtype} in the job"
     return None
+
+
+def _find_dtype_of_hidden_states(recorded: RecordedPass) -> str:
+    """Name the dtype that the job's masks were drawn for, as far as one is known.
+
+    The first linear layer's input had it; autocast, under which hidden states are of several dtypes, is named.
+    """
+    autocast = recorded.settings.get("autocast", "off")
+    if autocast != "off":
+        return f"autocast's {autocast}"
+    return recorded.settings.get("computed_in") or ", ".join(recorded.dtypes) or "unknown"
 
 
 def may_drop_attention(dropout: Sequence[str]) -> bool:

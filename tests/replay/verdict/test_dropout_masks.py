@@ -151,6 +151,23 @@ def test_dropout_that_acts_here_alone_is_a_finding_and_the_jobs_mode_is_said() -
     )
 
 
+def test_a_pass_without_autograd_that_drew_masks_is_a_finding() -> None:
+    """As where old log-probs are computed by a model that is still in training mode."""
+    mode = {"model": True, "parts": []}
+    verdict = judge_pass(make_recorded(WRONG, trains=False, training=mode), make_replayed(NONE))
+    assert verdict.outcome is Outcome.DIFFERS
+    assert "in training mode without autograd, drew random numbers" in str(verdict.passes[0].findings[0].said)
+
+
+def test_another_number_on_a_gpu_may_be_of_another_kernel_of_attention() -> None:
+    verdict = judge_pass(make_recorded(WRONG, draws=FIVE_ON_GPU), make_replayed(SIX_ON_GPU), ON_GPU)
+    assert (verdict.outcome, "several kernels" in str(verdict.reason)) == (Outcome.CANNOT_TELL, True)
+    outside = replace(ON_GPU, dropout=["resid_pdrop"])
+    assert judge_pass(make_recorded(WRONG, draws=FIVE_ON_GPU), make_replayed(SIX_ON_GPU), outside).outcome is (
+        Outcome.DIFFERS
+    )
+
+
 def test_random_numbers_that_no_number_shows_are_said_and_settle_nothing_in_bf16() -> None:
     """A job may draw for something else, such as a number that it logs."""
     setting = replace(SETTING, dropout=())
