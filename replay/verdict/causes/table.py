@@ -8,7 +8,15 @@ table.
 
 from collections.abc import Sequence
 
-from replay.verdict.causes import gradient_rules, mix_rules, model_rules, step_rules, trial_rules, weight_rules
+from replay.verdict.causes import (
+    dtype_rules,
+    gradient_rules,
+    mix_rules,
+    model_rules,
+    step_rules,
+    trial_rules,
+    weight_rules,
+)
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 
@@ -17,6 +25,7 @@ RULES = (
     *step_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
+    *dtype_rules.RULES,
     *mix_rules.RULES,
     *gradient_rules.RULES,
     *model_rules.LAST_RULES,

@@ -1,0 +1,96 @@
+"""Tell that numbers of a job of fp32 went through a 16-bit dtype: they are values that this dtype has.
+
+One value in 65,536 of fp32 is one of bf16 by chance, so a few dozen such values are no chance.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.model_rules import FORWARD_FINDINGS
+from replay.verdict.pass_values import MOVED, OPTIMIZER
+
+LEAST_VALUES = 16
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_half_dtype(values: Iterable[float]) -> str | None:
+    """Name the 16-bit dtype that all these values are of, those that are 0 left out; None if they are of neither."""
+    numbers = torch.tensor([value for value in values if value], dtype=torch.float32)
+    if len(numbers) < LEAST_VALUES:
+        return None
+    for name, dtype in HALVES.items():
+        if torch.equal(numbers.to(dtype).float(), numbers):
+            return name
+    return None
+
+
+def find_rounded_gradient(evidence: Evidence) -> Cause | None:
+    """Tell that the job's gradient is of values of a 16-bit dtype, and the replay's is not."""
+    wrong = evidence.find_wrong(GRADIENT, GRAD_NORM)
+    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
+    if wrong is None or window is None:
+        return None
+    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
+    job_values = [value for step in steps for signature in step.signatures for value in signature.values]
+    gradients = [compared.replayed.gradient for compared in window if compared.replayed.gradient is not None]
+    own_values = [value for gradient in gradients for values in gradient.signatures.values() for value in values]
+    dtype = find_half_dtype(job_values)
+    if dtype is None or find_half_dtype(own_values) is not None:
+        return None
+    return Cause(
+        name=CauseName.DTYPE,
+        sureness=Sureness.IS,
+        sentence=f"the job's gradients are rounded to {dtype}, {name_time(wrong[0])}: each sampled element is a value of "
+        "that dtype",
+        try_next="look for a cast of gradients, or for a reduction in that dtype",
+        explains=(GRADIENT, GRAD_NORM),
+    )
+
+
+def find_rounded_weights(evidence: Evidence) -> Cause | None:
+    """Tell that the job's fp32 weights are of values of a 16-bit dtype after a step, and were not before it."""
+    if evidence.first_wrong is None:
+        return None
+    before: Sequence[float] = []
+    for compared in evidence.passes:
+        recorded = compared.recorded
+        values = [
+            value for sample in recorded.samples if sample.dtype == "float32" for value in sample.values if value != 1
+        ]
+        if recorded.num_steps_before == 0 and not before:
+            before = values
+        elif recorded.num_steps_before and before and find_half_dtype(before) is None:
+            dtype = find_half_dtype(values)
+            if dtype is None:
+                return None
+            return Cause(
+                name=CauseName.DTYPE,
+                sureness=Sureness.IS,
+                sentence=f"the job's fp32 weights are rounded to {dtype} after step {recorded.num_steps_before}: each "
+                "sampled element is a value of that dtype, and was not before the first step",
+                try_next="keep fp32 masters, and look for a copy of the weights through that dtype",
+                explains=(MOVED, OPTIMIZER, *FORWARD_FINDINGS, GRAD_NORM, GRADIENT),
+            )
+    return None
+
+
+RULES = (
+    CauseRule(
+        name=CauseName.DTYPE,
+        find=find_rounded_gradient,
+        means="gradients went through a 16-bit dtype in a job of fp32",
+        told_by="each sampled element of the gradient is a value of that dtype",
+        job="gradients-in-bf16",
+    ),
+    CauseRule(
+        name=CauseName.DTYPE,
+        find=find_rounded_weights,
+        means="weights of fp32 are written in a 16-bit dtype by a step",
+        told_by="each sampled element of the weights is a value of that dtype after a step, and not before",
+        job="bf16-masters",
+    ),
+)
