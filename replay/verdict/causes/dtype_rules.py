@@ -44,7 +44,7 @@ def find_rounded_gradient(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.DTYPE,
         sureness=Sureness.IS,
-        sentence=f"the job's gradients are rounded to {dtype}, {name_time(wrong[0])}: each sampled element is a value of "
+        sentence=f"the job's gradients are rounded to {dtype}, {name_time(wrong[0])}: each sampled element is one of "
         "that dtype",
         try_next="look for a cast of gradients, or for a reduction in that dtype",
         explains=(GRADIENT, GRAD_NORM),
