@@ -4,21 +4,14 @@ The unchanged pass is run first, with the rows as the job had them. Its log-prob
 log-probs under an explicit mask have to be those of the model's own mask: else no other mask can be tried.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from actor_init.attention.exact_mask import see_exactly
-from actor_init.backends.protocol import free_closed_backends
-from actor_init.declarations.attention.plain import has_sdpa
-from actor_init.inputs.packing import ActorInputs, find_row_token_targets
-from actor_init.model_form import HeadForm
-from actor_init.option_words import Attention
+from actor_init.inputs.packing import find_row_token_targets
 from actor_init.spec import Compile
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, read_call
@@ -27,11 +20,9 @@ from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import is_objective
-from replay.output.text import join_lines
+from replay.output.text import join_lines, pluralise
 from replay.resolution.job_defaults import find_inputs_folder
-from replay.runner.replayer import ReopenableActor
 from replay.runner.rounding_floor import RunRepeater
-from replay.runner.run_pass import PassInputs, run_pass
 from replay.runner.trial_changes import list_model_trials
 from replay.runner.trial_configs import build_config, list_config_trials
 from replay.runner.trial_feeds import (
@@ -42,7 +33,8 @@ from replay.runner.trial_feeds import (
     list_mask_trials,
     list_position_trials,
 )
-from replay.runner.trial_losses import LossTables, TargetRows, list_loss_trials
+from replay.runner.trial_forward import ModelChange, TrialActor, make_trial_spec
+from replay.runner.trial_losses import LogitStatistics, LossTables, TargetRows, list_loss_trials
 from replay.tolerances.job_bounds import LOSS, TOKENS, measure_difference
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
@@ -70,16 +62,6 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
 
 
-def make_trial_spec(spec: ResolvedReplay) -> ResolvedReplay:
-    """Return a spec whose actor takes rows as they were captured, by a kernel that reads masks, uncompiled."""
-    actor = replace(spec.actor, packing=False, pad_tokens=None, compile=Compile.OFF, gradient_checkpointing=False)
-    if not actor.is_custom:
-        kernel = Attention.SDPA if has_sdpa(spec.source.config) else Attention.EAGER
-        actor = replace(actor, attention=kernel)
-    measure = replace(spec.measure, trace=False, details=False)
-    return spec.derive_variant(why="a trial feeds rows as the job had them", actor=actor, measure=measure)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TrialForward:
     """What one forward of a trial is: what it is fed, and what the model is changed to.
@@ -93,7 +75,7 @@ class _TrialForward:
     says: str
     try_next: str
     feed: Feed | None
-    change: Callable[[PreTrainedModel], AbstractContextManager[None]] | None = None
+    change: ModelChange | None = None
     coarsens: bool = False
 
 
@@ -145,8 +127,9 @@ class PassTrials:
     def run(self) -> TrialReport:
         """Run the trials. All ranks must call this."""
         spec = make_trial_spec(self.repeater.spec)
-        with self._open_actor(spec) as actor:
+        with self._open(spec) as actor:
             results = self._run_on(actor, spec)
+            self.num_forwards = actor.num_forwards
         if self._needs_other_actors:
             results += self._try_configs(spec)
         loss = next((finding for finding in self.unchanged if finding.name == LOSS), None)
@@ -160,17 +143,9 @@ class PassTrials:
             not_run=self.not_run,
         )
 
-    @contextmanager
-    def _open_actor(self, spec: ResolvedReplay) -> Iterator[ReopenableActor]:
-        """Open an actor for trials, and free its memory at the end. All ranks must call this."""
-        free_closed_backends()
-        actor = ReopenableActor(spec.actor, spec.source, self.repeater.world)
-        try:
-            yield actor
-        finally:
-            actor.backend.close()
-            del actor
-            free_closed_backends()
+    def _open(self, spec: ResolvedReplay) -> AbstractContextManager[TrialActor]:
+        repeater = self.repeater
+        return TrialActor.open(spec, self.rows, repeater.world, repeater.tracker, trains=self.batch.trains)
 
     @property
     def _is_wrong(self) -> bool:
@@ -183,22 +158,20 @@ class PassTrials:
         has_agreeing = any(finding.agrees and finding.name != LOSS for finding in self.unchanged)
         return has_agreeing and wrong <= {LOSS}
 
-    def _run_on(self, actor: ReopenableActor, spec: ResolvedReplay) -> list[TrialResult]:
+    def _run_on(self, actor: TrialActor, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the trials that need no other actor. All ranks must call this."""
-        predictor_N, target_N = self.targets.list_targets()
-        prepared = self.rows.prepared
-        num_prepared = len(prepared.predictor_N)
-        asked = (torch.cat([prepared.predictor_N, predictor_N]), torch.cat([prepared.target_ids_N, target_N]))
-        log_probs_N = self._forward(actor, feed_as_captured(self.rows), spec.source.head, *asked)
-        raw_BA = self._place(log_probs_N[:num_prepared])
+        raw_BA = actor.compute(feed_as_captured(self.rows))
         own_record, _, own_replayed = self.own_pass
         if self._has_other_numbers(raw_BA, own_record.result.loss, own_replayed.token_log_probs):
             return self._try_kernel(spec, raw_BA)
         self.unchanged = self._find(raw_BA)
+        if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
+            self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
+            return []
         if all(self._gather(self._has_right_forward or not self._is_wrong)):
-            return self._try_losses(raw_BA, log_probs_N[num_prepared:].view(3, *self.targets.target_BS.shape))
+            return self._try_losses(actor, raw_BA)
         self._needs_other_actors = True
-        return [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor, spec)]
+        return [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor)]
 
     def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
         """Hold the rows as the job had them against the job: the replay's own pass gave other numbers of them."""
@@ -217,48 +190,6 @@ class PassTrials:
             try_next=f"--no-packing --attention {spec.actor.attention}, and report what the replay computes otherwise",
         )
         return self._join({"rows as the job had them": trial})
-
-    def _forward(
-        self, actor: ReopenableActor, feed: Feed, head: HeadForm | None, predictor_N: Tensor, target_N: Tensor
-    ) -> Tensor:
-        """Return log-probs [N] of these targets, in double precision on the host. All ranks must call this."""
-        rows, device = self.rows, self.repeater.world.device
-        self.num_forwards += 1
-        self.repeater.tracker.report_progress()
-        table = feed.table
-        inputs = ActorInputs(
-            input_ids=rows.ids_BS,
-            position_ids=torch.zeros_like(rows.ids_BS) if feed.position_BS is None else feed.position_BS,
-            attention_mask_BS=rows.real_BS if rows.has_mask and table is None else None,
-            cu_seq_lens=None,
-            max_length=rows.ids_BS.shape[1],
-            predictor_N=predictor_N,
-            target_ids_N=target_N,
-            slot_N=torch.arange(len(predictor_N)),
-            action_mask_BA=torch.ones(1, len(predictor_N), dtype=torch.bool),
-            captured_index=torch.arange(rows.ids_BS.numel()).view_as(rows.ids_BS),
-            head=head,
-            makes_positions=feed.position_BS is None,
-        ).to(device)
-        if table is not None:
-            table = replace(table, visible_BSS=table.visible_BSS.to(device))
-        pass_inputs = PassInputs(
-            actor_inputs=inputs,
-            compute_loss=lambda log_probs_1N: log_probs_1N.sum(),
-            train_mode=self.batch.trains,
-            builds_graph=False,
-            runs_backward=False,
-            captured_row_length=rows.ids_BS.shape[1],
-        )
-        with see_exactly(table):
-            outcome = run_pass(actor.backend, pass_inputs)
-        return outcome.log_probs_BA.double().cpu().flatten()
-
-    def _place(self, log_probs_N: Tensor) -> Tensor:
-        """Return the replay's log-probs [B, A] with these values."""
-        prepared = self.rows.prepared
-        flat = torch.zeros(prepared.action_mask_BA.numel(), dtype=torch.float64)
-        return flat.index_put((prepared.slot_N,), log_probs_N).view(prepared.action_mask_BA.shape)
 
     def _evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassEvidence:
         """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
@@ -311,17 +242,18 @@ class PassTrials:
 
     # Losses
 
-    def _try_losses(self, log_probs_BA: Tensor, tables_3BS: Tensor) -> list[TrialResult]:
+    def _try_losses(self, actor: TrialActor, log_probs_BA: Tensor) -> list[TrialResult]:
         """Try other losses of the same log-probs. All ranks must call this."""
         recorded = self.own_pass.recorded
         num_tokens = sum(self.own_pass.record.result.row_action_tokens)
         tables = LossTables(
             rows=self.targets,
-            tables_3BS=tables_3BS,
+            tables_3BS=actor.compute_targets(*self.targets.list_targets()).view(3, *self.targets.target_BS.shape),
+            logits=self._measure_logits(actor),
             divisor=None if recorded is None else recorded.divisor,
             num_tokens=max(num_tokens, 1),
         )
-        here = f"here it is {self.own_pass.record.result.loss:.6g}, the mean over {num_tokens}"
+        mean = f"the mean over the replay's {pluralise(num_tokens, 'token')} is {self.own_pass.record.result.loss:.6g}"
         own: dict[str, _OwnTrial] = {}
         losses: list[float] = []
         for trial in list_loss_trials(tables):
@@ -331,21 +263,36 @@ class PassTrials:
             own[trial.name] = _OwnTrial(
                 match=match_findings(self.unchanged, self._find(log_probs_BA, trial.loss)),
                 cause=trial.cause,
-                says=f"the job's loss {trial.says}, and is {trial.loss:.6g} so, as in the job; {here}",
+                says=f"the job's loss {trial.says}; that gives {trial.loss:.6g}, as in the job, and {mean}",
                 try_next=trial.try_next,
             )
         return self._join(own)
 
+    def _measure_logits(self, actor: TrialActor) -> LogitStatistics | None:
+        """Measure whole logits; None where they do not fit, on any rank."""
+        statistics: LogitStatistics | None = None
+        error: Exception | None = None
+        try:
+            uniform_N, log_sums_N = actor.measure_logits()
+            statistics = LogitStatistics(uniform=float(uniform_N.mean()), square=float(log_sums_N.square().mean()))
+        except Exception as reason:
+            error = reason
+        if any(self._gather(error is not None)):
+            why = "they failed on another rank" if error is None else describe_error(error)
+            self.not_run.append(f"losses of whole logits: {why}")
+            return None
+        return statistics
+
     # Masks and positions
 
-    def _try_feeds(self, actor: ReopenableActor, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
+    def _try_feeds(self, actor: TrialActor, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
         """Try other masks and positions, a forward each. All ranks must call this."""
         if spec.actor.is_custom:
             self.not_run.append("a user's model makes its masks itself")
             return []
         usual = self._evaluate(raw_BA)
         if self._has_other_numbers(
-            self._compute(actor, spec, feed_by_table(self.rows)),
+            actor.compute(feed_by_table(self.rows)),
             usual.record.result.loss,
             usual.replayed.token_log_probs,
         ):
@@ -356,9 +303,9 @@ class PassTrials:
             trial.name: _TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
             for trial in (*list_mask_trials(self.rows, config), *list_position_trials(self.rows, config))
         }
-        return self._run_forwards(actor, spec, feeds)
+        return self._run_forwards(actor, feeds)
 
-    def _try_models(self, actor: ReopenableActor, spec: ResolvedReplay) -> list[TrialResult]:
+    def _try_models(self, actor: TrialActor) -> list[TrialResult]:
         """Try what the model may have computed otherwise of the same rows. All ranks must call this."""
         trials = {
             trial.name: _TrialForward(
@@ -369,22 +316,20 @@ class PassTrials:
                 change=trial.change,
                 coarsens=trial.coarsens,
             )
-            for trial in list_model_trials(actor.backend.model, self.repeater.world.device.type)
+            for trial in list_model_trials(actor.model, self.repeater.world.device.type)
         }
-        return self._run_forwards(actor, spec, trials)
+        return self._run_forwards(actor, trials)
 
-    def _run_forwards(
-        self, actor: ReopenableActor, spec: ResolvedReplay, trials: Mapping[str, _TrialForward]
-    ) -> list[TrialResult]:
+    def _run_forwards(self, actor: TrialActor, trials: Mapping[str, _TrialForward]) -> list[TrialResult]:
         """Run a forward for each trial. All ranks must call this.
 
         Every rank runs the same forwards, since a backend may gather weights in them.
         """
         names = list(dict.fromkeys(name for rank_names in self._gather(list(trials)) for name in rank_names))
         own: dict[str, _OwnTrial] = {}
-        for name in names[: max(MAX_FORWARDS - self.num_forwards, 0)]:
+        for name in names[: max(MAX_FORWARDS - actor.num_forwards, 0)]:
             trial = trials.get(name)
-            log_probs_BA, error = self._compute_or_fail(actor, spec, trial)
+            log_probs_BA, error = self._compute_or_fail(actor, trial)
             if any(self._gather(error is not None)):
                 self.not_run.append(f"{name}: {error or 'failed on another rank'}")
                 # What a forward that failed leaves behind in a sharding library would spoil the next.
@@ -408,29 +353,14 @@ class PassTrials:
         coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
         return match_coarse_findings(self.unchanged, self._find(log_probs_BA, setting=coarse))
 
-    def _compute_or_fail(
-        self, actor: ReopenableActor, spec: ResolvedReplay, trial: _TrialForward | None
-    ) -> tuple[Tensor | None, str | None]:
+    def _compute_or_fail(self, actor: TrialActor, trial: _TrialForward | None) -> tuple[Tensor | None, str | None]:
         """Return the replay's log-probs in a trial, None for the unchanged pass, or the error."""
         try:
             if trial is None or trial.feed is None:
-                return self._compute(actor, spec, feed_as_captured(self.rows)), None
-            return self._compute(actor, spec, trial.feed, trial.change), None
+                return actor.compute(feed_as_captured(self.rows)), None
+            return actor.compute(trial.feed, trial.change), None
         except Exception as error:
             return None, describe_error(error)
-
-    def _compute(
-        self,
-        actor: ReopenableActor,
-        spec: ResolvedReplay,
-        feed: Feed,
-        change: Callable[[PreTrainedModel], AbstractContextManager[None]] | None = None,
-    ) -> Tensor:
-        """Return the replay's log-probs [B, A] under a feed. A changed model has its logits computed whole."""
-        prepared = self.rows.prepared
-        head = spec.source.head if change is None else None
-        with change(actor.backend.model) if change is not None else nullcontext():
-            return self._place(self._forward(actor, feed, head, prepared.predictor_N, prepared.target_ids_N))
 
     # Configs
 
@@ -446,8 +376,9 @@ class PassTrials:
                 # The model's head may be one of what differs, so its logits are computed whole.
                 source = replace(spec.source, config=build_config(trial), head=None)
                 variant = spec.derive_variant(why="a trial under the job's config", source=source)
-                with self._open_actor(variant) as actor:
-                    log_probs_BA = self._compute(actor, variant, feed_as_captured(self.rows))
+                with self._open(variant) as actor:
+                    log_probs_BA = actor.compute(feed_as_captured(self.rows))
+                self.num_forwards += 1
                 own[trial.name] = _OwnTrial(
                     match=self._match(log_probs_BA, coarsens=False),
                     cause=CauseName.MODEL_CONFIG,

@@ -51,16 +51,30 @@ class TargetRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogitStatistics:
+    """What the replay's tokens have of whole logits, as means over them.
+
+    uniform  the log-prob of the vocabulary, all tokens of it alike
+    square   of the logarithm of the sum of the logits' exponentials
+    """
+
+    uniform: float
+    square: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossTables:
     """Log-probs of each place's own, next and second token, and what the job's loss is divided by.
 
     tables_3BS  in double precision, on the host
+    logits      None where whole logits do not fit
     divisor     what the job's model was told to divide the sum by; None: it takes the mean
     num_tokens  that the replay's loss is the mean over
     """
 
     rows: TargetRows
     tables_3BS: Tensor
+    logits: LogitStatistics | None
     divisor: float | None
     num_tokens: int
 
@@ -174,6 +188,19 @@ def _list_other_functions(tables: LossTables) -> Iterator[LossTrial]:
         (f"times {factor:g}", factor * mean, f"is {factor:g} times the mean over its labels")
         for factor in (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
     ]
+    if (logits := tables.logits) is not None:
+        variants += [
+            (
+                f"smoothed by {share:g}",
+                (1 - share) * mean - share * logits.uniform,
+                f"is smoothed: {share:g} of each label's weight goes to all tokens of the vocabulary",
+            )
+            for share in (0.01, 0.02, 0.05, 0.1, 0.15, 0.2)
+        ]
+        variants += [
+            (f"z-loss of {weight:g}", mean + weight * logits.square, f"has a z-loss, of weight {weight:g}, added to it")
+            for weight in (1e-5, 1e-4, 1e-3, 1e-2)
+        ]
     for name, loss, says in variants:
         yield LossTrial(name=name, cause=CauseName.OBJECTIVE, loss=loss, says=says, try_next=MEND_LOSS)
     if tables.divisor is not None and tables.divisor != tables.num_tokens:

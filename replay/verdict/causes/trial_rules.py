@@ -12,10 +12,13 @@ from replay.verdict.causes.trial import FORWARD_FINDINGS, TrialReport, TrialResu
 EXPLAINED = (*FORWARD_FINDINGS, GRAD_NORM, GRADIENT)
 # A trial that is so many times farther from the job than the best one is not told from rounding, and not named.
 RIVAL_FACTOR = 10.0
-# So many times nearer than the unchanged pass a trial has to be to be sure: one number alone may agree by chance.
-SURE_GAIN, SURE_GAIN_OF_FEW = 10.0, 100.0
-LIKELY_GAIN = 3.0
+# So many times nearer than the unchanged pass a trial has to come to be sure, and to be likely.
+SURE_GAIN, LIKELY_GAIN = 10.0, 3.0
+# A trial that puts fewer numbers right may do so by chance, the likelier the more trials there are.
 MANY_VALUES = 8
+# For each trial that ran, then: of hypotheses as far from each other as the wrong number is from the right one, one in
+# so many comes so near.
+SURE_GAIN_A_TRIAL, LIKELY_GAIN_A_TRIAL = 100.0, 3.0
 
 
 def select_agreeing(report: TrialReport | None) -> Sequence[TrialResult]:
@@ -40,18 +43,20 @@ def find_by_trial(name: CauseName, evidence: Evidence) -> Cause | None:
     others = "".join(f"; or {result.says}, which gives the same numbers" for result in agreeing if result is not best)
     return Cause(
         name=name,
-        sureness=_choose_sureness(best, has_rival=len(own) < len(agreeing)),
+        sureness=_choose_sureness(best, len(evidence.trials.results), has_rival=len(own) < len(agreeing)),
         sentence=f"{best.says}{others} (pass {evidence.trials.index + 1}, run again)",
         try_next=best.try_next,
         explains=EXPLAINED,
     )
 
 
-def _choose_sureness(best: TrialResult, *, has_rival: bool) -> Sureness:
-    sure_gain = SURE_GAIN if best.num_values >= MANY_VALUES or best.is_stated else SURE_GAIN_OF_FEW
+def _choose_sureness(best: TrialResult, num_trials: int, *, has_rival: bool) -> Sureness:
+    is_of_many = best.num_values >= MANY_VALUES or best.is_stated
+    sure_gain = SURE_GAIN if is_of_many else SURE_GAIN_A_TRIAL * num_trials
+    likely_gain = LIKELY_GAIN if is_of_many else LIKELY_GAIN_A_TRIAL * num_trials
     if best.gain >= sure_gain:
         return Sureness.PROBABLY if has_rival else Sureness.IS
-    return Sureness.PROBABLY if best.gain >= LIKELY_GAIN and not has_rival else Sureness.MAY_BE
+    return Sureness.PROBABLY if best.gain >= likely_gain and not has_rival else Sureness.MAY_BE
 
 
 def _make_rule(name: CauseName, *, means: str, told_by: str, job: str) -> CauseRule:

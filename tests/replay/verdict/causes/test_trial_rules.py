@@ -117,15 +117,20 @@ def test_what_the_recording_states_goes_before_guesses() -> None:
 @pytest.mark.parametrize(
     ("gain", "num_values", "sureness"),
     [
-        (1e5, 1, Sureness.IS),
-        (50.0, 1, Sureness.PROBABLY),
         (50.0, 20, Sureness.IS),
         (5.0, 20, Sureness.PROBABLY),
         (1.5, 20, Sureness.MAY_BE),
+        (1e5, 1, Sureness.IS),
+        (900.0, 1, Sureness.PROBABLY),
+        (25.0, 1, Sureness.MAY_BE),
     ],
 )
-def test_one_number_alone_has_to_come_nearer_to_be_sure(gain: float, num_values: int, sureness: Sureness) -> None:
-    assert name_causes(make_result(gain=gain, num_values=num_values)) == [(CauseName.MASK, sureness)]
+def test_one_number_alone_has_to_come_nearer_the_more_trials_there_are(
+    gain: float, num_values: int, sureness: Sureness
+) -> None:
+    others = [make_result(f"guess {number}", agrees=False) for number in range(9)]
+
+    assert name_causes(make_result(gain=gain, num_values=num_values), *others) == [(CauseName.MASK, sureness)]
 
 
 def test_no_trial_agrees() -> None:
