@@ -1,0 +1,93 @@
+"""Other losses of the same logits, held against what transformers' own loss function gives of changed labels."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from replay.runner.trial_losses import LogitStatistics, LossTables, LossTrial, TargetRows, list_loss_trials
+
+pytestmark = pytest.mark.quick
+
+ROWS, LENGTH, VOCABULARY, IGNORED = 2, 8, 16, -100
+GENERATOR = torch.Generator().manual_seed(0)
+LOGITS_BSV = torch.randn(ROWS, LENGTH, VOCABULARY, generator=GENERATOR, dtype=torch.float64)
+IDS_BS = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=GENERATOR)
+REAL_BS = torch.arange(LENGTH) < torch.tensor([[6], [8]])
+LABELS_BS = IDS_BS.masked_fill(~REAL_BS | (torch.arange(LENGTH) < torch.tensor([[2], [3]])), IGNORED)
+
+
+def list_losses(divisor: float | None = None) -> dict[str, LossTrial]:
+    is_label_BS = LABELS_BS != IGNORED
+    rows = TargetRows(target_BS=IDS_BS, is_label_BS=is_label_BS, real_BS=REAL_BS)
+    predictor_N, target_N = rows.list_targets()
+    tables = LOGITS_BSV.log_softmax(-1).flatten(0, 1)[predictor_N].gather(1, target_N[:, None])
+    predicting_NV = LOGITS_BSV[:, :-1][is_label_BS[:, 1:]]
+    statistics = LogitStatistics(
+        uniform=float(predicting_NV.log_softmax(-1).mean()), square=float(predicting_NV.logsumexp(-1).square().mean())
+    )
+    loss_tables = LossTables(
+        rows=rows,
+        tables_3BS=tables.view(3, ROWS, LENGTH),
+        logits=statistics,
+        divisor=divisor,
+        num_tokens=int(is_label_BS[:, 1:].sum()),
+    )
+    return {trial.name: trial for trial in list_loss_trials(loss_tables)}
+
+
+def compute_job_loss(labels_BS: Tensor, divisor: float | None = None) -> float:
+    return float(ForCausalLMLoss(LOGITS_BSV, labels_BS, VOCABULARY, num_items_in_batch=divisor))
+
+
+CHANGED_LABELS: dict[str, Callable[[], Tensor]] = {
+    "all real tokens": lambda: IDS_BS.masked_fill(~REAL_BS, IGNORED),
+    "padding too": lambda: IDS_BS,
+    "shifted twice": lambda: F.pad(LABELS_BS[:, 1:], (0, 1), value=IGNORED),
+    "not shifted": lambda: F.pad(LABELS_BS[:, :-1], (1, 0), value=IGNORED),
+    "labels and padding": lambda: torch.where(REAL_BS, LABELS_BS, IDS_BS),
+    "prompts alone": lambda: IDS_BS.masked_fill(~REAL_BS | (LABELS_BS != IGNORED), IGNORED),
+    "one label more": lambda: IDS_BS.masked_fill(~REAL_BS | (torch.arange(LENGTH) < torch.tensor([[1], [2]])), IGNORED),
+    "one label less": lambda: IDS_BS.masked_fill(~REAL_BS | (torch.arange(LENGTH) < torch.tensor([[3], [4]])), IGNORED),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LABELS)
+def test_a_loss_over_other_tokens_is_what_a_model_gives_of_changed_labels(name: str) -> None:
+    expected = compute_job_loss(CHANGED_LABELS[name]())
+
+    assert list_losses()[name].loss == pytest.approx(expected, rel=1e-6)
+    # What the job's model divides by 5 is held against the replay as a mean over the replay's tokens.
+    num_tokens = int((LABELS_BS[:, 1:] != IGNORED).sum())
+    with_divisor = compute_job_loss(CHANGED_LABELS[name](), 5.0) * 5.0 / num_tokens
+    assert list_losses(divisor=5.0)[name].loss == pytest.approx(with_divisor, rel=1e-6)
+
+
+def test_the_number_of_tokens_is_said() -> None:
+    assert list_losses()["padding too"].says == "counts padding and prompts too: it is over all 14 tokens"
+
+
+def test_other_functions() -> None:
+    losses_BS = -LOGITS_BSV.log_softmax(-1)[:, :-1].gather(-1, IDS_BS[:, 1:, None])[..., 0]
+    is_label_BS = LABELS_BS[:, 1:] != IGNORED
+    means = [float(losses[is_label].mean()) for losses, is_label in zip(losses_BS, is_label_BS, strict=True)]
+    trials = list_losses()
+
+    assert trials["mean of rows' means"].loss == pytest.approx(sum(means) / 2)
+    assert trials["sum"].loss == pytest.approx(float(losses_BS[is_label_BS].sum()))
+    assert trials["times 0.5"].loss == pytest.approx(0.5 * float(losses_BS[is_label_BS].mean()))
+    smoothed = F.cross_entropy(
+        LOGITS_BSV[:, :-1].flatten(0, 1), LABELS_BS[:, 1:].flatten(), ignore_index=IGNORED, label_smoothing=0.1
+    )
+    assert trials["smoothed by 0.1"].loss == pytest.approx(float(smoothed))
+    assert "own mean" not in trials
+
+
+def test_a_job_that_does_not_heed_its_divisor() -> None:
+    num_tokens = int((LABELS_BS[:, 1:] != IGNORED).sum())
+    expected = compute_job_loss(LABELS_BS) * 5.0 / num_tokens
+
+    assert list_losses(divisor=5.0)["own mean"].loss == pytest.approx(expected, rel=1e-6)

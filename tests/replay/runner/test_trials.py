@@ -1,0 +1,145 @@
+"""A wrong forward is run again under hypotheses: real tiny jobs with a fault, and which trial gives their numbers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capture import recording
+from replay.command_line.cli import main as replay_main
+from replay.runlog.records import ResultSection
+from replay.runner.trials import find_pass_to_try
+from replay.tolerances.job_bounds import GRADIENT, LOSS
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
+from replay.verdict.pass_values import ReplayedPass
+from tests.broken_jobs import faults
+from tests.helpers.made_records import record
+from tests.trainers.common import make_batches, make_model
+
+pytestmark = pytest.mark.quick
+
+Break = Callable[[Any], None]
+
+
+def train(folder: Path, break_model: Break) -> Path:
+    """Two passes without a step, of a model that is broken after its weights were saved."""
+    model: Any = make_model(folder).train()
+    break_model(model)
+    with recording(model, folder / "captures", reproduce=True):
+        for batch in make_batches(2):
+            model(**batch).loss.backward()
+    return folder
+
+
+def replay(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
+    """Return run.json's verdict."""
+    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--log-folder", str(logs)]
+    assert replay_main([*command, "--loss", "sft", "--backend", "ddp", *typed]) in (0, 1)
+    [run] = logs.glob("*/run.json")
+    verdict: dict[str, Any] = json.loads(run.read_text())["verdict"]
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("break_model", "trial", "cause", "sureness"),
+    [
+        (faults.shifted_twice, "shifted twice", CauseName.OTHER_TOKENS, "is"),
+        # It moves this loss by 0.001 alone, so another loss may come as near by chance.
+        (faults.label_smoothing, "smoothed by 0.1", CauseName.OBJECTIVE, "probably"),
+        (faults.visible(faults.sees_next_token), "the next token is seen", CauseName.MASK, "is"),
+        (faults.output_changed("lm_head", faults.through_bf16), "logits in bf16", CauseName.DTYPE, "is"),
+    ],
+)
+def test_the_trial_that_gives_the_jobs_numbers_is_the_cause(
+    break_model: Break,
+    trial: str,
+    cause: CauseName,
+    sureness: str,
+    tmp_path: Path,
+    one_world: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdict = replay(train(tmp_path, break_model), tmp_path / "logs")
+
+    assert [result["name"] for result in verdict["trials"]["results"] if result["agrees"]] == [trial]
+    assert (verdict["causes"][0]["name"], verdict["causes"][0]["sureness"]) == (cause, sureness)
+    ran = f"{len(verdict['trials']['results'])} trials of pass 1, in {verdict['trials']['num_forwards']} forwards"
+    assert f"also ran   {ran}" in capsys.readouterr().out
+
+
+def test_a_fault_that_no_hypothesis_has_is_no_trials_cause(tmp_path: Path, one_world: None) -> None:
+    verdict = replay(train(tmp_path, faults.attribute_set("scaling", 0.25)), tmp_path / "logs")
+
+    assert verdict["outcome"] == "DIFFERS"
+    results = verdict["trials"]["results"]
+    assert len(results) > 5
+    assert not any(result["agrees"] for result in results)
+
+
+def test_a_sound_job_runs_no_trial(tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = replay(train(tmp_path, lambda model: None), tmp_path / "logs")
+
+    assert (verdict["outcome"], verdict["trials"]) == ("REPRODUCED", None)
+    assert "also ran" not in capsys.readouterr().out
+
+
+# Which pass is run again
+
+
+def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
+    """A verdict with a finding for each pass or window: its index, the wrong number (or none), the job's step."""
+    settings = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
+    verdicts = [
+        PassVerdict(
+            index=index,
+            source="a.pkl",
+            rank=0,
+            outcome=Outcome.DIFFERS if name else Outcome.REPRODUCED,
+            reason=None,
+            findings=[make_finding(name or LOSS, 1.0, 1.0, difference=0.1 if name else 0.0, bound=1e-5)],
+            optimizer_step=step,
+        )
+        for index, name, step in judged
+    ]
+    empty = judge([], settings)
+    passes = [verdict for verdict in verdicts if verdict.optimizer_step is None]
+    windows = [verdict for verdict in verdicts if verdict.optimizer_step is not None]
+    return Verdict(
+        **{**{name: getattr(empty, name) for name in Verdict.__slots__}, "passes": passes, "windows": windows}
+    )
+
+
+def make_passes(count: int) -> list[PassEvidence]:
+    return [
+        PassEvidence(record(index, result=ResultSection(loss=1.0, grad_norm=1.0)), None, ReplayedPass())
+        for index in range(count)
+    ]
+
+
+def test_the_first_wrong_forward_is_run_again() -> None:
+    assert find_pass_to_try(make_verdict((0, "", None), (1, LOSS, None), (2, LOSS, None)), [], steps=False) == 1
+
+
+def test_a_gradient_that_is_wrong_first_needs_no_trial() -> None:
+    assert find_pass_to_try(make_verdict((0, GRADIENT, 0), (1, LOSS, None)), [], steps=False) is None
+
+
+def test_the_forward_comes_before_the_gradient_of_its_window() -> None:
+    assert find_pass_to_try(make_verdict((0, GRADIENT, 0), (0, LOSS, None)), [], steps=False) == 0
+
+
+def test_nothing_is_wrong() -> None:
+    assert find_pass_to_try(make_verdict((0, "", None)), [], steps=False) is None
+
+
+def test_after_a_step_of_the_replay_its_weights_are_not_there_any_more() -> None:
+    verdict = make_verdict((0, "", None), (1, LOSS, None))
+
+    assert find_pass_to_try(verdict, make_passes(2), steps=True) is None
+    assert find_pass_to_try(verdict, make_passes(2), steps=False) == 1
+    assert find_pass_to_try(make_verdict((0, LOSS, None)), make_passes(2), steps=True) == 0
