@@ -24,6 +24,8 @@ def test_a_setting_within_another_is_found_and_set() -> None:
     assert find_value(values, "eps.inner") is None
     changed = set_value(values, "rope_parameters.rope_theta", 5.0)
     assert changed == {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "eps": 2.0}
+    # What the job does not have is not there, rather than None.
+    assert set_value(values, "rope_parameters.rope_theta", None)["rope_parameters"] == {"rope_type": "default"}
     assert values["rope_parameters"] == {"rope_type": "default", "rope_theta": 1.0}
 
 
