@@ -36,6 +36,7 @@ from actor_init.model_config import (
 )
 from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
+from actor_init.optimizers.state_loading import AssignedState
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import (
     INIT_FILLS_BUFFERS,
@@ -63,6 +64,7 @@ class ModelSource:
     layout  how rows are fed; None: packed or padded as the spec says, and not proved
     head    how log-probs are computed; None: from whole logits
     frozen  parameters that are not trained, beside those that an adapter freezes
+    optimizer_state   what the optimizer begins with; None: nothing
     optimizer_groups  how the job's optimizer grouped the parameters; empty: as the spec says
     """
 
@@ -75,6 +77,7 @@ class ModelSource:
     head: HeadForm | None = None
     frozen: frozenset[str] = frozenset()
     optimizer_groups: Sequence[ParameterGroup] = ()
+    optimizer_state: AssignedState | None = None
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""

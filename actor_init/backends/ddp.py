@@ -81,7 +81,11 @@ class DDPBackend(TorchBackend):
         if spec.compile is Compile.BLOCKS:
             compile_blocks((block for _, block in find_blocks(model)), lengths=spec.compile_lengths)
         optimizer = make_optimizer(
-            spec, list_named_parameters(model), outer=find_outer_parameters(model), groups=source.optimizer_groups
+            spec,
+            list_named_parameters(model),
+            outer=find_outer_parameters(model),
+            groups=source.optimizer_groups,
+            state=source.optimizer_state,
         )
         return cls(
             spec=spec,

@@ -297,7 +297,9 @@ def _make_gated_optimizer(
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
         given = list(parameters)
         named = [(names[id(parameter)], parameter) for parameter in given]
-        optimizer = make_optimizer(spec, named, outer=outer, groups=source.optimizer_groups)
+        optimizer = make_optimizer(
+            spec, named, outer=outer, groups=source.optimizer_groups, state=source.optimizer_state
+        )
         optimizer = optimizer or torch.optim.SGD(given, lr=0.0)
         step = type(optimizer).step
 

@@ -112,7 +112,11 @@ class FSDP2Backend(TorchBackend):
                 if isinstance(module, FSDPModule):
                     module.reshard()
         optimizer = make_optimizer(
-            spec, list_named_parameters(model), outer=find_outer_parameters(model), groups=source.optimizer_groups
+            spec,
+            list_named_parameters(model),
+            outer=find_outer_parameters(model),
+            groups=source.optimizer_groups,
+            state=source.optimizer_state,
         )
         return cls(
             spec=spec,

@@ -15,11 +15,10 @@ from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers import find_optimizer
 from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
 from actor_init.optimizers.combined import CombinedOptimizer
+from actor_init.optimizers.state_loading import AssignedState, NamedParameters, load_optimizer_state
 from actor_init.optimizers.whole_parameters import WholeParameterOptimizer
 from actor_init.spec import ActorSpec, UsageError
 from capture.facts import Setting
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def list_named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -45,13 +44,13 @@ def make_optimizer(
     *,
     outer: frozenset[str] = frozenset(),
     groups: Sequence[ParameterGroup] = (),
+    state: AssignedState | None = None,
 ) -> Optimizer | None:
     """Return the optimizer over these parameters; None for --optimizer none.
 
-    Its state is allocated at the first step, as in training.
-
     outer   names of the weights of embedding and head
     groups  how the job grouped its parameters, and with which settings it began; empty: as the spec says
+    state   what it begins with; None: its state is allocated at the first step, as in training
 
     Raises UsageError for a family that cannot step on these parameters, for a user's function that returns no
     optimizer, and where a parameter is in no group.
@@ -59,7 +58,17 @@ def make_optimizer(
     if not spec.has_optimizer:
         return None
     if spec.custom_optimizer is not None:
-        return _make_custom_optimizer(spec, parameters)
+        optimizer = _make_custom_optimizer(spec, parameters)
+    else:
+        optimizer = _make_declared_optimizer(spec, parameters, outer, groups)
+    if state is not None:
+        load_optimizer_state(optimizer, parameters, state)
+    return optimizer
+
+
+def _make_declared_optimizer(
+    spec: ActorSpec, parameters: NamedParameters, outer: frozenset[str], groups: Sequence[ParameterGroup]
+) -> Optimizer:
     members: dict[str, list[dict[str, Any]]] = {}
     for group in groups or _group_by_spec(spec, parameters, outer):
         members.setdefault(group.family, []).extend(_fill_group(group, parameters))

@@ -274,6 +274,12 @@ class StateSpec:
     load_state: Path | None = option(
         None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."
     )
+    optimizer_state: Path | None = option(
+        None,
+        "Begin with the state of the job's optimizer: its moments and count of steps. optimizer.pt of a Trainer's "
+        "checkpoint or its folder, a file of torch.save, or a folder of torch.distributed.checkpoint; read without "
+        "running code.",
+    )
     save_state: Path | None = option(None, "Folder for weights, optimizer, schedule and step, to go on from.")
     save_every: int | None = option(
         None, "Save a state below --save-state after every N optimizer steps, and the last; keep the last two.", min=1
@@ -297,6 +303,9 @@ class StateSpec:
             )
         if self.resume and self.load_state is not None:
             raise UsageError.mutually_exclusive(RESUME_SETTING, Setting("load_state"))
+        if self.optimizer_state is not None and (self.load_state is not None or self.resume):
+            other = RESUME_SETTING if self.resume else Setting("load_state")
+            raise UsageError.mutually_exclusive(Setting("optimizer_state"), other)
         if self.save_state is not None and self.save_state == self.save_model:
             model = Setting("save_model")
             advice = f"Try: {model.with_value(f'{self.save_model}-model')}"
@@ -331,6 +340,9 @@ class ReplayParts:
         if self.state.resume and (self.measure.trace or self.measure.details):
             traced = TRACE_SETTING if self.measure.trace else "details of every token"
             raise UsageError(traced, f"needs every pass, and {RESUME_SETTING} leaves out those done", drop_one)
+        if self.state.optimizer_state is not None and not self.actor.has_optimizer:
+            advice = f"Try: {optimizer.with_value('adamw')}"
+            raise UsageError(Setting("optimizer_state", self.state.optimizer_state), no_optimizer, advice)
         if self.state.save_state or self.state.load_state:
             state, model = Setting("load_state" if self.state.load_state else "save_state"), Setting("save_model")
             if self.actor.optimizer == "none":

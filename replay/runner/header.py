@@ -18,6 +18,7 @@ from replay.output.text import describe_engine, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
+from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.states import EarlierPasses
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.optimizer_settings import list_setting_differences
@@ -95,6 +96,7 @@ class Header:
         lines |= self._describe_resumption()
         lines |= self._describe_first_call()
         lines |= self._describe_optimizer()
+        lines |= {"state": state.describe()} if (state := self.resolved.source.optimizer_state) is not None else {}
         lines |= self._describe_snapshot()
         return lines
 
@@ -180,7 +182,9 @@ class Header:
                 # The pass on this input will report why it cannot be read.
                 return {}
             if step is not None:
-                differing = list_setting_differences(step, actor, 0)
+                differing = list_setting_differences(
+                    step, actor, 0, loaded_counts=count_loaded_steps(self.resolved.source)
+                )
                 return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
         return {}
 

@@ -27,6 +27,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
+from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.own_gradients import measure_own_gradients
 from replay.runner.rounding_floor import RunRepeater
@@ -172,6 +173,7 @@ def describe_setting(
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.step else None,
+        loaded_counts=count_loaded_steps(source),
         dropout=[
             *find_acting_dropouts(strip_config(source.config)),
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),

@@ -24,6 +24,7 @@ from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, find_state_to_load, load_state_weights, refuse_folders
 from replay.runner.meter import Meter
 from replay.runner.model_comparison import find_model_differences
+from replay.runner.optimizer_state import find_job_optimizer_state
 from replay.runner.replayer import ReopenableActor
 from replay.runner.result import Run, describe_setting
 from replay.runner.session import Session
@@ -111,6 +112,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     earlier = EarlierPasses.read(latest_state, selection, world) if latest_state is not None else EarlierPasses()
     state_folder = earlier.folder or find_state_to_load(resolved.state)
     source = load_state_weights(resolved, original_source, world, state_folder)
+    source = find_job_optimizer_state(resolved, source, world)
     resolved = resolved.derive_variant(why="the state that is loaded", source=source)
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name

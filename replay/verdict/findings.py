@@ -51,6 +51,7 @@ class VerdictSettings:
 
     dtype             as torch names it
     steps             the replay updates its weights (--step), with the optimizer of this spec
+    loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
     why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
@@ -67,6 +68,7 @@ class VerdictSettings:
     num_data_ranks: int
     grad_accumulation: int
     steps: ActorSpec | None = None
+    loaded_counts: Sequence[int] | None = None
     dropout: Sequence[str] = ()
     packs: bool = False
     why_own_draws: str | None = None

@@ -100,7 +100,9 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
         return [reason]
     job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
     replay_norm = window[-1].record.result.grad_norm
-    return list_setting_differences(steps[-1], settings.steps, number, (job_norm, replay_norm))
+    return list_setting_differences(
+        steps[-1], settings.steps, number, (job_norm, replay_norm), loaded_counts=settings.loaded_counts
+    )
 
 
 def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:

@@ -13,13 +13,19 @@ LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
 def list_setting_differences(
-    step: OptimizerStep, spec: ActorSpec, number: int, norms: tuple[float | None, float | None] | None = None
+    step: OptimizerStep,
+    spec: ActorSpec,
+    number: int,
+    norms: tuple[float | None, float | None] | None = None,
+    *,
+    loaded_counts: Sequence[int] | None = None,
 ) -> list[str]:
     """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
     Settings that the job's optimizer does not have are passed over.
 
-    norms  of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
+    norms          of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
+    loaded_counts  the steps counted by the state that the replay began with; None: it began without one
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
@@ -28,13 +34,25 @@ def list_setting_differences(
     )
     if not step.settings:
         differences += _compare_classes(step.optimizer, step.library, spec)
-    if number == 0 and step.has_state:
-        differences.append("moments of steps before in the job, none here")
+    if number == 0 and (difference := _compare_states(step, loaded_counts)) is not None:
+        differences.append(difference)
     if (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
         differences.append(
             f"clipped to {_format_value(step.max_norm)} in the job, to {_format_value(spec.max_norm)} here"
         )
     return differences
+
+
+def _compare_states(step: OptimizerStep, loaded_counts: Sequence[int] | None) -> str | None:
+    """Compare what the job's optimizer held before its first recorded step to what the replay's begins with."""
+    if loaded_counts is None:
+        return "moments of steps before in the job, none here" if step.has_state else None
+    counts = " and ".join(map(str, loaded_counts))
+    if step.has_state is False:
+        return f"no state in the job, that of {counts or 'earlier'} steps here"
+    if step.state_steps and loaded_counts and tuple(loaded_counts) != tuple(step.state_steps):
+        return f"the state of {' and '.join(map(str, step.state_steps))} steps in the job, of {counts} here"
+    return None
 
 
 def _may_clip(step: OptimizerStep, spec: ActorSpec, norms: tuple[float | None, float | None] | None) -> bool:

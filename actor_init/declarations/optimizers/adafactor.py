@@ -28,6 +28,10 @@ ADAFACTOR = OptimizerDeclaration(
         GroupSetting(name="d", default=1.0),
         GroupSetting(name="maximize", default=False),
     ),
+    state=(
+        frozenset({"row_var", "col_var"}),
+        frozenset({"variance"}),
+    ),
     recognise=_is_of_torch,
     is_elementwise=False,
 )
@@ -45,6 +49,10 @@ TRANSFORMERS_ADAFACTOR = OptimizerDeclaration(
         GroupSetting(name="scale_parameter", default=False),
         GroupSetting(name="relative_step", default=False),
         GroupSetting(name="warmup_init", default=False),
+    ),
+    state=(
+        frozenset({"exp_avg_sq_row", "exp_avg_sq_col"}),
+        frozenset({"exp_avg_sq"}),
     ),
     recognise=_is_of_transformers,
     is_elementwise=False,

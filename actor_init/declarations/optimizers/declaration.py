@@ -79,6 +79,7 @@ class OptimizerDeclaration:
     help            what --help says of it, where the word alone does not say enough
     settings        of its groups, but for the learning rate
     recognise       tells whether a job's group was stepped as this family steps
+    state           names of what it keeps of a parameter, but for the count: a set for each kind of parameter
     moments         bytes of state for each parameter, from the first step on; None: less than a hundredth
     has_fused       the class has torch's fused kernel on CUDA
     is_elementwise  an element's step depends on that element alone, so it is the same in any shard
@@ -91,6 +92,7 @@ class OptimizerDeclaration:
     recognise: Callable[[JobGroup], bool] = _recognise_nothing
     settings: Sequence[GroupSetting] = field(default_factory=tuple)
     help: str = ""
+    state: Sequence[frozenset[str]] = ()
     moments: Callable[[OptimizerOptions], int] = lambda spec: 0
     has_fused: bool = False
     is_elementwise: bool = True

@@ -29,6 +29,7 @@ MUON = OptimizerDeclaration(
         GroupSetting(name="ns_steps", default=5),
         GroupSetting(name="adjust_lr_fn", default=None),
     ),
+    state=(frozenset({"momentum_buffer"}),),
     recognise=_is_muon,
     moments=lambda spec: 4,
     is_elementwise=False,

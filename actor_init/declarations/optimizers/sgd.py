@@ -13,6 +13,7 @@ SGD = OptimizerDeclaration(
         GroupSetting(name="nesterov", default=False),
         GroupSetting(name="maximize", default=False),
     ),
+    state=(frozenset({"momentum_buffer"}),),
     recognise=lambda group: group.class_name == "SGD" and group.is_of("torch"),
     moments=lambda spec: 4 if spec.momentum else 0,
 )

@@ -164,11 +164,14 @@ def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
     options = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
     if spec.actor.model is not None:
         options.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
+    if spec.actor.custom_optimizer is not None:
+        options.append(("--optimizer", spec.actor.optimizer, spec.actor.custom_optimizer[0]))
     for flag, path in (
         ("--weights", spec.actor.weights),
         ("--adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
         ("--deepspeed-config", spec.actor.deepspeed_config),
         ("--load-state", spec.state.load_state),
+        ("--optimizer-state", spec.state.optimizer_state),
     ):
         if path:
             options.append((flag, str(path), path))

@@ -28,7 +28,8 @@ from replay.runlog.writer import INTERRUPTED
 from replay.tracing.first_difference import FirstDifference, find_first_difference
 
 SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
-NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", "save_state", "save_model", "load_state", "save_every", "resume")
+STATES = ("optimizer_state", "save_state", "save_model", "load_state", "save_every", "resume")
+NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", *STATES)
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
 
