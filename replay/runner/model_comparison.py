@@ -16,10 +16,22 @@ from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import ModelFacts, read_model_facts
+from capture.file_format.optimizer_step import strip_wrappers
 from capture.record.model_facts import collect_model_facts, describe_buffers
 from replay.options.resolved import ResolvedReplay
 from replay.resolution.job_defaults import find_inputs_folder
-from replay.verdict.model_facts import ModelDifference, compare_configs, compare_models, make_config_difference
+from replay.verdict.model_facts import (
+    ModelDifference,
+    OwnModel,
+    OwnParameter,
+    compare_configs,
+    compare_models,
+    find_usual_dtype,
+    make_config_difference,
+)
+
+# Where a class of transformers says which of its parameters stay in fp32 when weights are loaded.
+_NAMES_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def find_model_differences(
@@ -66,32 +78,37 @@ def _read_facts_of_recording(folder: Path, recording: str | None) -> list[ModelF
 
 def describe_own_model(
     source: ModelSource, model: nn.Module, adapters: Mapping[str, Mapping[str, object]], job: ModelFacts
-) -> ModelFacts:
+) -> OwnModel:
     """Describe the replay's model as it is built: before it is sharded, compiled or fused, with the job's adapter.
 
     model     the open actor's: its buffers are described
     adapters  configs of the job's adapters; the actor may have them merged into its weights
     """
     kernel = job.attention["name"] if job.attention is not None else "eager"
+    # Some classes give a few parameters a dtype of their own, whatever that of the model is.
+    dtype = getattr(torch, find_usual_dtype(job), None)
+    dtype = dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
     try:
-        built: Any = build_on_meta(source.config, attention=kernel, dtype=torch.float32)
+        built: Any = build_on_meta(source.config, attention=kernel, dtype=dtype)
     except UsageError:
         # The kernel is not installed here, or is one that the job's own code registered.
-        built = build_on_meta(source.config, attention="eager", dtype=torch.float32)
+        built = build_on_meta(source.config, attention="eager", dtype=dtype)
+    frozen_by_class = {id(parameter) for parameter in built.parameters() if not parameter.requires_grad}
     if source.adapter is None and adapters:
         # Of an adapter that cannot be built here nothing is compared.
         with suppress(UsageError):
             add_adapter(built, Adapter.from_configs(adapters, source.name))
     make_trainable(built, source)
     facts = collect_model_facts(built, forward=0, trains=True).to_model_facts(in_patterns=False)
-    kept = [
-        *(getattr(built, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(built, "_keep_in_fp32_modules_strict", None) or ()),
-    ]
+    in_fp32 = {part for name in _NAMES_OF_FP32 for part in getattr(built, name, None) or ()}
     parameters = {
-        name: {**values, "kept": any(part in name for part in kept)} for name, values in facts.parameters.items()
+        strip_wrappers(name): OwnParameter(
+            is_frozen_by_class=id(parameter) in frozen_by_class,
+            may_be_fp32=any(part in name for part in in_fp32),
+        )
+        for name, parameter in built.named_parameters(remove_duplicate=False)
     }
-    return replace(facts, buffers=describe_buffers(model), parameters=parameters)
+    return OwnModel(facts=replace(facts, buffers=describe_buffers(model)), parameters=parameters)
 
 
 def find_config_differences(

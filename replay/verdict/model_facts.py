@@ -125,6 +125,30 @@ def make_config_difference(name: str, job_value: object, own_value: object) -> M
     return ModelDifference(kind=ModelDifferenceKind.CONFIG, where=name, job=str(job_value), replay=str(own_value))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnParameter:
+    """What the replay knows of a parameter beside its facts.
+
+    is_frozen_by_class  the model's class makes it frozen; transformers forgets that as it loads weights
+    may_be_fp32         the model's class keeps it in fp32 in a model of another dtype
+    """
+
+    is_frozen_by_class: bool = False
+    may_be_fp32: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnModel:
+    """The model as the replay builds it, before it is sharded, compiled or fused, in the job's dtype.
+
+    facts       each module and parameter by its own name
+    parameters  by name
+    """
+
+    facts: ModelFacts
+    parameters: Mapping[str, OwnParameter] = field(default_factory=dict)
+
+
 class _Key(NamedTuple):
     """What a difference says, apart from where it is and on which rank."""
 
@@ -134,11 +158,16 @@ class _Key(NamedTuple):
     replay: str | None
 
 
-def compare_models(job: Sequence[ModelFacts], replay: ModelFacts) -> list[ModelDifference]:
+def find_usual_dtype(facts: ModelFacts) -> str:
+    """Return the dtype that most parameters have, apart from adapters' ones; `float32` without any."""
+    counts = Counter(row["dtype"] for name, row in facts.parameters.items() if not _is_of_adapter(name))
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def compare_models(job: Sequence[ModelFacts], replay: OwnModel) -> list[ModelDifference]:
     """List what the job's model had other than the replay's, from cause to consequence.
 
-    job     of each rank
-    replay  of the model as the replay builds it, before it is sharded, compiled or fused; each module by its own name
+    job  of each rank
 
     What one of the two alone states, as code of another version of a package, is not compared.
     """
@@ -150,7 +179,7 @@ def compare_models(job: Sequence[ModelFacts], replay: ModelFacts) -> list[ModelD
         ranks_by_facts.setdefault(text, []).append(facts.rank)
         facts_by_text[text] = facts
     for text, ranks in ranks_by_facts.items():
-        for difference in _Comparison(job=facts_by_text[text], replay=replay).list_differences():
+        for difference in _Comparison(job=facts_by_text[text], own=replay).list_differences():
             ranks_by_difference.setdefault(difference, []).extend(ranks)
     order = list(ModelDifferenceKind)
     differences = [
@@ -168,9 +197,13 @@ class _Comparison:
     """
 
     job: ModelFacts
-    replay: ModelFacts
+    own: OwnModel
     names: dict[_Key, list[str]] = field(default_factory=dict)
     own_modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def replay(self) -> ModelFacts:
+        return self.own.facts
 
     def list_differences(self) -> list[ModelDifference]:
         self._compare_modules()
@@ -325,19 +358,24 @@ class _Comparison:
             for name, own in self.replay.parameters.items()
             if (found := job_parameters.find(name)) is not None
         }
-        dtypes: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        for name, (job, _) in pairs.items():
-            dtypes[_is_of_adapter(name)][job["dtype"]] += 1
+        job_dtypes: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        own_dtypes: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         for name, (job, own) in pairs.items():
+            job_dtypes[_is_of_adapter(name)][job["dtype"]] += 1
+            own_dtypes[_is_of_adapter(name)][own["dtype"]] += 1
+        for name, (job, own) in pairs.items():
+            known = self.own.parameters.get(name, OwnParameter())
             self._compare_hooks(ModelDifferenceKind.PARAMETER_HOOK, name, job, own)
-            if self.job.trains and not self._has_unbuilt_adapter and job["trained"] is not own["trained"]:
+            says_training = self.job.trains and not self._has_unbuilt_adapter and not known.is_frozen_by_class
+            if says_training and job["trained"] is not own["trained"]:
                 words = {True: "trained", False: "frozen"}
                 self._add(ModelDifferenceKind.FROZEN, name, job=words[job["trained"]], replay=words[own["trained"]])
-            ((usual, _),) = dtypes[_is_of_adapter(name)].most_common(1)
-            if job["dtype"] != usual and not own.get("kept"):
-                self._add(
-                    ModelDifferenceKind.DTYPE, name, job=job["dtype"], replay=f"as the others, {usual} in the job"
-                )
+            ((usual, _),) = job_dtypes[_is_of_adapter(name)].most_common(1)
+            ((own_usual, _),) = own_dtypes[_is_of_adapter(name)].most_common(1)
+            is_unusual_here = own["dtype"] != own_usual or (known.may_be_fp32 and job["dtype"] == "float32")
+            if job["dtype"] != usual and not is_unusual_here:
+                others = f"as the others, {usual} in the job"
+                self._add(ModelDifferenceKind.DTYPE, name, job=job["dtype"], replay=others)
 
     def _compare_ties(self) -> None:
         job_parameters = PatternTable(self.job.parameters)

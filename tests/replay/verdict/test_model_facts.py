@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from capture.file_format.model_facts import ModelFacts
-from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind, compare_models
+from replay.verdict.model_facts import (
+    ALL_PARAMETERS,
+    ModelDifference,
+    ModelDifferenceKind,
+    OwnModel,
+    OwnParameter,
+    compare_models,
+)
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NUM_LAYERS = 3
@@ -70,12 +77,15 @@ def change(facts: ModelFacts, table: str, **rows: Mapping[str, Any] | None) -> M
     return replace(facts, **changed)
 
 
-def say(*job: ModelFacts, own: ModelFacts = REPLAY) -> list[tuple[str, str, str, str | None, str | None]]:
-    return [(str(found.kind), found.where, found.key, found.job, found.replay) for found in compare_models(job, own)]
+def say(
+    *job: ModelFacts, own: ModelFacts = REPLAY, parameters: Mapping[str, OwnParameter] | None = None
+) -> list[tuple[str, str, str, str | None, str | None]]:
+    differences = compare_models(job, OwnModel(facts=own, parameters=parameters or {}))
+    return [(str(found.kind), found.where, found.key, found.job, found.replay) for found in differences]
 
 
 def test_equal_models_do_not_differ() -> None:
-    assert compare_models([JOB], REPLAY) == []
+    assert say(JOB) == []
 
 
 def test_the_layers_that_differ_are_one_difference() -> None:
@@ -196,8 +206,18 @@ def test_a_dtype_is_compared_with_that_of_the_other_parameters() -> None:
     )
     job = change(JOB, "parameters", **{"lm_head/weight": {"dtype": "bfloat16"}})
     assert say(job) == [("dtype", "lm_head.weight", "", "bfloat16", "as the others, float32 in the job")]
-    kept = change(REPLAY, "parameters", **{"lm_head/weight": {"kept": True}})
-    assert say(job, own=kept) == []
+    # The class gives it this dtype itself.
+    assert say(job, own=change(REPLAY, "parameters", **{"lm_head/weight": {"dtype": "bfloat16"}})) == []
+    in_bf16 = {name: {**row, "dtype": "bfloat16"} for name, row in JOB.parameters.items()}
+    job = change(replace(JOB, parameters=in_bf16), "parameters", **{"lm_head/weight": {"dtype": "float32"}})
+    assert len(say(job)) == 1
+    assert say(job, parameters={"lm_head.weight": OwnParameter(may_be_fp32=True)}) == []
+
+
+def test_a_parameter_that_its_class_freezes_is_not_compared() -> None:
+    own = change(REPLAY, "parameters", **{"lm_head/weight": {"trained": False}})
+    assert say(JOB, own=own) == [("frozen parameter", "lm_head.weight", "", "trained", "frozen")]
+    assert say(JOB, own=own, parameters={"lm_head.weight": OwnParameter(is_frozen_by_class=True)}) == []
 
 
 @pytest.mark.parametrize(
@@ -247,7 +267,7 @@ def test_what_a_wrapper_has_other_than_usual_is_named() -> None:
 def test_the_ranks_that_differ_are_named_where_not_all_do() -> None:
     hooked = change(JOB, "modules", lm_head={"hooks": [["forward hook", "train.py:hook", "f1"]]})
     ranks = [JOB, replace(hooked, rank=1), replace(hooked, rank=2)]
-    [found] = compare_models(ranks, REPLAY)
+    [found] = compare_models(ranks, OwnModel(facts=REPLAY))
     assert found == ModelDifference(
         kind=ModelDifferenceKind.HOOK,
         where="lm_head",
@@ -256,7 +276,7 @@ def test_the_ranks_that_differ_are_named_where_not_all_do() -> None:
         replay=None,
         ranks=(1, 2),
     )
-    [found] = compare_models(ranks[1:], REPLAY)
+    [found] = compare_models(ranks[1:], OwnModel(facts=REPLAY))
     assert found.ranks == ()
 
 
