@@ -28,7 +28,7 @@ class ModelFacts:
     them, without those of wrappers; those that are equal but for the number of their layer are written once, by
     patterns (`name_patterns.py`).
 
-    opened         when the recording began, as its captures have it
+    recording      the id of the recording, as its captures have it
     forward        the pass before which this was taken
     trains         it was one with autograd on
     python         digests are comparable in one version of Python: `cpython-311`
@@ -50,7 +50,7 @@ class ModelFacts:
     """
 
     rank: int
-    opened: str
+    recording: str
     forward: int
     trains: bool
     python: str
@@ -90,7 +90,7 @@ def read_model_facts(folder: Path) -> list[ModelFacts]:
     """
     homes = list_capture_folders(strip_rank_folder(folder))
     all_facts = [_read_file(path) for home in homes for path in sorted(home.glob(MODEL_FACTS_NAME))]
-    return sorted(all_facts, key=lambda facts: (facts.opened, facts.rank))
+    return sorted(all_facts, key=lambda facts: (facts.recording, facts.rank))
 
 
 def _read_file(path: Path) -> ModelFacts:
@@ -109,9 +109,11 @@ def _read_file(path: Path) -> ModelFacts:
 def _is_well_formed(content: Mapping[str, Any]) -> bool:
     """Tell whether all values have the types that a reader relies on."""
     return (
-        {"rank", "opened", "forward", "trains", "python"} <= content.keys() <= {key.name for key in fields(ModelFacts)}
+        {"rank", "recording", "forward", "trains", "python"}
+        <= content.keys()
+        <= {key.name for key in fields(ModelFacts)}
         and type(content["rank"]) is type(content["forward"]) is int
-        and type(content["opened"]) is type(content["python"]) is type(content.get("autocast", "")) is str
+        and type(content["recording"]) is type(content["python"]) is type(content.get("autocast", "")) is str
         and type(content["trains"]) is type(content.get("checkpoints", False)) is bool
         and all(isinstance(content.get(key, {}), dict) for key in ("versions", "config", "functions"))
         and all(map(_is_module, _values_of(content, "modules")))

@@ -87,7 +87,7 @@ class RawModelFacts:
     copy_events: list[torch.cuda.Event]
     rest: Mapping[str, Any]
 
-    def to_model_facts(self, *, rank: int = 0, opened: str = "", in_patterns: bool = True) -> ModelFacts:
+    def to_model_facts(self, *, rank: int = 0, recording: str = "", in_patterns: bool = True) -> ModelFacts:
         """Return the facts once the copies are done.
 
         in_patterns  as they are written; otherwise each module has its own name
@@ -96,7 +96,7 @@ class RawModelFacts:
         buffers = {name: _describe_buffer(tensor) for name, tensor in self.buffers.items()}
         return ModelFacts(
             rank=rank,
-            opened=opened,
+            recording=recording,
             modules=group(self.modules),
             parameters=group(self.parameters),
             buffers=group(buffers),

@@ -193,7 +193,7 @@ class PassStore:
         self._wait_for_copies(raw_facts.copy_events)
         rank, rank_folder = self.rank_and_folder
         try:
-            facts = raw_facts.to_model_facts(rank=rank, opened=self._opened)
+            facts = raw_facts.to_model_facts(rank=rank, recording=self.recording_id)
         except Exception as error:
             warn(f"capture: what the model is will not be kept: {type(error).__name__}: {error}")
             return

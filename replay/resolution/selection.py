@@ -30,11 +30,15 @@ from replay.runlog.run_file import RunInputs, UnusedFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenRecording:
-    """Which recording of a folder is replayed: number `number`, from 1. `begin` says when it began."""
+    """Which recording of a folder is replayed: number `number`, from 1. `begin` says when it began.
+
+    ids  what its captures have for its id
+    """
 
     number: int
     num_recordings: int
     begin: str
+    ids: frozenset[str | None] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +218,9 @@ def select(
         folder = spec.inputs if spec.inputs is not None else find_sample_folder()
         recordings = _require_recordings(folder)
         chosen = _choose_recording(recordings, spec.recording)
-        recording = ChosenRecording(number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin())
+        recording = ChosenRecording(
+            number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin(), ids=chosen.ids
+        )
         files = list(chosen.captures)
         missing = _count_not_recorded(folder, recordings, chosen)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)

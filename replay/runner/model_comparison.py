@@ -1,9 +1,8 @@
 """Hold the model that a job ran against the one that a replay builds, once, when its actor is open."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,34 +19,27 @@ from capture.file_format.optimizer_step import strip_wrappers
 from capture.record.model_facts import collect_model_facts, describe_buffers
 from replay.options.resolved import ResolvedReplay
 from replay.resolution.job_defaults import find_inputs_folder
-from replay.verdict.model_facts import (
-    ModelDifference,
-    OwnModel,
-    OwnParameter,
-    compare_configs,
-    compare_models,
-    find_usual_dtype,
-    make_config_difference,
-)
+from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_usual_dtype
+from replay.verdict.model_facts import ModelDifference, compare_configs, make_config_difference
 
 # Where a class of transformers says which of its parameters stay in fp32 when weights are loaded.
 _NAMES_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def find_model_differences(
-    spec: ResolvedReplay, model: nn.Module, recording: str | None, world: World
+    spec: ResolvedReplay, model: nn.Module, recording_ids: Container[str | None], world: World
 ) -> list[ModelDifference]:
     """List what the job's model had other than the replay's, on all ranks alike. All ranks must call this.
 
-    model      the open actor's, whose buffers have values
-    recording  the one that the inputs are of; None: the latest in their folder
+    model          the open actor's, whose buffers have values
+    recording_ids  of the recording that the inputs are of
 
     Raises CaptureError for a damaged file.
     """
     differences: list[ModelDifference] | CaptureError = []
     if world.rank == 0:
         try:
-            differences = _compare(spec, model, recording)
+            differences = _compare(spec, model, recording_ids)
         except CaptureError as error:
             differences = error
     differences = world.from_first(differences)
@@ -56,9 +48,9 @@ def find_model_differences(
     return differences
 
 
-def _compare(spec: ResolvedReplay, model: nn.Module, recording: str | None) -> list[ModelDifference]:
+def _compare(spec: ResolvedReplay, model: nn.Module, recording_ids: Container[str | None]) -> list[ModelDifference]:
     folder = find_inputs_folder(spec.inputs)
-    job = _read_facts_of_recording(folder, recording)
+    job = [facts for facts in read_model_facts(folder) if facts.recording in recording_ids]
     changed_settings: dict[str, object] = {}
     for facts in job:
         changed_settings |= facts.config
@@ -67,13 +59,6 @@ def _compare(spec: ResolvedReplay, model: nn.Module, recording: str | None) -> l
         own = describe_own_model(spec.source, model, read_adapter_configs(folder), job[0])
         differences += compare_models(job, own)
     return differences
-
-
-def _read_facts_of_recording(folder: Path, recording: str | None) -> list[ModelFacts]:
-    """Read what the ranks of one recording say of their model; nothing where the folder has none of it."""
-    all_facts = read_model_facts(folder)
-    chosen = recording or max((facts.opened for facts in all_facts), default=None)
-    return [facts for facts in all_facts if facts.opened == chosen]
 
 
 def describe_own_model(

@@ -125,8 +125,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         weight_checker = WeightChecker(source)
-        recording = None if prepared.first_call is None else prepared.first_call.recording
-        model_differences = find_model_differences(resolved, actor.backend.model, recording, world)
+        model_differences = find_model_differences(resolved, actor.backend.model, _list_recording_ids(prepared), world)
         session = Session(
             world=world,
             spec=resolved,
@@ -159,6 +158,13 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         if replayed.end_reason is not None:
             raise replayed.end_reason
         return finished_run
+
+
+def _list_recording_ids(prepared: _PreparedReplay) -> frozenset[str | None]:
+    """List the ids of the recording that the inputs are of."""
+    if prepared.selection.recording is not None:
+        return prepared.selection.recording.ids
+    return frozenset() if prepared.first_call is None else frozenset({prepared.first_call.recording})
 
 
 def _open_actor(

@@ -13,7 +13,7 @@ from capture.file_format.model_facts import ModelFacts, read_model_facts, write_
 HOOK = ["forward hook", "train.py:hook", "h0"]
 FACTS = ModelFacts(
     rank=1,
-    opened="2026-01-01T00:00:00+00:00",
+    recording="2026-01-01T00:00:00+00:00",
     forward=3,
     trains=True,
     python="cpython-311",
@@ -42,7 +42,7 @@ FACTS = ModelFacts(
 def test_facts_are_read_back_by_recording_and_rank(tmp_path: Path) -> None:
     (tmp_path / "actor.json").touch()
     first, other_rank = replace(FACTS, rank=0), FACTS
-    later = replace(FACTS, rank=0, opened="2026-01-02T00:00:00+00:00")
+    later = replace(FACTS, rank=0, recording="2026-01-02T00:00:00+00:00")
     write_model_facts(tmp_path, later, stamp="later")
     write_model_facts(tmp_path / "rank1", other_rank, stamp="first")
     write_model_facts(tmp_path, first, stamp="first")

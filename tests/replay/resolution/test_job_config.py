@@ -69,6 +69,14 @@ def test_what_computes_otherwise_is_named_before_the_first_pass(
     assert sorted(run["facts"]["config_differences"].split("; ")) == said.split("; ")
     assert f"config     other than the job's: {run['facts']['config_differences']}" in header
     assert run["verdict"]["outcome"] == "DIFFERS"
+    differences = run["verdict"]["model_differences"]
+    # Causes come first.
+    assert {(found["kind"], found["where"]) for found in differences[:2]} == {
+        ("config", "rope_parameters.rope_theta"),
+        ("config", "norm_topk_prob"),
+    }
+    # The job computes with what its config says.
+    assert ("buffer", "model.rotary_emb.inv_freq") in [(found["kind"], found["where"]) for found in differences]
 
 
 def test_nothing_is_said_of_names_tokens_dtypes_and_layers_that_are_left_out(
@@ -77,6 +85,7 @@ def test_nothing_is_said_of_names_tokens_dtypes_and_layers_that_are_left_out(
     others = {"architectures": ["Other"], "dtype": "bfloat16", "eos_token_id": 3, "transformers_version": "5.0.0"}
     run = replay_job(job, tmp_path / "whole", "--dtype", "fp32", **others)
     assert run["verdict"]["outcome"] == "REPRODUCED"
+    assert run["verdict"]["model_differences"] == []
     cut = replay_job(job, tmp_path / "cut", "--num-layers", "1")
     assert {"config_differences"} & {*run["facts"], *cut["facts"]} == set()
     assert "other than the job's: " not in capsys.readouterr().out.partition("recorded")[0]

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from capture.file_format.model_facts import ModelFacts
-from replay.verdict.model_facts import (
-    ALL_PARAMETERS,
-    ModelDifference,
-    ModelDifferenceKind,
-    OwnModel,
-    OwnParameter,
-    compare_models,
-)
+from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models
+from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NUM_LAYERS = 3
@@ -47,7 +41,7 @@ def make_facts(*, patterns: bool) -> ModelFacts:
     frequencies = {"dtype": "float32", "num_elements": 2, "values": [1.0, 0.01], "norm": 1.00005}
     return ModelFacts(
         rank=0,
-        opened="2026-01-01",
+        recording="2026-01-01",
         forward=0,
         trains=True,
         python="cpython-311",
@@ -155,6 +149,15 @@ def test_replaced_functions_are_named_in_any_version() -> None:
 def test_a_library_kernel_that_is_not_there_is_no_difference() -> None:
     function = ["transformers.integrations.flash_attention:flash_attention_forward", "x"]
     assert say(replace(JOB, attention={"name": "flash_attention_2", "function": function})) == []
+
+
+def test_a_function_that_the_replay_itself_puts_in_is_no_difference() -> None:
+    replays = {"name": "sdpa", "function": ["actor_init.attention.kernels:sdpa", "x"]}
+    assert say(JOB, own=replace(REPLAY, attention=replays)) == []
+    [found] = say(
+        replace(JOB, attention={"name": "sdpa", "function": OWN_FORWARD}), own=replace(REPLAY, attention=replays)
+    )
+    assert found[3] == "train.py:forward"
 
 
 def test_fused_modules_are_no_difference() -> None:
