@@ -57,6 +57,7 @@ class VerdictSettings:
     why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
     why_no_draws      why dropout of the job cannot act here; None: all of it can
     is_mixture        the model is a mixture of experts
+    has_job_routes    in every pass each token went to the experts that the job chose
     model_differences  what the job's model is known to have other than the replay's
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors       under --step, by pass, how far they were apart by then
@@ -74,16 +75,22 @@ class VerdictSettings:
     why_own_draws: str | None = None
     why_no_draws: str | None = None
     is_mixture: bool = False
+    has_job_routes: bool = False
     model_differences: Sequence[ModelDifference] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
 
+    @property
+    def chooses_experts(self) -> bool:
+        """Did tokens choose their experts anew, so that those at a tie may have taken others?"""
+        return self.is_mixture and not self.has_job_routes
+
     def choose_bound(self, name: str, dtypes: Sequence[str], num_tokens: int, index: int) -> float:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
-        bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.is_mixture)
+        bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.chooses_experts)
         return bound if step_floor is None else max(bound, step_floor.bound)
 
     def choose_signature_bound(self, kind: str, dtypes: Sequence[str], index: int) -> float:
@@ -109,7 +116,8 @@ class VerdictSettings:
 
         Two experts' scores of a token may be equal but for rounding. Then the job and the replay may choose different
         experts, and so may the two replays that the floor is measured between. That happens in a coarse dtype alone.
-        None where routes do not explain so large a difference.
+        None where routes do not explain so large a difference, and where each token went to the job's experts: then
+        only a rounding that could not be measured is a doubt.
 
         num_tokens   over which the number is a mean: routes of different tokens are independent
         least_floor  the floor to assume at least, as a measured one may have seen no token at a tie
@@ -119,6 +127,8 @@ class VerdictSettings:
         floors = self.step_floors.get(index) or self.floors
         quantity = name if name in (TOKENS_RMS, GRAD_NORM, GRADIENT) else TOKENS
         floor = floors.get(quantity)
+        if self.has_job_routes and (floor is not None or self.why_no_floors is None):
+            return None
         formula = 0.0 if quantity == TOKENS_RMS else compute_bound(quantity, dtypes, self.num_layers, 1)
         if floor is not None:
             limit = max(ROUTES_FACTOR * max(floor.value, least_floor), formula)
@@ -126,6 +136,8 @@ class VerdictSettings:
             limit = ROUTES_FACTOR * formula if self.why_no_floors is not None else 0.0
         if difference > limit / math.sqrt(max(num_tokens, 1)):
             return None
+        if self.has_job_routes:
+            return f"in a mixture of experts its rounding is not known: {self.why_no_floors}"
         rounding = "its rounding is not known" if floor is None else f"two replays are {floor.value:.2g} apart"
         return f"tokens at a tie may take another expert: {rounding}"
 

@@ -65,6 +65,7 @@ from replay.verdict.pass_weights import (
     follow_weights_through_steps,
     merge_comparisons,
 )
+from replay.verdict.route_findings import compare_routes
 
 
 class PassEvidence(NamedTuple):
@@ -176,7 +177,10 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
             record=record,
             recorded=recorded,
             replayed=replayed,
-            findings=compare_pass(record, recorded, replayed, settings),
+            findings=[
+                *compare_pass(record, recorded, replayed, settings),
+                *compare_routes(record, recorded, replayed, settings),
+            ],
             weights=recorded.weights,
             previous_pass_has_grad_norm=recorded.forward is not None
             and (recorded.rank, recorded.forward - 1) in with_norm,

@@ -267,6 +267,18 @@ def test_the_first_fault_in_the_jobs_time_is_the_headline(
 MIXTURE = {"output_router_logits": False}
 
 
+def test_a_mixture_with_the_jobs_routes_is_judged_as_a_dense_model(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", make_model("mixtral", MIXTURE), autocast=True, num_steps=4)
+    verdict = verdict_on(job, tmp_path / "logs")
+    assert {judged["outcome"] for judged in [*verdict["passes"], *verdict["windows"]]} == {"REPRODUCED"}
+    said = capsys.readouterr().out
+    assert "routing recorded" in said
+    assert "of tokens would choose others here, most in layer " in said
+    assert "tie" not in said
+
+
 @pytest.mark.parametrize("sabotaged", [False, True])
 def test_a_mixture_whose_tokens_change_experts_at_a_tie_is_unsettled(
     sabotaged: bool, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
@@ -274,7 +286,7 @@ def test_a_mixture_whose_tokens_change_experts_at_a_tie_is_unsettled(
     """The job is sound. In bf16 its router's scores are rounded otherwise than the replay's."""
     fault = detached("model.layers.1.self_attn.o_proj") if sabotaged else None
     job = train(tmp_path / "job", make_model("mixtral", MIXTURE), fault=fault, autocast=True, num_steps=4)
-    verdict = verdict_on(job, tmp_path / "logs")
+    verdict = verdict_on(job, tmp_path / "logs", "--routing", "live")
     outcomes = {judged["outcome"] for judged in [*verdict["passes"], *verdict["windows"]]}
     said = headline(capsys.readouterr().out)
     if sabotaged:

@@ -1,0 +1,89 @@
+"""Hold the experts that the job chose against those that the scores of a replay choose.
+
+Where each token went to the job's experts, every router is judged by itself: what came before it is the job's but for
+rounding. A token at a tie flips by rounding alone. One whose scores stand clearly in another order tells of another
+router: other weights, another bias, another rule.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from actor_init.routes import RouterFlips
+from replay.output.text import Pairs
+from replay.runlog.records import PassRecord
+from replay.tolerances.job_bounds import compute_flip_bound, compute_tie_distance
+from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.pass_values import RecordedPass, ReplayedPass
+
+ROUTES = "expert routes"
+LAYER = re.compile(r"\.(\d+)(?:\.|$)")
+
+
+def compare_routes(
+    record: PassRecord, recorded: RecordedPass, replayed: ReplayedPass, settings: VerdictSettings
+) -> list[Finding]:
+    """Judge the first router that chooses otherwise than the job's did, or that which comes nearest to it.
+
+    Nothing is judged where tokens chose their experts anew.
+
+    A router that agrees is no evidence that the rest does.
+    """
+    if record.error is not None or not replayed.has_job_routes:
+        return []
+    tie = compute_tie_distance(list_dtypes(recorded, settings), settings.num_layers)
+    findings = [_judge_router(router, tie) for router in replayed.flips if router.num_tokens]
+    differing = [finding for finding in findings if not finding.agrees]
+    worst = max(findings, key=lambda finding: finding.share_of_bound, default=None)
+    return differing[:1] or ([worst] if worst is not None else [])
+
+
+def _judge_router(router: RouterFlips, tie: float) -> Finding:
+    share = sum(distance > tie for distance in router.distances) / router.num_tokens
+    finding = make_finding(
+        ROUTES,
+        0.0,
+        share,
+        difference=share,
+        bound=compute_flip_bound(router.num_tokens),
+        counts=False,
+        where=router.router,
+        num_values=router.num_tokens,
+    )
+    if finding.agrees:
+        return finding
+    text = f"{share:.1%} of the tokens have scores that choose other experts than the job did, beyond a tie"
+    return replace(finding, said=text)
+
+
+def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, ReplayedPass]]) -> Pairs:
+    """Say what share of the tokens would choose other experts here, in passes with the job's weights."""
+    flips: dict[str, int] = {}
+    num_tokens, has_job_routes = 0, True
+    for record, recorded, replayed in passes:
+        if record.error is None and recorded is not None and recorded.weights.are_same and replayed.flips:
+            num_tokens += record.routes.routed_tokens
+            has_job_routes &= replayed.has_job_routes
+            for router in replayed.flips:
+                flips[router.router] = flips.get(router.router, 0) + len(router.distances)
+    if not any(flips.values()):
+        return []
+    most = max(flips, key=lambda router: flips[router])
+    how = "would choose others here" if has_job_routes else "chose others than in the job"
+    share = sum(flips.values()) / num_tokens
+    return [("experts", f"{share:.1%} of tokens {how}, most in {name_layer(most)}")]
+
+
+def name_layer(router: str) -> str:
+    """Name the layer that a router stands in, as in `layer 5`; the router where its name has no number."""
+    match = LAYER.search(router)
+    return f"layer {match[1]}" if match else router
+
+
+def note_job_routes(
+    settings: VerdictSettings, passes: Sequence[tuple[PassRecord, RecordedPass | None, ReplayedPass]]
+) -> VerdictSettings:
+    """Return settings that say whether all tokens of all passes went to the experts that the job chose."""
+    replayed_passes = [replayed for record, _, replayed in passes if record.error is None]
+    has_job_routes = bool(replayed_passes) and all(replayed.has_job_routes for replayed in replayed_passes)
+    return replace(settings, has_job_routes=has_job_routes)
