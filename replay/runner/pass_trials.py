@@ -4,15 +4,16 @@ The unchanged pass is run first, with the rows as the job had them. Its log-prob
 log-probs under an explicit mask have to be those of the model's own mask: else no other mask can be tried.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from actor_init.inputs.packing import find_row_token_targets
-from actor_init.spec import Compile
+from actor_init.spec import Compile, Dtype
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch
@@ -24,7 +25,7 @@ from replay.output.text import join_lines, pluralise
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.trial_changes import list_model_trials
-from replay.runner.trial_configs import build_config, list_config_trials
+from replay.runner.trial_configs import ConfigTrial, build_config, list_config_trials
 from replay.runner.trial_feeds import (
     CapturedRows,
     Feed,
@@ -51,7 +52,7 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
 
-MAX_FORWARDS = 20
+MAX_FORWARDS = 24
 # Relative: two losses that are no further apart are the same one.
 SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.
@@ -77,6 +78,23 @@ class _TrialForward:
     feed: Feed | None
     change: ModelChange | None = None
     coarsens: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Variant:
+    """A trial that needs an actor of its own.
+
+    derive_spec  of the actor. Raises UsageError where it is not possible here
+    is_stated    the recording states the change
+    """
+
+    name: str
+    cause: CauseName
+    says: str
+    try_next: str
+    derive_spec: Callable[[], ResolvedReplay]
+    coarsens: bool = False
+    is_stated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +149,7 @@ class PassTrials:
             results = self._run_on(actor, spec)
             self.num_forwards = actor.num_forwards
         if self._needs_other_actors:
-            results += self._try_configs(spec)
+            results += [*self._try_configs(spec), *self._try_bf16(spec)]
         loss = next((finding for finding in self.unchanged if finding.name == LOSS), None)
         return TrialReport(
             index=self.own_pass.record.index,
@@ -184,7 +202,7 @@ class PassTrials:
         self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
         trial = _OwnTrial(
             match=match_findings(self.unchanged, self._find(raw_BA)),
-            cause=CauseName.COMPILED if is_compiled else CauseName.KERNEL,
+            cause=CauseName.KERNEL,
             says=f"the replay itself ({own_form}) computes other numbers than the same rows padded, uncompiled and by "
             f"{spec.kernel}, which are the job's",
             try_next=f"--no-packing --attention {spec.actor.attention}, and report what the replay computes otherwise",
@@ -316,7 +334,11 @@ class PassTrials:
                 change=trial.change,
                 coarsens=trial.coarsens,
             )
-            for trial in list_model_trials(actor.model, self.repeater.world.device.type)
+            for trial in list_model_trials(
+                actor.model,
+                self.rows.see(all_keys=True).to(self.repeater.world.device),
+                is_fp32=self.repeater.spec.actor.dtype is Dtype.FP32,
+            )
         }
         return self._run_forwards(actor, trials)
 
@@ -327,7 +349,9 @@ class PassTrials:
         """
         names = list(dict.fromkeys(name for rank_names in self._gather(list(trials)) for name in rank_names))
         own: dict[str, _OwnTrial] = {}
-        for name in names[: max(MAX_FORWARDS - actor.num_forwards, 0)]:
+        num_left = max(MAX_FORWARDS - actor.num_forwards, 0)
+        self.not_run += [f"{name}: {MAX_FORWARDS} forwards ran already" for name in names[num_left:]]
+        for name in names[:num_left]:
             trial = trials.get(name)
             log_probs_BA, error = self._compute_or_fail(actor, trial)
             if any(self._gather(error is not None)):
@@ -369,29 +393,67 @@ class PassTrials:
         captured = read_actor_config(find_inputs_folder(spec.inputs))
         if captured is None or spec.actor.is_custom:
             return []
+
+        def derive(trial: ConfigTrial) -> ResolvedReplay:
+            # The model's head may be one of what differs, so its logits are computed whole.
+            source = replace(spec.source, config=build_config(trial), head=None)
+            return spec.derive_variant(why="a trial under the job's config", source=source)
+
+        return self._run_variants(
+            _Variant(
+                name=trial.name,
+                cause=CauseName.MODEL_CONFIG,
+                says=trial.says,
+                try_next=trial.try_next,
+                derive_spec=partial(derive, trial),
+                is_stated=True,
+            )
+            for trial in list_config_trials(spec.source.config, spec.actor.num_layers, captured, self._config_keys)
+        )
+
+    def _try_bf16(self, spec: ResolvedReplay) -> list[TrialResult]:
+        """Run the pass in bf16, where the replay computes in fp32. All ranks must call this."""
+        if spec.actor.dtype is not Dtype.FP32 or spec.actor.is_custom:
+            return []
+
+        def derive() -> ResolvedReplay:
+            actor = replace(spec.actor, dtype=Dtype.BF16)
+            # What the job computes its logits in is bf16 then, before any cast.
+            source = replace(spec.source, head=None)
+            return spec.derive_variant(why="a trial in bf16", actor=actor, source=source)
+
+        variant = _Variant(
+            name="all in bf16",
+            cause=CauseName.DTYPE,
+            says="the job's model computes in bf16 throughout",
+            try_next="--dtype bf16",
+            derive_spec=derive,
+            coarsens=True,
+        )
+        return self._run_variants([variant])
+
+    def _run_variants(self, variants: Iterable[_Variant]) -> list[TrialResult]:
+        """Run the pass once through an actor of each variant. All ranks must call this."""
         own: dict[str, _OwnTrial] = {}
-        for trial in list_config_trials(spec.source.config, spec.actor.num_layers, captured, self._config_keys):
+        for variant in variants:
             error: Exception | None = None
             try:
-                # The model's head may be one of what differs, so its logits are computed whole.
-                source = replace(spec.source, config=build_config(trial), head=None)
-                variant = spec.derive_variant(why="a trial under the job's config", source=source)
-                with self._open(variant) as actor:
+                with self._open(variant.derive_spec()) as actor:
                     log_probs_BA = actor.compute(feed_as_captured(self.rows))
                 self.num_forwards += 1
-                own[trial.name] = _OwnTrial(
-                    match=self._match(log_probs_BA, coarsens=False),
-                    cause=CauseName.MODEL_CONFIG,
-                    says=trial.says,
-                    try_next=trial.try_next,
-                    is_stated=True,
+                own[variant.name] = _OwnTrial(
+                    match=self._match(log_probs_BA, coarsens=variant.coarsens),
+                    cause=variant.cause,
+                    says=variant.says,
+                    try_next=variant.try_next,
+                    is_stated=variant.is_stated,
                 )
             except Exception as reason:
                 error = reason
             if any(self._gather(error is not None)):
                 why = "failed on another rank" if error is None else describe_error(error)
-                self.not_run.append(f"{trial.name}: {why}")
-                own.pop(trial.name, None)
+                self.not_run.append(f"{variant.name}: {why}")
+                own.pop(variant.name, None)
                 if self.repeater.world.world_size > 1:
                     break
         return self._join(own)

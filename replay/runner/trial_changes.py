@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
+from actor_init.declarations.attention.plain import SDPA_FORM
+from actor_init.model import find_blocks
 from replay.verdict.causes.cause import CauseName
 
 LORA_SCALES = "scaling"
@@ -30,10 +32,33 @@ class ModelTrial:
     coarsens: bool = False
 
 
-def list_model_trials(model: PreTrainedModel, device_type: str) -> Iterator[ModelTrial]:
-    """Yield the hypotheses that apply to this model. The same on every rank."""
-    if next(model.parameters()).dtype is torch.float32:
-        yield from _list_dtype_trials(device_type)
+def list_model_trials(model: PreTrainedModel, visible_BSS: Tensor, *, is_fp32: bool) -> Iterator[ModelTrial]:
+    """Yield the hypotheses that apply to this model. The same on every rank.
+
+    visible_BSS  what each token would see if attention were not causal, on the model's device
+    is_fp32      the model computes in fp32
+    """
+    has_sdpa = model.config._attn_implementation == SDPA_FORM.name
+    if is_fp32:
+        yield from _list_dtype_trials(visible_BSS.device.type)
+    if is_fp32 and has_sdpa:
+        yield ModelTrial(
+            name="attention in bf16",
+            cause=CauseName.KERNEL,
+            says="the job's attention computes in bf16, in a model that computes in fp32",
+            try_next="let the job's attention compute in fp32 too (sdpa, not flash), or --dtype bf16 for all",
+            change=attend_in_bf16,
+            coarsens=True,
+        )
+    if has_sdpa:
+        for name, number in (("first", 0), ("last", -1)):
+            yield ModelTrial(
+                name=f"{name} layer not causal",
+                cause=CauseName.MASK,
+                says=f"the attention of the job's {name} layer is not causal",
+                try_next=f"look at the mask that the {name} layer of the job's model is given",
+                change=lambda model, number=number: see_all_in_layer(model, number, visible_BSS),  # type: ignore[misc]
+            )
     if any(_has_scales(module) for module in model.modules()):
         yield from _list_adapter_trials()
 
@@ -100,6 +125,44 @@ def round_logits(model: PreTrainedModel) -> Iterator[None]:
     if not isinstance(head, nn.Module):
         raise ValueError(f"{type(model).__name__} names no head")
     handle = head.register_forward_hook(round_output)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def attend_in_bf16(model: nn.Module) -> Iterator[None]:
+    """Let torch's sdpa compute in bf16 within this context, in every model."""
+    attend = AttentionInterface()[SDPA_FORM.name]
+
+    def attend_rounded(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(torch.bfloat16)
+        rounded = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+        output, weights = attend(module, *rounded, mask, **options)
+        return output.to(query.dtype), weights
+
+    AttentionInterface.register(SDPA_FORM.name, attend_rounded)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(SDPA_FORM.name, attend)
+
+
+@contextmanager
+def see_all_in_layer(model: PreTrainedModel, number: int, visible_BSS: Tensor) -> Iterator[None]:
+    """Give one layer the mask `visible_BSS` within this context. Its forward raises where it takes no mask by name."""
+
+    def replace_mask(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "attention_mask" not in options:
+            raise ValueError(f"{type(module).__name__} takes no attention_mask by name")
+        return args, {**options, "attention_mask": visible_BSS[:, None]}
+
+    _, layer = find_blocks(model)[number]
+    handle = layer.register_forward_pre_hook(replace_mask, with_kwargs=True)
     try:
         yield
     finally:

@@ -175,6 +175,15 @@ def list_mask_trials(rows: CapturedRows, config: PretrainedConfig) -> Iterator[F
     for name, cause, says, try_next, visible_BSS in variants:
         if not torch.equal(visible_BSS, usual_BSS):
             yield make(name, cause, says, try_next, MaskTable(visible_BSS=visible_BSS))
+    if rows.has_documents:
+        columns_BS = torch.arange(rows.ids_BS.shape[1]).expand(rows.ids_BS.shape)
+        yield FeedTrial(
+            name="one document",
+            cause=CauseName.DOCUMENTS_MEET,
+            says="the job takes a packed row as one document: positions go on, and documents see each other",
+            try_next=MEND_DOCUMENTS,
+            feed=Feed(table=MaskTable(visible_BSS=rows.see(documents=True)), position_BS=columns_BS),
+        )
     window = getattr(config.get_text_config(), "sliding_window", None)
     if isinstance(window, int) and window < rows.ids_BS.shape[1]:
         for name, says, table in (
@@ -216,7 +225,6 @@ def list_position_trials(rows: CapturedRows, config: PretrainedConfig) -> Iterat
         ("from 2", "the job's positions begin at 2", usual_BS + 2),
         ("all 0", "the job's positions are all 0", torch.zeros_like(usual_BS)),
         ("halved", "the job's positions are interpolated by 2", usual_BS / 2),
-        ("doubled", "the job's positions are doubled", usual_BS * 2),
     ]
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     seen = [usual_BS] if rows.position_BS is not None else []

@@ -78,8 +78,8 @@ RULES = (
     ),
     _make_rule(
         CauseName.KERNEL,
-        means="the replay's own kernel or packed rows compute something else than the job's rows by torch's sdpa",
-        told_by="the pass run again, padded as in the job and by sdpa, gives the job's numbers",
+        means="attention is another kernel's: in bf16 in a job of fp32; or the replay's own, packed or compiled, errs",
+        told_by="the pass run again with attention in bf16, or the job's rows by sdpa, gives its numbers",
         job="attention-in-bf16",
     ),
     _make_rule(

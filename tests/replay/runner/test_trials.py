@@ -9,7 +9,6 @@ import pytest
 
 from capture import recording
 from replay.command_line.cli import main as replay_main
-from replay.runlog.records import ResultSection
 from replay.runner.trials import find_pass_to_try
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
@@ -53,6 +52,7 @@ def replay(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
         (faults.label_smoothing, "smoothed by 0.1", CauseName.OBJECTIVE, "probably"),
         (faults.visible(faults.sees_next_token), "the next token is seen", CauseName.MASK, "is"),
         (faults.output_changed("lm_head", faults.through_bf16), "logits in bf16", CauseName.DTYPE, "is"),
+        (faults.one_layer_sees_all, "last layer not causal", CauseName.MASK, "is"),
     ],
 )
 def test_the_trial_that_gives_the_jobs_numbers_is_the_cause(
@@ -115,10 +115,7 @@ def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
 
 
 def make_passes(count: int) -> list[PassEvidence]:
-    return [
-        PassEvidence(record(index, result=ResultSection(loss=1.0, grad_norm=1.0)), None, ReplayedPass())
-        for index in range(count)
-    ]
+    return [PassEvidence(record(index, grad_norm=1.0), None, ReplayedPass()) for index in range(count)]
 
 
 def test_the_first_wrong_forward_is_run_again() -> None:
