@@ -31,6 +31,7 @@ from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow
 from capture.record.training_mode import TrainingModeReader
+from capture.record.wrapper_facts import GradientSyncReader
 
 # The name of the samples of the weights beside a pass's tensors. No argument of a forward can have it.
 _SAMPLES = " weights"
@@ -212,6 +213,7 @@ class SnapshotMaker:
         self._draws_on_cuda: bool | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
         self._facts_taker = ModelFactsTaker(model) if reproduce else None
+        self._gradient_sync = GradientSyncReader(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
         # Whether the running pass is the first one after an optimizer step; None if its weights
@@ -244,6 +246,8 @@ class SnapshotMaker:
             return IN_GRAPH
         weights = self._sample_weights_before(trains)
         settings = describe_call_settings(arguments.tensors, self._model_settings) if self._reproduce else {}
+        if self._gradient_sync is not None and trains:
+            settings |= self._gradient_sync.read()
         if self._compute_dtype is not None:
             settings |= self._compute_dtype.begin((trains, settings["autocast"]))
         self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)

@@ -1,5 +1,6 @@
 """State what DDP, FSDP and DeepSpeed around a job's model do with its gradients."""
 
+import weakref
 from collections.abc import Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -8,6 +9,8 @@ from torch import nn
 
 from capture.record.callables import describe_function, find_own_code
 
+GRADIENT_SYNC = "gradient_sync"
+_DDP = "DistributedDataParallel"
 # Bases that FSDP2 and its relatives put before a module's own class.
 _MIXED_IN = ("FSDPModule", "ReplicateModule")
 _DDP_SETTINGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
@@ -19,6 +22,22 @@ _ENGINE_SETTINGS = (
 )
 # Of DeepSpeed's optimizers, which reduce gradients themselves.
 _ZERO_SETTINGS = ("gradient_average",)
+
+
+class GradientSyncReader:
+    """Reads whether DDP will reduce the gradients of a pass. DDP decides that where its forward begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Of several ones the outermost counts.
+        found = next((module for module in model.modules() if type(module).__name__ == _DDP), None)
+        self._wrapper = None if found is None else weakref.ref(found)
+
+    def read(self) -> dict[str, str]:
+        """Return the setting of a pass, `gradient_sync`; empty without DDP."""
+        wrapper: Any = None if self._wrapper is None else self._wrapper()
+        if wrapper is None:
+            return {}
+        return {GRADIENT_SYNC: "on" if wrapper.require_backward_grad_sync else "off"}
 
 
 def find_class(module: nn.Module) -> type[nn.Module]:
@@ -43,7 +62,7 @@ def collect_wrapper_facts(wrappers: Sequence[nn.Module], modules: Sequence[nn.Mo
 
 def _describe_wrapper(wrapper: Any) -> dict[str, object] | None:
     name = type(wrapper).__name__
-    if name == "DistributedDataParallel":
+    if name == _DDP:
         ignored = set(wrapper.parameters_to_ignore) & {key for key, _ in wrapper.module.named_parameters()}
         return {
             "class": name,

@@ -43,6 +43,7 @@ from replay.verdict.gradient_findings import (
     group_into_windows,
 )
 from replay.verdict.gradient_mix import OwnGradient
+from replay.verdict.model_comparison import find_unreduced_steps
 from replay.verdict.outcomes import (
     FAILED,
     NOT_REPLAYED,
@@ -109,6 +110,9 @@ def judge(
 
     Trials and own gradients tell causes, and change no outcome.
     """
+    recorded_passes = [recorded for _, recorded, _ in passes if recorded is not None]
+    differences = [*settings.model_differences, *find_unreduced_steps(recorded_passes)]
+    settings = replace(settings, model_differences=differences)
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from capture.file_format.model_facts import ModelFacts
 from capture.file_format.name_patterns import PatternTable, format_patterns, split_name
+from capture.record.wrapper_facts import GRADIENT_SYNC
 from replay.tolerances.difference import roundoff
 from replay.verdict.model_facts import ALL_PARAMETERS, WHOLE_MODEL, ModelDifference, ModelDifferenceKind
+from replay.verdict.pass_values import RecordedPass
 
 _REPLAY_PACKAGES = ("actor_init", "replay")
 # A module of these computes what the replaced one does, in fewer steps; `kernels` in a pass's settings says so.
@@ -92,6 +94,38 @@ def compare_models(job: Sequence[ModelFacts], replay: OwnModel) -> list[ModelDif
         for difference, ranks in ranks_by_difference.items()
     ]
     return sorted(differences, key=lambda difference: order.index(difference.kind))
+
+
+def find_unreduced_steps(passes: Sequence[RecordedPass]) -> list[ModelDifference]:
+    """Say that DDP did not reduce the gradients of the last pass before a step, as where `no_sync` is left on.
+
+    passes  that the job recorded, of all ranks
+    """
+    last_passes = [
+        recorded
+        for recorded in passes
+        if recorded.step_after is not None
+        and list(recorded.step_after.passes)[-1:] == [recorded.forward]
+        and GRADIENT_SYNC in recorded.settings
+        and (recorded.world_size or 1) > 1
+    ]
+    unreduced = [recorded for recorded in last_passes if recorded.settings[GRADIENT_SYNC] == "off"]
+    if not unreduced:
+        return []
+    ranks = {recorded.rank for recorded in unreduced if recorded.rank is not None}
+    has_all = ranks == {recorded.rank for recorded in last_passes}
+    num_steps = len({recorded.num_steps_before for recorded in last_passes})
+    num_unreduced = len({recorded.num_steps_before for recorded in unreduced})
+    return [
+        ModelDifference(
+            kind=ModelDifferenceKind.WRAPPER,
+            where="DistributedDataParallel",
+            key="gradient sync",
+            job=f"off in the last pass before {num_unreduced} of {num_steps} steps",
+            replay="on",
+            ranks=() if has_all else tuple(sorted(ranks)),
+        )
+    ]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,14 +1,16 @@
 """Two models are held against each other by what they are: what differs is named, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from capture.file_format.model_facts import ModelFacts
-from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.verdict.model_comparison import OwnModel, OwnParameter, compare_models, find_unreduced_steps
 from replay.verdict.model_facts import ALL_PARAMETERS, ModelDifference, ModelDifferenceKind
+from replay.verdict.pass_values import RecordedPass, WeightComparison
 
 LLAMA = "transformers.models.llama.modeling_llama"
 NUM_LAYERS = 3
@@ -290,3 +292,44 @@ def test_an_adapter_that_is_not_built_here_is_not_compared() -> None:
     )
     job = replace(job, parameters={name: {**row, "trained": False} for name, row in JOB.parameters.items()})
     assert say(job) == []
+
+
+def make_pass(forward: int, *, rank: int, sync: str | None, ends_step: bool) -> RecordedPass:
+    step = OptimizerStep(number=forward // 2, passes=[forward - 1, forward], shares=[0.5, 0.5]) if ends_step else None
+    return RecordedPass(
+        rank=rank,
+        forward=forward,
+        world_size=2,
+        trains=True,
+        claims=(),
+        weights=WeightComparison(),
+        num_frozen=0,
+        dtypes=(),
+        settings={} if sync is None else {"gradient_sync": sync},
+        num_steps_before=forward // 2,
+        step_after=step,
+    )
+
+
+def make_passes(last_syncs: Sequence[str | None]) -> list[RecordedPass]:
+    """Two passes a step, on rank 0 and rank 1; of the first one DDP reduces nothing."""
+    first = [make_pass(2 * number, rank=rank, sync="off", ends_step=False) for number in range(2) for rank in range(2)]
+    return first + [
+        make_pass(2 * (place // 2) + 1, rank=place % 2, sync=sync, ends_step=True)
+        for place, sync in enumerate(last_syncs)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last_syncs", "job", "ranks"),
+    [
+        (["on"] * 4, None, ()),
+        ([None] * 4, None, ()),
+        (["off"] * 4, "off in the last pass before 2 of 2 steps", ()),
+        (["on", "on", "off", "off"], "off in the last pass before 1 of 2 steps", ()),
+        (["on", "off", "on", "off"], "off in the last pass before 2 of 2 steps", (1,)),
+    ],
+)
+def test_steps_without_a_reduction_are_named(last_syncs: Any, job: str | None, ranks: tuple[int, ...]) -> None:
+    found = [(difference.job, difference.ranks) for difference in find_unreduced_steps(make_passes(last_syncs))]
+    assert found == ([] if job is None else [(job, ranks)])
