@@ -24,7 +24,7 @@ def group() -> Iterator[None]:
 
 
 def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: Any = torch.futures.Future()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
