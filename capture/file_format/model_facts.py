@@ -93,6 +93,14 @@ def read_model_facts(folder: Path) -> list[ModelFacts]:
     return sorted(all_facts, key=lambda facts: (facts.recording, facts.rank))
 
 
+def copy_model_facts(source: Path, target: Path) -> None:
+    """Copy the facts of a folder and its ranks' folders to another one. Raises OSError."""
+    for home in list_capture_folders(source):
+        for path in sorted(home.glob(MODEL_FACTS_NAME)):
+            make_rank_folder(target / home.relative_to(source))
+            write_atomically(target / path.relative_to(source), path.read_bytes())
+
+
 def _read_file(path: Path) -> ModelFacts:
     advice = "Delete the file or copy it again: without it nothing is said of the job's model"
     try:

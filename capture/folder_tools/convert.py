@@ -19,6 +19,7 @@ from capture.file_format.actor_config import (
 from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_now
 from capture.file_format.folder_layout import choose_rank_folder, is_in_segment
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import copy_model_facts
 from capture.file_format.tensor_codec import view_bytes
 from capture.importers import find_importer, list_dumps, read_dump
 from capture.record.rank_writer import RankWriter, open_rank_writer
@@ -132,6 +133,7 @@ def convert_folder(
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
         write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
+    copy_model_facts(folder, target)
     now = utc_now()
     refused: dict[str, CaptureError] = {}
     num_by_rank: Counter[int] = Counter()

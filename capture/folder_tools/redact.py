@@ -65,8 +65,9 @@ def redact_folder(source: Path, target: Path, tokens: TokenRedaction) -> Redacti
     zero     every token id is 0
 
     Other tensors than masks, positions and borders become 0; call facts keep numbers and lose texts. Removed are the
-    model's name, what was computed from the text (outputs, routes of experts, random states, gradients and their
-    norms), and the samples of the weights. An optimizer's step keeps its passes, their shares and the settings.
+    model's name, what the model was beside its config, what was computed from the text (outputs, routes of experts,
+    random states, gradients and their norms), and the samples of the weights. An optimizer's step keeps its passes,
+    their shares and the settings.
 
     A source with segments becomes segments, of at most its largest one's size.
 

@@ -41,6 +41,7 @@ class Header:
     first_call          of the first input; None if it cannot be read
     dropout             the settings of the model that make dropout
     config_differences  what the model's config has other than the job's
+    model_problem       why the job's model could not be compared with the replay's; None: it was
     missing_parts       of those that the job had in another mode than its model, the ones that this model does not have
     """
 
@@ -55,6 +56,7 @@ class Header:
     weight_checker: WeightChecker
     dropout: Sequence[str]
     config_differences: Sequence[str]
+    model_problem: str | None
     missing_parts: Sequence[str]
     world: World
 
@@ -72,6 +74,8 @@ class Header:
         }
         if self.config_differences:
             facts["config_differences"] = "; ".join(self.config_differences)
+        if self.model_problem is not None:
+            facts["model_problem"] = self.model_problem
         if self.objective is not None and self.objective.sha256 is not None:
             facts["loss_sha256"] = self.objective.sha256
         return facts
@@ -91,6 +95,7 @@ class Header:
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
         lines["loss"] = describe_loss(self.objective, resolved, self.first_call)
         lines |= _format_config_line(self.config_differences)
+        lines |= {} if self.model_problem is None else {"job model": f"not compared: {self.model_problem}"}
         lines |= _describe_adapter(resolved)
         lines |= {"frozen": f"{describe_frozen(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}
         lines |= self._describe_resumption()

@@ -1,8 +1,8 @@
 """Hold the model that a job ran against the one that a replay builds, once, when its actor is open."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,26 +26,36 @@ from replay.verdict.model_facts import ModelDifference, compare_configs, make_co
 _NAMES_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFindings:
+    """What came of comparing the job's model with the replay's.
+
+    problem  why they could not be compared; None: they were, or the recording states nothing of the model
+    """
+
+    differences: Sequence[ModelDifference] = ()
+    problem: str | None = None
+
+
 def find_model_differences(
     spec: ResolvedReplay, model: nn.Module, recording_ids: Container[str | None], world: World
-) -> list[ModelDifference]:
-    """List what the job's model had other than the replay's, on all ranks alike. All ranks must call this.
+) -> ModelFindings:
+    """Find what the job's model had other than the replay's, on all ranks alike. All ranks must call this.
 
     model          the open actor's, whose buffers have values
     recording_ids  of the recording that the inputs are of
-
-    Raises CaptureError for a damaged file.
     """
-    differences: list[ModelDifference] | CaptureError = []
+    findings = ModelFindings()
     if world.rank == 0:
         try:
-            differences = _compare(spec, model, recording_ids)
+            findings = ModelFindings(differences=_compare(spec, model, recording_ids))
         except CaptureError as error:
-            differences = error
-    differences = world.from_first(differences)
-    if isinstance(differences, CaptureError):
-        raise differences
-    return differences
+            findings = ModelFindings(problem=error.text)
+        except Exception as error:
+            # The other ranks wait for this one in a collective, and the passes can be replayed all the same.
+            findings = ModelFindings(problem=f"{type(error).__name__}: {error}")
+    shared: ModelFindings = world.from_first(findings)
+    return shared
 
 
 def _compare(spec: ResolvedReplay, model: nn.Module, recording_ids: Container[str | None]) -> list[ModelDifference]:

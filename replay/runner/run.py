@@ -125,7 +125,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
         resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()
         weight_checker = WeightChecker(source)
-        model_differences = find_model_differences(resolved, actor.backend.model, _list_recording_ids(prepared), world)
+        model_findings = find_model_differences(resolved, actor.backend.model, _list_recording_ids(prepared), world)
         session = Session(
             world=world,
             spec=resolved,
@@ -138,7 +138,10 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             logbook=Logbook(folder, world.rank),
             console=console,
             weight_checker=weight_checker,
-            setting=describe_setting(resolved, weight_checker, world, actor.backend.facts(), model_differences),
+            model_problem=model_findings.problem,
+            setting=describe_setting(
+                resolved, weight_checker, world, actor.backend.facts(), model_findings.differences
+            ),
             saver=Saver(
                 spec=resolved, source=source, world=world, log_folder=folder, states=states, num_steps=earlier.num_steps
             ),

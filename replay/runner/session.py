@@ -82,6 +82,7 @@ class Session:
     source           the model, with the weights that the first pass of this process begins with
     console          on rank 0; None on the others
     earlier          what the run had done before this process began, under --resume
+    model_problem    why the job's model could not be compared with the replay's; None: it was
     objective        None: the loss is the negated mean log-prob
     original_source  the model, with the weights that the first pass in the log began with
     """
@@ -97,6 +98,7 @@ class Session:
     logbook: Logbook
     console: Console | None
     weight_checker: WeightChecker
+    model_problem: str | None
     setting: VerdictSettings
     saver: Saver
     earlier: EarlierPasses
@@ -122,6 +124,7 @@ class Session:
                 weight_checker=self.weight_checker,
                 dropout=self.setting.dropout,
                 config_differences=format_config_differences(self.setting.model_differences),
+                model_problem=self.model_problem,
                 missing_parts=list_missing_parts(actor.backend.model, parts),
                 world=world,
             )

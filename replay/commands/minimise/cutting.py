@@ -22,6 +22,7 @@ from actor_init.as_json import to_json
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_layout import ACTOR_CONFIG_NAME, find_recording_folder
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import copy_model_facts
 from replay.options.option_parsing import DeclaredOption, format_command_line, list_options, replace_values
 from replay.options.spec import ReplaySpec
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, TOKENS
@@ -275,6 +276,8 @@ def write_inputs(folder: Path, sources: Sequence[Path], candidate: Candidate) ->
     folder.mkdir(mode=0o700, parents=True)
     for cut in candidate.cuts:
         cut_call(read_source(sources[cut.source]), cut).write(folder)
-    config = find_recording_folder(sources[0]) / ACTOR_CONFIG_NAME
+    recording_folder = find_recording_folder(sources[0])
+    copy_model_facts(recording_folder, folder)
+    config = recording_folder / ACTOR_CONFIG_NAME
     if config.is_file():
         shutil.copy(config, folder)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.model_facts import ModelFacts, read_model_facts, write_model_facts
+from capture.file_format.model_facts import ModelFacts, copy_model_facts, read_model_facts, write_model_facts
 
 HOOK = ["forward hook", "train.py:hook", "h0"]
 FACTS = ModelFacts(
@@ -91,3 +91,13 @@ def test_a_torn_file_is_refused(tmp_path: Path) -> None:
         CaptureError, match=r"model_rank1_first.json: cannot be read: .*Delete the file or copy it again"
     ):
         read_model_facts(tmp_path)
+
+
+def test_facts_are_copied_with_their_ranks_folders(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    target.mkdir()
+    source.mkdir()
+    write_model_facts(source, replace(FACTS, rank=0), stamp="first")
+    write_model_facts(source / "rank1", FACTS, stamp="first")
+    copy_model_facts(source, target)
+    assert read_model_facts(target) == read_model_facts(source) == [replace(FACTS, rank=0), FACTS]

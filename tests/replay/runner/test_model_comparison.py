@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch import nn
 from actor_init.backends.ddp import _cast_own_weights
 from actor_init.model import build_on_meta, find_model, make_trainable, materialise
 from actor_init.spec import ActorSpec
+from capture import recording
 from capture.record.job_facts import find_adapter_configs
 from capture.record.model_facts import collect_model_facts
+from replay.command_line.cli import main
 from replay.runner.model_comparison import describe_own_model, find_config_differences
 from replay.verdict.model_comparison import compare_models
 from replay.verdict.model_facts import ModelDifference
 from tests.helpers.families import tiny_config, tiny_model
+from tests.helpers.read_logs import read_log
 
 FAMILIES = ("llama", "gpt2", "mixtral", "mistral", "gemma", "qwen3", "gpt_oss", "olmo_hybrid", "hunyuan_v1_moe")
 
@@ -94,3 +98,21 @@ def test_a_config_that_was_changed_as_the_job_ran_is_compared_without_a_model_fo
     assert find_config_differences(ActorSpec(), source, captured, {}) == []
     [found] = find_config_differences(ActorSpec(), source, captured, {"rms_norm_eps": 0.5})
     assert (found.where, found.job, found.replay) == ("rms_norm_eps", "0.5", str(captured["rms_norm_eps"]))
+
+
+def test_facts_that_cannot_be_read_are_said_and_the_passes_are_replayed(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(tiny_config("llama"))
+    ids = torch.arange(6)[None]
+    with recording(model, tmp_path / "captures", reproduce=True):
+        model(input_ids=ids, labels=ids).loss.backward()
+    [path] = (tmp_path / "captures").glob("model_rank0_*.json")
+    path.write_text("{}")
+    command = ["--inputs", str(tmp_path / "captures"), "--loss", "sft", "--backend", "ddp"]
+    assert main([*command, "--log-folder", str(tmp_path / "logs")]) == 0
+    assert f"job model  not compared: {path.name}: no facts of a model of format 1. Delete" in capsys.readouterr().out
+    [log] = (tmp_path / "logs").iterdir()
+    run, _ = read_log(log)
+    assert run["facts"]["model_problem"].startswith(f"{path.name}: no facts of a model")
+    assert run["verdict"]["model_differences"] == []
