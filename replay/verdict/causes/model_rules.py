@@ -72,6 +72,8 @@ def choose_cause_name(difference: ModelDifference, *, is_forward: bool) -> Cause
             return CauseName.OBJECTIVE
         case Kind.ATTENTION_FUNCTION:
             return CauseName.KERNEL
+        case Kind.FUNCTION if "attention" in where:
+            return CauseName.KERNEL
         case Kind.PARAMETER_HOOK:
             return CauseName.GRADIENTS_CHANGED
         case Kind.WRAPPER:
@@ -80,9 +82,7 @@ def choose_cause_name(difference: ModelDifference, *, is_forward: bool) -> Cause
             if "lora" in where or ("scaling" in where and difference.job and difference.job.startswith("{")):
                 return CauseName.ADAPTER_SCALE
             by_word = (name for words, name in SETTING_CAUSES if any(word in where for word in words))
-            is_attention = "attn" in where or "attention" in where
-            of_module = CauseName.KERNEL if is_attention else CauseName.MODEL_CODE
-            return next(by_word, CauseName.MODEL_CONFIG if difference.kind is Kind.CONFIG else of_module)
+            return next(by_word, CauseName.MODEL_CONFIG if difference.kind is Kind.CONFIG else CauseName.MODEL_CODE)
         case _:
             return CauseName.MODEL_CODE if is_forward else CauseName.GRADIENTS_CHANGED
 

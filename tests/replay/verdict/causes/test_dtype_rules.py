@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from replay.verdict.causes.cause import CauseName, Sureness
-from replay.verdict.causes.dtype_rules import find_half_dtype
+from replay.verdict.causes.dtype_rules import SUMMED, find_half_dtype
 from replay.verdict.causes.table import find_causes
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_gradient_evidence, make_window
 
@@ -19,8 +19,11 @@ def test_the_dtype_of_rounded_values_is_found(dtype: torch.dtype, name: str) -> 
     values = torch.tensor(SOUND[NAMES[0]])
     assert find_half_dtype(values.to(dtype).tolist()) == name
     assert find_half_dtype(values.tolist()) is None
-    # A single value that is not of the dtype is enough, and few values tell nothing.
-    assert find_half_dtype([*values.to(dtype).tolist(), 0.1]) is None
+    # Each rank rounds its gradient, and then the ranks' are added up.
+    other = torch.tensor(SOUND[NAMES[1]]).to(dtype).float()
+    assert find_half_dtype((values.to(dtype).float() + other).tolist()) == SUMMED
+    # A single value that is not of the dtype shows that not all are, and few values tell nothing.
+    assert find_half_dtype([*values.to(dtype).tolist(), 0.1]) != name
     assert find_half_dtype([1.0] * 15) is None
 
 

@@ -20,7 +20,7 @@ HOOK = ModelDifference(
 
 def test_one_setting_that_is_computed_with_is_the_cause() -> None:
     cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING]))[0]
-    assert (cause.name, cause.sureness) == (CauseName.KERNEL, Sureness.IS)
+    assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.IS)
     assert "scaling of model.layers.*.self_attn is 0.125 in the job, 0.25 here" in cause.sentence
 
 
