@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from actor_init.inputs.packing import find_row_token_targets
 from actor_init.spec import Compile, Dtype
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch
+from capture.file_format.tensor_codec import RandomStates
 from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
@@ -34,9 +34,10 @@ from replay.runner.trial_feeds import (
     list_mask_trials,
     list_position_trials,
 )
+from replay.runner.trial_findings import TrialEvaluator
 from replay.runner.trial_forward import ModelChange, TrialActor, make_trial_spec
 from replay.runner.trial_losses import LogitStatistics, LossTables, TargetRows, list_loss_trials
-from replay.tolerances.job_bounds import LOSS, TOKENS, measure_difference
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
     WRONG,
@@ -47,10 +48,9 @@ from replay.verdict.causes.trial import (
     match_coarse_findings,
     match_findings,
 )
-from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
+from replay.verdict.findings import Finding, VerdictSettings, compare_pass
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
-from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
 
 MAX_FORWARDS = 24
 # Relative: two losses that are no further apart are the same one.
@@ -119,6 +119,7 @@ class PassTrials:
     batch: MicroBatch
     rows: CapturedRows
     targets: TargetRows
+    evaluator: TrialEvaluator
     unchanged: Sequence[Finding] = ()
     not_run: list[str] = field(default_factory=list)
     num_forwards: int = 0
@@ -132,14 +133,24 @@ class PassTrials:
         padding_predicts = repeater.selection.padding_predicts and not spec.source.layout_under(spec.actor).joins
         captured = replace(call.micro_batch(), padding_predicts=padding_predicts)
         batch = select_loss_tokens(spec.measure.loss, captured)
+        rows = CapturedRows.from_call(call, batch)
+        evaluator = TrialEvaluator(
+            own_pass=own_pass,
+            setting=setting,
+            call=call,
+            batch=batch,
+            prepared=rows.prepared,
+            has_objective=is_objective(spec.measure.loss),
+        )
         return cls(
             repeater=repeater,
             setting=setting,
             own_pass=own_pass,
             call=call,
             batch=batch,
-            rows=CapturedRows.from_call(call, batch),
+            rows=rows,
             targets=TargetRows.from_batch(batch),
+            evaluator=evaluator,
         )
 
     def run(self) -> TrialReport:
@@ -163,7 +174,18 @@ class PassTrials:
 
     def _open(self, spec: ResolvedReplay) -> AbstractContextManager[TrialActor]:
         repeater = self.repeater
-        return TrialActor.open(spec, self.rows, repeater.world, repeater.tracker, trains=self.batch.trains)
+        return TrialActor.open(
+            spec,
+            self.rows,
+            repeater.world,
+            repeater.tracker,
+            trains=self.batch.trains,
+            random_states=self.call.random if self._has_dropout else RandomStates(),
+        )
+
+    @property
+    def _has_dropout(self) -> bool:
+        return bool(self.setting.dropout) and self.batch.trains
 
     @property
     def _is_wrong(self) -> bool:
@@ -179,10 +201,9 @@ class PassTrials:
     def _run_on(self, actor: TrialActor, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the trials that need no other actor. All ranks must call this."""
         raw_BA = actor.compute(feed_as_captured(self.rows))
-        own_record, _, own_replayed = self.own_pass
-        if self._has_other_numbers(raw_BA, own_record.result.loss, own_replayed.token_log_probs):
+        if self._has_other_numbers(raw_BA, self.own_pass):
             return self._try_kernel(spec, raw_BA)
-        self.unchanged = self._find(raw_BA)
+        self.unchanged = self.evaluator.find(raw_BA)
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
@@ -193,6 +214,9 @@ class PassTrials:
 
     def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
         """Hold the rows as the job had them against the job: the replay's own pass gave other numbers of them."""
+        if any(self._gather(self._has_dropout)):
+            self.not_run.append("rows as the job had them draw other dropout masks here than the replay did")
+            return []
         own_record, recorded, own_replayed = self.own_pass
         if recorded is not None:
             self.unchanged = compare_pass(own_record, recorded, own_replayed, self.setting)
@@ -201,7 +225,7 @@ class PassTrials:
         own_form = f"{'compiled' if is_compiled else own_spec.kernel}{', packed' if own_spec.actor.packs else ''}"
         self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
         trial = _OwnTrial(
-            match=match_findings(self.unchanged, self._find(raw_BA)),
+            match=match_findings(self.unchanged, self.evaluator.find(raw_BA)),
             cause=CauseName.KERNEL,
             says=f"the replay itself ({own_form}) computes other numbers than the same rows padded, uncompiled and by "
             f"{spec.kernel}, which are the job's",
@@ -209,54 +233,9 @@ class PassTrials:
         )
         return self._join({"rows as the job had them": trial})
 
-    def _evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassEvidence:
-        """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
-        record, recorded, replayed = self.own_pass
-        prepared = self.rows.prepared
-        is_target_BA, first_column = find_row_token_targets(self.batch)
-        if loss is None and not is_objective(self.repeater.spec.measure.loss):
-            loss = float(-log_probs_BA.sum() / prepared.action_mask_BA.sum().clamp(min=1))
-        result = replace(record.result, loss=loss, row_log_probs=log_probs_BA.sum(dim=1).tolist())
-        positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
-        replayed = replace(
-            replayed,
-            token_log_probs=sample_log_probs(
-                log_probs_BA,
-                prepared.action_mask_BA & is_target_BA,
-                positions,
-                first=first_column,
-                is_reversed=False,
-            ),
-            action_log_probs=list_action_log_probs(log_probs_BA, prepared.action_mask_BA, is_reversed=False)
-            if replayed.action_log_probs
-            else (),
-        )
-        return PassEvidence(replace(record, result=result), recorded, replayed)
-
-    def _find(
-        self, log_probs_BA: Tensor, loss: float | None = None, setting: VerdictSettings | None = None
-    ) -> list[Finding]:
-        record, recorded, replayed = self._evaluate(log_probs_BA, loss)
-        return [] if recorded is None else compare_pass(record, recorded, replayed, setting or self.setting)
-
-    def _has_other_numbers(
-        self, log_probs_BA: Tensor, other_loss: float | None, other_tokens: Sequence[float | None]
-    ) -> bool:
-        """Tell whether these log-probs are others, on any rank, than gave that loss and those sampled tokens."""
-        record, recorded, replayed = self._evaluate(log_probs_BA)
-        dtypes = [] if recorded is None else list_dtypes(recorded, self.setting)
-        pairs = [
-            (TOKENS, number, other, 1)
-            for number, other in zip(replayed.token_log_probs, other_tokens, strict=False)
-            if number is not None and other is not None
-        ]
-        if record.result.loss is not None and other_loss is not None:
-            pairs.append((LOSS, record.result.loss, other_loss, sum(record.result.row_action_tokens)))
-        is_other = any(
-            measure_difference(number, other) > self.setting.choose_bound(name, dtypes, tokens, record.index)
-            for name, number, other, tokens in pairs
-        )
-        return any(self._gather(is_other))
+    def _has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
+        """Tell whether the pass with these log-probs has other numbers than `other`, on any rank."""
+        return any(self._gather(self.evaluator.has_other_numbers(log_probs_BA, other)))
 
     # Losses
 
@@ -279,7 +258,7 @@ class PassTrials:
                 continue
             losses.append(trial.loss)
             own[trial.name] = _OwnTrial(
-                match=match_findings(self.unchanged, self._find(log_probs_BA, trial.loss)),
+                match=match_findings(self.unchanged, self.evaluator.find(log_probs_BA, trial.loss)),
                 cause=trial.cause,
                 says=f"the job's loss {trial.says}; that gives {trial.loss:.6g}, as in the job, and {mean}",
                 try_next=trial.try_next,
@@ -308,12 +287,8 @@ class PassTrials:
         if spec.actor.is_custom:
             self.not_run.append("a user's model makes its masks itself")
             return []
-        usual = self._evaluate(raw_BA)
-        if self._has_other_numbers(
-            actor.compute(feed_by_table(self.rows)),
-            usual.record.result.loss,
-            usual.replayed.token_log_probs,
-        ):
+        usual = self.evaluator.evaluate(raw_BA)
+        if self._has_other_numbers(actor.compute(feed_by_table(self.rows)), usual):
             self.not_run.append("the model does not take its masks from transformers, so no other mask can be tried")
             return []
         config = spec.source.config
@@ -371,11 +346,11 @@ class PassTrials:
 
     def _match(self, log_probs_BA: Tensor, *, coarsens: bool) -> TrialMatch:
         """Hold the pass with these log-probs against the job's, if need be within the bounds of a coarser dtype."""
-        match = match_findings(self.unchanged, self._find(log_probs_BA))
+        match = match_findings(self.unchanged, self.evaluator.find(log_probs_BA))
         if match.agrees or not coarsens:
             return match
         coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
-        return match_coarse_findings(self.unchanged, self._find(log_probs_BA, setting=coarse))
+        return match_coarse_findings(self.unchanged, self.evaluator.find(log_probs_BA, setting=coarse))
 
     def _compute_or_fail(self, actor: TrialActor, trial: _TrialForward | None) -> tuple[Tensor | None, str | None]:
         """Return the replay's log-probs in a trial, None for the unchanged pass, or the error."""
@@ -471,17 +446,21 @@ class PassTrials:
 
     def _join(self, own: dict[str, _OwnTrial]) -> list[TrialResult]:
         """Join what the ranks found: a hypothesis has to hold on each rank whose unchanged pass is wrong."""
-        ranks: list[dict[str, _OwnTrial]] = [trials for trials in self._gather(own if self._is_wrong else {}) if trials]
+        are_wrong: list[bool] = self._gather(self._is_wrong)
+        ranks = [rank for rank, is_wrong in enumerate(are_wrong) if is_wrong]
+        where = "" if all(are_wrong) else f", on rank {', '.join(map(str, ranks))} alone"
+        by_rank: list[dict[str, _OwnTrial]] = self._gather(own)
+        wrong_ranks = [by_rank[rank] for rank in ranks]
         results: list[TrialResult] = []
-        for name in dict.fromkeys(name for trials in ranks for name in trials):
-            found = [trials.get(name) for trials in ranks]
+        for name in dict.fromkeys(name for trials in wrong_ranks for name in trials):
+            found = [trials.get(name) for trials in wrong_ranks]
             first = next(trial for trial in found if trial is not None)
             joined = join_matches([TrialMatch(agrees=False) if trial is None else trial.match for trial in found])
             results.append(
                 TrialResult(
                     name=name,
                     cause=first.cause,
-                    says=first.says,
+                    says=f"{first.says}{where}",
                     try_next=first.try_next,
                     agrees=joined.agrees,
                     gain=joined.gain,

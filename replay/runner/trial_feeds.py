@@ -68,11 +68,6 @@ class CapturedRows:
     def has_documents(self) -> bool:
         return bool((self.document_BS.max(dim=1).values > 1).any())
 
-    @property
-    def needs_table(self) -> bool:
-        """Do the rows hold documents whose borders position ids alone do not tell a kernel that reads masks?"""
-        return self.has_documents and (self.position_BS is None or self.has_mask)
-
     def see(self, *, padding: bool = False, documents: bool = False, ahead: int = 0, all_keys: bool = False) -> Tensor:
         """Return what each token sees [B, S, S]: itself and the tokens before it, real ones, of its document.
 
@@ -117,7 +112,11 @@ class FeedTrial:
 
 
 def feed_as_captured(rows: CapturedRows) -> Feed:
-    table = MaskTable(visible_BSS=rows.see()) if rows.needs_table else None
+    """Feed the mask and the positions of the job.
+
+    Documents are kept apart by a table: a job's kernel may have been told their borders otherwise than by positions.
+    """
+    table = MaskTable(visible_BSS=rows.see()) if rows.has_documents else None
     return Feed(table=table, position_BS=rows.position_BS)
 
 

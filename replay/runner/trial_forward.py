@@ -21,6 +21,7 @@ from actor_init.model_form import HeadForm
 from actor_init.option_words import Attention
 from actor_init.spec import Compile
 from actor_init.world import World
+from capture.file_format.tensor_codec import RandomStates
 from replay.options.resolved import ResolvedReplay
 from replay.runner.replayer import ReopenableActor
 from replay.runner.run_pass import PassInputs, run_pass
@@ -47,8 +48,9 @@ def make_trial_spec(spec: ResolvedReplay) -> ResolvedReplay:
 class TrialActor:
     """An open actor, and the rows that it is fed.
 
-    trains        the pass ran in the model's train mode
-    num_forwards  that ran so far
+    trains         the pass ran in the model's train mode
+    random_states  what the random generators are set to before each forward, so that dropout draws the job's masks
+    num_forwards   that ran so far
     """
 
     actor: ReopenableActor
@@ -57,18 +59,36 @@ class TrialActor:
     trains: bool
     world: World
     tracker: Tracker
+    random_states: RandomStates
     num_forwards: int = 0
 
     @classmethod
     @contextmanager
     def open(
-        cls, spec: ResolvedReplay, rows: CapturedRows, world: World, tracker: Tracker, *, trains: bool
+        cls,
+        spec: ResolvedReplay,
+        rows: CapturedRows,
+        world: World,
+        tracker: Tracker,
+        *,
+        trains: bool,
+        random_states: RandomStates,
     ) -> Iterator[Self]:
         """Open an actor, and free its memory at the end. All ranks must call this."""
         free_closed_backends()
-        actor = ReopenableActor(spec.actor, spec.source, world)
+        actor = ReopenableActor(
+            spec.actor, spec.source, world, on_progress=lambda num_filled: tracker.report_progress()
+        )
         try:
-            yield cls(actor=actor, head=spec.source.head, rows=rows, trains=trains, world=world, tracker=tracker)
+            yield cls(
+                actor=actor,
+                head=spec.source.head,
+                rows=rows,
+                trains=trains,
+                world=world,
+                tracker=tracker,
+                random_states=random_states,
+            )
         finally:
             actor.backend.close()
             del actor
@@ -162,6 +182,7 @@ class TrialActor:
             train_mode=self.trains,
             builds_graph=False,
             runs_backward=False,
+            random_states=self.random_states,
             captured_row_length=rows.ids_BS.shape[1],
         )
         with see_exactly(table):

@@ -50,10 +50,10 @@ def run_trials(
     index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.step)
     if index is None:
         return None
-    own_pass = next(
-        replayed for replayed in passes if (replayed.record.index, replayed.record.rank) == (index, repeater.world.rank)
-    )
-    if setting.dropout and own_pass.recorded is not None and own_pass.recorded.trains:
+    places = ((replayed, replayed.record.index, replayed.record.rank) for replayed in passes)
+    own_pass = next((replayed for replayed, *place in places if place == [index, repeater.world.rank]), None)
+    # With uneven inputs a rank may not have the pass.
+    if any(repeater.world.gather(own_pass is None)) or own_pass is None:
         return None
     parallel = repeater.spec.actor.parallel
     if parallel.tp > 1 or parallel.ring > 1:

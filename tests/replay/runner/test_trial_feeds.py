@@ -36,22 +36,14 @@ def test_rows_as_captured_are_fed_with_the_jobs_own_mask_and_positions() -> None
     feed = feed_as_captured(make_left_padded())
     assert (feed.table, feed.position_BS) == (None, None)
 
-    packed = feed_as_captured(make_packed())
-    assert packed.table is None
-    assert packed.position_BS is not None
-    assert packed.position_BS.tolist() == [[0, 1, 2, 3, 0, 1]]
 
+def test_documents_of_a_packed_row_are_kept_apart_by_a_table() -> None:
+    feed = feed_as_captured(make_packed())
 
-def test_a_packed_row_with_a_mask_gets_a_table_since_transformers_would_see_no_documents() -> None:
-    ids_BS = torch.arange(3, 9)[None]
-    rows = make_rows(
-        input_ids=ids_BS, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1]]), attention_mask=torch.ones_like(ids_BS)
-    )
-
-    table = feed_as_captured(rows).table
-
-    assert table is not None
-    assert table.visible_BSS[0, 4].tolist() == [False, False, False, False, True, False]
+    assert feed.position_BS is not None
+    assert feed.position_BS.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert feed.table is not None
+    assert feed.table.visible_BSS[0, 4].tolist() == [False, False, False, False, True, False]
 
 
 def test_what_tokens_see() -> None:

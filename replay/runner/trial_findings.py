@@ -1,0 +1,84 @@
+"""Hold log-probs that a trial computed against what the job recorded of the pass.
+
+Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from actor_init.inputs.packing import ActorInputs, find_row_token_targets
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import MicroBatch
+from replay.tolerances.job_bounds import LOG_PROBS, LOSS, TOKENS, measure_difference
+from replay.verdict.findings import Finding, VerdictSettings, compare_pass, list_dtypes
+from replay.verdict.judge import PassEvidence
+from replay.verdict.pass_values import list_action_log_probs, read_token_positions, sample_log_probs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialEvaluator:
+    """What a pass's log-probs are held against.
+
+    own_pass       as the replay ran it
+    prepared       the log-probs that the replay computes, by place in the captured rows
+    has_objective  the replay's loss is an objective, which a trial does not compute
+    """
+
+    own_pass: PassEvidence
+    setting: VerdictSettings
+    call: Call
+    batch: MicroBatch
+    prepared: ActorInputs
+    has_objective: bool
+
+    def evaluate(self, log_probs_BA: Tensor, loss: float | None = None) -> PassEvidence:
+        """Return the pass as if the replay had computed these log-probs, and this loss; None: the replay's function."""
+        record, recorded, replayed = self.own_pass
+        prepared = self.prepared
+        is_target_BA, first_column = find_row_token_targets(self.batch)
+        if loss is None and not self.has_objective:
+            loss = float(-log_probs_BA.sum() / prepared.action_mask_BA.sum().clamp(min=1))
+        result = replace(record.result, loss=loss, row_log_probs=log_probs_BA.sum(dim=1).tolist())
+        positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
+        replayed = replace(
+            replayed,
+            token_log_probs=sample_log_probs(
+                log_probs_BA,
+                prepared.action_mask_BA & is_target_BA,
+                positions,
+                first=first_column,
+                is_reversed=False,
+            ),
+            action_log_probs=list_action_log_probs(log_probs_BA, prepared.action_mask_BA, is_reversed=False)
+            if replayed.action_log_probs
+            else (),
+        )
+        return PassEvidence(replace(record, result=result), recorded, replayed)
+
+    def find(
+        self, log_probs_BA: Tensor, loss: float | None = None, setting: VerdictSettings | None = None
+    ) -> list[Finding]:
+        record, recorded, replayed = self.evaluate(log_probs_BA, loss)
+        return [] if recorded is None else compare_pass(record, recorded, replayed, setting or self.setting)
+
+    def has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
+        """Tell whether the pass with these log-probs has other numbers than `other`, beyond what rounding explains."""
+        record, recorded, replayed = self.evaluate(log_probs_BA)
+        dtypes = [] if recorded is None else list_dtypes(recorded, self.setting)
+        result, other_result = record.result, other.record.result
+        pairs = [
+            (TOKENS, number, other_number, 1)
+            for number, other_number in zip(replayed.token_log_probs, other.replayed.token_log_probs, strict=False)
+            if number is not None and other_number is not None
+        ]
+        rows = zip(result.row_log_probs, other_result.row_log_probs, result.row_action_tokens, strict=False)
+        pairs += [
+            (LOG_PROBS, number / tokens, other_sum / tokens, tokens) for number, other_sum, tokens in rows if tokens
+        ]
+        if result.loss is not None and other_result.loss is not None:
+            pairs.append((LOSS, result.loss, other_result.loss, sum(result.row_action_tokens)))
+        return any(
+            measure_difference(number, other_number) > self.setting.choose_bound(name, dtypes, tokens, record.index)
+            for name, number, other_number, tokens in pairs
+        )
