@@ -14,7 +14,7 @@ from replay.runner.meter import Meter
 from replay.runner.observers import GradientSampler
 from replay.runner.replayer import ReopenableActor, Replayer
 from replay.runner.rounding_floor import RunRepeater
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Sureness
 from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.judge import PassEvidence
@@ -35,7 +35,7 @@ def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassEvidence]) 
     is_sure = any(cause.sureness is Sureness.IS for cause in verdict.causes)
     if first is None or first.optimizer_step is None or is_sure or verdict.outcome is Outcome.CANNOT_TELL:
         return []
-    if not any(finding.name in (GRAD_NORM, GRADIENT, WEIGHTING) for finding in first.findings):
+    if not any(finding.name in (*GRADIENT_QUANTITIES, WEIGHTING) for finding in first.findings):
         return []
     ends = sorted({record.index for record, _, _ in passes if record.result.grad_norm is not None})
     begin = max((end for end in ends if end < first.index), default=-1)

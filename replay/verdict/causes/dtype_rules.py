@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
@@ -39,7 +39,7 @@ def find_half_dtype(values: Iterable[float]) -> str | None:
 
 def find_rounded_gradient(evidence: Evidence) -> Cause | None:
     """Tell that the job's gradient is of values of a 16-bit dtype, and the replay's is not."""
-    wrong = evidence.find_wrong(GRADIENT, GRAD_NORM)
+    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
     window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
     if wrong is None or window is None:
         return None
@@ -56,7 +56,7 @@ def find_rounded_gradient(evidence: Evidence) -> Cause | None:
         sentence=f"the job's gradients are rounded to {dtype}, {name_time(wrong[0])}: the sampled elements are values "
         f"of that dtype{', or sums of some' if dtype == SUMMED else ''}",
         try_next="look for a cast of gradients, or for a reduction in that dtype",
-        explains=(GRADIENT, GRAD_NORM),
+        explains=GRADIENT_QUANTITIES,
     )
 
 
@@ -82,7 +82,7 @@ def find_rounded_weights(evidence: Evidence) -> Cause | None:
                 sentence=f"the job's fp32 weights are rounded to {dtype} after step {recorded.num_steps_before}: each "
                 "sampled element is a value of that dtype, and was not before the first step",
                 try_next="keep fp32 masters, and look for a copy of the weights through that dtype",
-                explains=(MOVED, OPTIMIZER, *FORWARD_FINDINGS, GRAD_NORM, GRADIENT),
+                explains=(MOVED, OPTIMIZER, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES),
             )
     return None
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from replay.tolerances.difference import is_coarse
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
 from replay.verdict.pass_values import WEIGHTING
 
-EXPLAINED = (GRAD_NORM, GRADIENT, WEIGHTING)
+EXPLAINED = (*GRADIENT_QUANTITIES, WEIGHTING)
 # What is left over of a gradient that is the sum found, and how near its weights come to theirs.
 MOST_LEFT = {False: 1e-4, True: 0.1}
 SAME_SHARE = {False: 0.01, True: 0.1}

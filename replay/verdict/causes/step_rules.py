@@ -1,6 +1,6 @@
 """Tell why the job's optimizer stepped otherwise than the replay's: its settings, its schedule, its state."""
 
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
@@ -8,7 +8,7 @@ from replay.verdict.optimizer_facts import StateFactKind, find_facts_of_ranks
 from replay.verdict.pass_values import MOVED, OPTIMIZER
 
 # A step that is another one explains the weights after it, and every number of later passes.
-EXPLAINED = (OPTIMIZER, MOVED, *FORWARD_FINDINGS, GRAD_NORM, GRADIENT)
+EXPLAINED = (OPTIMIZER, MOVED, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
 RATE = "learning rate"
 MISCOUNTS = {
     StateFactKind.COUNTS_TOO_FEW: CauseName.STEPS_SKIPPED,
