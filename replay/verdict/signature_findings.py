@@ -1,8 +1,8 @@
 """Judge the signatures of a gradient: norms by parameter and by kind, and the elements of each signature together."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from replay.tolerances.difference import absolute_difference
 from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS, HIDING_BOUND, compute_norm_bound
@@ -19,27 +19,28 @@ def judge_signatures(
 ) -> list[Finding]:
     """Judge a window's signatures, of the norms and of the elements the worst; those that rounding may hide beside.
 
-    Where a parameter's norm differs, it is named; else the kind whose norm differs, or all parameters together.
+    A norm that differs is named with all whose norms differ, if they are a kind or all parameters; else alone. Where
+    none differs, kinds and all parameters together are judged besides, by sharper bounds.
 
     index  of the window's last pass
     doubt  why a different gradient would prove nothing
     """
-    bounds = {name: settings.choose_signature_bound(name_kind(name), dtypes, index) for name in evidence.parameters}
-    groups = [*evidence.kinds.values(), *([evidence.whole] if evidence.whole is not None else [])]
-    norms = [
-        finding
-        for compared in evidence.parameters.values()
-        if (finding := _judge_norm(compared, bounds, settings, dtypes, index, doubt)) is not None
-    ]
-    if not any(finding.status is FindingStatus.DIFFERS for finding in norms):
-        together = (_judge_norm(compared, bounds, settings, dtypes, index, doubt) for compared in groups)
-        norms += [finding for finding in together if finding is not None]
-    elements = [
-        finding
-        for compared in evidence.parameters.values()
-        if (finding := _judge_elements(compared, bounds[compared.name], settings, dtypes, index, doubt)) is not None
-    ]
-    return [*_select_worst(norms), *_select_worst(elements)]
+    judge = _SignatureJudge(evidence=evidence, settings=settings, dtypes=dtypes, index=index, doubt=doubt)
+    norms: list[Finding] = []
+    elements: list[Finding] = []
+    differing: set[str] = set()
+    for compared, rank in _list_parameters(evidence):
+        norm, together = judge.judge_norm(compared, rank), judge.judge_elements(compared, rank)
+        norms += [] if norm is None else [norm]
+        elements += [] if together is None else [together]
+        if norm is not None and norm.status is FindingStatus.DIFFERS:
+            differing.add(compared.name)
+    groups = [*evidence.kinds.values(), *([] if evidence.whole is None else [evidence.whole])]
+    found = [(group, finding) for group in groups if (finding := judge.judge_norm(group)) is not None]
+    if not differing:
+        norms += [finding for _, finding in found]
+    same = [finding for group, finding in found if set(group.names) == differing]
+    return [*(same or _select_worst(norms)), *_select_worst(elements)]
 
 
 def do_some_signatures_agree(
@@ -57,66 +58,74 @@ def do_some_signatures_agree(
     return False
 
 
-def _judge_norm(
-    compared: ComparedGradient,
-    bounds: dict[str, float],
-    settings: VerdictSettings,
-    dtypes: Sequence[str],
-    index: int,
-    doubt: str | None,
-) -> Finding | None:
-    """Judge the norm of one parameter's gradient, or of several together; None where the job's is not known."""
-    if compared.job_norm is None:
-        return None
-    bound = compute_norm_bound(max(bounds[name] for name in compared.names), dtypes, len(compared.names))
-    distance = absolute_difference(compared.job_norm, compared.replay_norm)
-    least_norm = max(compared.replay_norm, compared.least_norm)
-    difference = distance / least_norm if least_norm and math.isfinite(least_norm) else distance
-    return make_finding(
-        GRADIENT_NORMS,
-        compared.job_norm,
-        compared.replay_norm,
-        difference=difference,
-        bound=bound,
-        counts=True,
-        where=compared.name,
-        doubt=doubt or _doubt_routes(compared, difference, settings, dtypes, index),
-    )
+def _list_parameters(evidence: GradientEvidence) -> Iterator[tuple[ComparedGradient, int | None]]:
+    """List each parameter, and of a job whose ranks had whole gradients each rank's."""
+    for rank, parameters in evidence.ranks.items():
+        for compared in parameters.values():
+            yield compared, rank
+    if not evidence.ranks:
+        for compared in evidence.parameters.values():
+            yield compared, None
 
 
-def _judge_elements(
-    compared: ComparedGradient,
-    bound: float,
-    settings: VerdictSettings,
-    dtypes: Sequence[str],
-    index: int,
-    doubt: str | None,
-) -> Finding | None:
-    """Judge the elements of one parameter's signature; None where they would not show that the gradient vanished."""
-    if compared.difference is None or compared.size is None or compared.num_values < LEAST_ELEMENTS:
-        return None
-    job_size = compared.job_size or 0.0
-    if max(job_size, compared.size) <= bound:
-        return None
-    return make_finding(
-        GRADIENT_RMS,
-        job_size,
-        compared.size,
-        difference=compared.difference,
-        bound=bound,
-        doubt=doubt or _doubt_routes(compared, compared.difference, settings, dtypes, index),
-        counts=True,
-        where=compared.name,
-        num_values=compared.num_values,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SignatureJudge:
+    """Judges one gradient after the other. The fields are the arguments of `judge_signatures`."""
+
+    evidence: GradientEvidence
+    settings: VerdictSettings
+    dtypes: Sequence[str]
+    index: int
+    doubt: str | None
+
+    def judge_norm(self, compared: ComparedGradient, rank: int | None = None) -> Finding | None:
+        """Judge the norm of one parameter's gradient, or of several together; None where the job's is not known."""
+        if compared.job_norm is None:
+            return None
+        least_norm = max(compared.replay_norm, compared.least_norm)
+        distance = absolute_difference(compared.job_norm, compared.replay_norm)
+        difference = distance / least_norm if least_norm and math.isfinite(least_norm) else distance
+        kinds = {name_kind(name) for name in compared.names}
+        bound = max(self.settings.choose_signature_bound(kind, self.dtypes, self.index) for kind in kinds)
+        return make_finding(
+            GRADIENT_NORMS,
+            compared.job_norm,
+            compared.replay_norm,
+            difference=difference,
+            bound=compute_norm_bound(bound, self.dtypes, len(compared.names)),
+            doubt=self.doubt or self._doubt_routes(compared, difference),
+            counts=True,
+            where=_name_place(compared, rank),
+        )
+
+    def judge_elements(self, compared: ComparedGradient, rank: int | None) -> Finding | None:
+        """Judge one parameter's signature; None where it would not show that the gradient had vanished."""
+        if compared.difference is None or compared.size is None or compared.num_values < LEAST_ELEMENTS:
+            return None
+        bound = self.settings.choose_signature_bound(name_kind(compared.name), self.dtypes, self.index)
+        job_size = compared.job_size or 0.0
+        if max(job_size, compared.size) <= bound:
+            return None
+        return make_finding(
+            GRADIENT_RMS,
+            job_size,
+            compared.size,
+            difference=compared.difference,
+            bound=bound,
+            doubt=self.doubt or self._doubt_routes(compared, compared.difference),
+            counts=True,
+            where=_name_place(compared, rank),
+            num_values=compared.num_values,
+        )
+
+    def _doubt_routes(self, compared: ComparedGradient, difference: float) -> str | None:
+        is_routed = any(word in compared.name for word in ROUTED_PARAMETERS)
+        least_floor = HIDING_BOUND if is_routed else 0.0
+        return self.settings.doubt_expert_routes(GRADIENT, difference, self.dtypes, self.index, least_floor=least_floor)
 
 
-def _doubt_routes(
-    compared: ComparedGradient, difference: float, settings: VerdictSettings, dtypes: Sequence[str], index: int
-) -> str | None:
-    is_routed = any(word in compared.name for word in ROUTED_PARAMETERS)
-    least_floor = HIDING_BOUND if is_routed else 0.0
-    return settings.doubt_expert_routes(GRADIENT, difference, dtypes, index, least_floor=least_floor)
+def _name_place(compared: ComparedGradient, rank: int | None) -> str:
+    return compared.name if rank is None else f"{compared.name}, rank {rank}"
 
 
 def _select_worst(findings: Sequence[Finding]) -> list[Finding]:

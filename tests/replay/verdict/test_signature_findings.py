@@ -91,6 +91,23 @@ def test_a_kind_is_named_where_none_of_its_parameters_differs_alone() -> None:
     assert (found[GRADIENT_NORMS].status, found[GRADIENT_NORMS].where) == (FindingStatus.DIFFERS, kind)
 
 
+def test_a_kind_is_named_where_all_of_its_parameters_differ() -> None:
+    kind = name_kind(Q_PROJS[0])
+    longer = {"job_norm": 3.0}
+    found = judge({kind: longer, **dict.fromkeys(Q_PROJS, longer)})
+    assert (found[GRADIENT_NORMS].status, found[GRADIENT_NORMS].where) == (FindingStatus.DIFFERS, kind)
+    found = judge({kind: longer, **dict.fromkeys((*Q_PROJS, NORM), longer)})
+    assert found[GRADIENT_NORMS].where in (*Q_PROJS, NORM)
+
+
+def test_each_ranks_own_whole_gradient_is_judged() -> None:
+    evidence = make_evidence({})
+    own = {**evidence.parameters, NORM: make_compared(NORM, job_norm=2.6, difference=1.0)}
+    evidence = replace(evidence, ranks={0: evidence.parameters, 1: own})
+    found = judge_signatures(evidence, SETTINGS, BF16, 0, None)
+    assert [finding.where for finding in found if finding.status is FindingStatus.DIFFERS] == [f"{NORM}, rank 1"] * 2
+
+
 def test_a_parameter_has_the_floor_of_its_kind_or_the_largest() -> None:
     kind = name_kind(Q_PROJS[0])
     assert SETTINGS.choose_signature_bound(kind, BF16, 0) == pytest.approx(0.12)
