@@ -37,7 +37,15 @@ SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged
 def job(*, packed: bool = False, **environment: str) -> Call:
     """A capture of a job with these settings; packed rows come with position ids."""
     tensors = {"input_ids": torch.ones(1, 4)} | ({"position_ids": torch.ones(1, 4)} if packed else {})
-    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, weights=None, outputs={}, routes={}))
+    known: dict[str, Any] = {
+        "weights": None,
+        "outputs": {},
+        "routes": {},
+        "trains": True,
+        "random": {},
+        "random_after": {},
+    }
+    return cast(Call, SimpleNamespace(environment=environment, tensors=tensors, **known))
 
 
 @pytest.fixture(autouse=True)

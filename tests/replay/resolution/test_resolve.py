@@ -101,7 +101,8 @@ def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world
 
 def make_half_call(**environment: str) -> Call:
     outputs = {"logits": SimpleNamespace(dtype="float16")}
-    return cast(Call, SimpleNamespace(environment=environment, tensors={}, weights=None, outputs=outputs, routes={}))
+    known: dict[str, Any] = {"weights": None, "routes": {}, "trains": True, "random": {}, "random_after": {}}
+    return cast(Call, SimpleNamespace(environment=environment, tensors={}, outputs=outputs, **known))
 
 
 def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
