@@ -189,6 +189,8 @@ class Campaign:
         logs = folder / "logs" / str(abs(hash((name, *arguments, *self.replay_arguments))))
         shutil.rmtree(logs, ignore_errors=True)
         command = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--loss", "sft"]
+        adapter = folder / "adapter"
+        command += ["--adapter", str(adapter)] if adapter.exists() else []
         command += ["--verdict", "strict", "--quiet", "--timeout", "600", "--log-folder", str(logs)]
         command += [*arguments, *self.replay_arguments]
         program = ["replay"]

@@ -101,7 +101,13 @@ class Run:
 
     def save(self, model: Any) -> None:
         if self.at.rank == 0:
-            saved = _merged(model) if self.job.setup.lora else model
+            saved = model
+            if self.job.setup.lora_dropout:
+                # An adapter with dropout cannot be merged: it acts on other inputs than the layer that it adapts.
+                model.save_pretrained(self.folder / "adapter")
+                saved = _without_adapter(model)
+            elif self.job.setup.lora:
+                saved = _merged(model)
             # by the names of the module: a replay reads no experts by their older names
             saved.save_pretrained(self.folder / "model", save_original_format=False)
 
@@ -458,6 +464,12 @@ def _with_adapter(model: Any, dropout: float) -> Any:
     )
     torch.manual_seed(2)
     return get_peft_model(model, config)
+
+
+def _without_adapter(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model).unload()
 
 
 def _merged(model: Any) -> Any:
