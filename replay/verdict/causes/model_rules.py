@@ -160,6 +160,28 @@ def find_other_versions(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_unstated_difference(evidence: Evidence) -> Cause | None:
+    """Say that nothing that was recorded tells why the first wrong number is wrong, and what is left."""
+    first = evidence.first_wrong
+    if first is None or evidence.settings.model_differences:
+        return None
+    if evidence.is_forward_wrong:
+        where = "the forward gives other numbers"
+        rest = "code of the job that leaves no trace in the model's modules, or weights that no sample shows"
+        name = CauseName.MODEL_CODE
+    else:
+        where = "the forward is the job's and the gradient is not"
+        rest = "code of the job between the loss and the optimizer"
+        name = CauseName.GRADIENTS_CHANGED
+    return Cause(
+        name=name,
+        sureness=Sureness.MAY_BE,
+        sentence=f"{where}, {name_time(first)}, and nothing that was recorded says why: {rest}",
+        try_next="the command in the line `layer`, with the job's own code",
+        explains=ALL_FINDINGS,
+    )
+
+
 def find_other_loss_function(evidence: Evidence) -> Cause | None:
     """Tell that the forward is right, token by token, and the loss is not: it is another function of the log-probs."""
     first = evidence.first_wrong
@@ -224,5 +246,12 @@ LAST_RULES = (
         means="other versions, devices or kernels, where no other cause is known",
         told_by="the environment in the capture",
         job="attention-in-bf16",
+    ),
+    CauseRule(
+        name=CauseName.MODEL_CODE,
+        find=find_unstated_difference,
+        means="a difference that the recording does not show: code, or weights between the samples",
+        told_by="no other rule applies",
+        job="row-zeroed",
     ),
 )

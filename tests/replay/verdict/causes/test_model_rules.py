@@ -1,5 +1,7 @@
 """Which cause explains a wrong forward, by what the recording states of the job's model."""
 
+from dataclasses import replace
+
 import pytest
 
 from replay.tolerances.job_bounds import LOSS, TOKENS
@@ -42,6 +44,13 @@ def test_a_loss_alone_is_not_explained_by_a_setting_of_attention() -> None:
 
 
 def test_without_another_cause_versions_may_be_it() -> None:
-    [cause] = find_causes(make_forward_evidence(LOSS, TOKENS))
+    cause, *_ = find_causes(make_forward_evidence(LOSS, TOKENS))
     assert (cause.name, cause.sureness) == (CauseName.VERSIONS, Sureness.MAY_BE)
     assert "torch 2.11.0 in the job, 2.13.0 here" in cause.sentence
+
+
+def test_where_nothing_is_known_it_says_so() -> None:
+    evidence = replace(make_forward_evidence(LOSS, TOKENS), environment={})
+    [cause] = find_causes(evidence)
+    assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.MAY_BE)
+    assert "nothing that was recorded says why" in cause.sentence
