@@ -38,6 +38,8 @@ class ModelFacts:
                    forward, a function if it is not the class's; hooks: kind, name, digest
     parameters     dtype, trained, hooks: kind, name, digest
     tied           names of parameters that are one tensor
+    frozen_later   by the number of a later pass, as text: patterns of all that was not trained from there on, where
+                   that changed. In a model of many modules the change may be some passes older
     buffers        dtype, num_elements, values: the first four and the last four, norm
     functions      those in the files of the model's classes, by file and name
     patches        functions in the place of torch's own, by name
@@ -59,6 +61,7 @@ class ModelFacts:
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     tied: Sequence[Sequence[str]] = ()
+    frozen_later: Mapping[str, Sequence[str]] = field(default_factory=dict)
     buffers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     functions: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     patches: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -129,6 +132,9 @@ def _is_well_formed(content: Mapping[str, Any]) -> bool:
         and all(map(_is_buffer, _values_of(content, "buffers")))
         and all(_is_table(functions) for functions in _values_of(content, "functions"))
         and _is_table(content.get("patches", {}))
+        and isinstance(content.get("frozen_later", {}), dict)
+        and all(forward.isdecimal() and len(forward) < 16 for forward in content.get("frozen_later", {}))
+        and all(map(_is_list_of_texts, content.get("frozen_later", {}).values()))
         and isinstance(content.get("tied", []), list)
         and all(map(_is_list_of_texts, content.get("tied", [])))
         and _is_list_of_texts(content.get("compiled", []))

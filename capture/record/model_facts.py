@@ -1,12 +1,10 @@
 """State what a job's model is while it runs: its modules, their code and settings, its hooks and its parameters.
 
-Taken once, as the first recorded forward begins, and again at the first one that trains. Nothing waits for a device:
-the buffers' values are copied as a pass's tensors are.
+`model_facts_taker.py` says when. Nothing waits for a device: the buffers' values are copied as a pass's tensors are.
 """
 
 import json
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from capture.file_format.model_facts import ModelFacts
 from capture.file_format.name_patterns import ANY, format_patterns, split_name
 from capture.file_format.optimizer_step import strip_wrappers
-from capture.record.background_writer import warn
 from capture.record.callables import (
     describe_function,
     digest_function,
@@ -38,7 +35,7 @@ from capture.record.callables import (
     unwrap,
 )
 from capture.record.host_copy import copy_to_host, is_capturing_graph
-from capture.record.job_facts import is_compiled, read_autocast_dtype, read_config
+from capture.record.job_facts import is_compiled, read_autocast_dtype
 from capture.record.wrapper_facts import collect_wrapper_facts, find_class
 
 # A buffer with more elements is a table of masks or positions, and no setting.
@@ -104,35 +101,6 @@ class RawModelFacts:
         )
 
 
-class ModelFactsTaker:
-    """Takes the facts of a model in the first pass that it is asked for, and in the first one that trains."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._first_config: Mapping[str, object] = read_config(model)
-        self._has_taken = False
-        self._is_done = False
-
-    def take(self, *, forward: int, trains: bool) -> RawModelFacts | None:
-        """Take the facts before the pass `forward`; None where they are known.
-
-        A failure is one warning, and the end of facts; the pass is still recorded.
-        """
-        model = self._model()
-        if self._is_done or model is None or (self._has_taken and not trains):
-            return None
-        self._is_done, self._has_taken = trains, True
-        try:
-            config = read_config(model)
-            missing = object()
-            changed = {key: value for key, value in config.items() if self._first_config.get(key, missing) != value}
-            return collect_model_facts(model, forward=forward, trains=trains, config=changed)
-        except Exception as error:
-            self._is_done = True
-            warn(f"capture: what the model is will not be kept: {type(error).__name__}: {error}")
-            return None
-
-
 def group_by_pattern(facts: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
     """Write equal facts of several layers once, by the pattern of their names."""
     names_by_template: dict[str, dict[str, list[str]]] = {}
@@ -156,7 +124,7 @@ def collect_model_facts(
     forward, trains  the pass that begins
     config           settings of the running model's config that are other than in `actor.json`
     """
-    wrappers, modules = _split_wrappers(model)
+    wrappers, modules = split_wrappers(model)
     root = modules.get("") or model
     parameters, tied = _list_parameters(modules)
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
@@ -177,6 +145,7 @@ def collect_model_facts(
             "versions": _read_versions(modules.values()),
             "config": dict(config or {}),
             "tied": tied,
+            "frozen_later": {},
             "functions": _list_functions(classes),
             "patches": _list_patches(),
             "loss_function": describe_or_none(_find_loss_function(root)),
@@ -189,7 +158,7 @@ def collect_model_facts(
     )
 
 
-def _split_wrappers(model: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Module]]:
+def split_wrappers(model: nn.Module) -> tuple[list[nn.Module], dict[str, nn.Module]]:
     """Return the wrappers around the model, and the modules inside them by the names that the model gives them."""
     wrappers: list[nn.Module] = []
     modules: dict[str, nn.Module] = {}
@@ -341,7 +310,7 @@ def _list_small_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 def describe_buffers(model: nn.Module) -> dict[str, dict[str, object]]:
     """Describe the small buffers of a model that has them; waits for its device."""
-    _, modules = _split_wrappers(model)
+    _, modules = split_wrappers(model)
     return {name: _describe_buffer(buffer.detach().cpu()) for name, buffer in _list_small_buffers(modules).items()}
 
 

@@ -26,7 +26,8 @@ from capture.record.job_facts import (
     read_autocast_dtype,
     read_versions,
 )
-from capture.record.model_facts import ModelFactsTaker, RawModelFacts
+from capture.record.model_facts import RawModelFacts
+from capture.record.model_facts_taker import ModelFactsTaker
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
 from capture.record.rng_and_outputs import RandomSnapshot, compute_token_log_probs, find_logits, take_random_snapshot
 from capture.record.step_window import StepWindow

@@ -312,12 +312,24 @@ class _Comparison:
             if says_training and job["trained"] is not own["trained"]:
                 words = {True: "trained", False: "frozen"}
                 self._add(ModelDifferenceKind.FROZEN, name, job=words[job["trained"]], replay=words[own["trained"]])
+            elif says_training:
+                self._compare_later(name, is_trained=job["trained"])
             ((usual, _),) = job_dtypes[_is_of_adapter(name)].most_common(1)
             ((own_usual, _),) = own_dtypes[_is_of_adapter(name)].most_common(1)
             is_unusual_here = own["dtype"] != own_usual or (known.may_be_fp32 and job["dtype"] == "float32")
             if job["dtype"] != usual and not is_unusual_here:
                 others = f"as the others, {usual} in the job"
                 self._add(ModelDifferenceKind.DTYPE, name, job=job["dtype"], replay=others)
+
+    def _compare_later(self, name: str, *, is_trained: bool) -> None:
+        """Compare a parameter that both trained, or neither, at first, with what the job did later."""
+        for forward, patterns in sorted(self.job.frozen_later.items(), key=lambda change: int(change[0])):
+            is_trained_later = PatternTable(dict.fromkeys(patterns, True)).find(name) is None
+            if is_trained_later is not is_trained:
+                word, own_word = ("trained", "frozen") if is_trained_later else ("frozen", "trained")
+                job_words = f"{word} from pass {int(forward) + 1} on"
+                self._add(ModelDifferenceKind.FROZEN, name, job=job_words, replay=own_word)
+                return
 
     def _compare_ties(self) -> None:
         job_parameters = PatternTable(self.job.parameters)

@@ -167,6 +167,7 @@ def test_a_recording_writes_the_facts_of_its_first_pass_that_trains(model: Llama
     [facts] = read_model_facts(tmp_path)
     assert (facts.rank, facts.forward, facts.trains) == (0, 1, True)
     assert facts.frozen == ["lm_head.weight"]
+    assert facts.frozen_later == {"2": ["model.norm.weight", "lm_head.weight"]}
     assert facts.config == {"rms_norm_eps": 1e-3}
     # Hooks of the recorder are none of the job's.
     assert not any("hooks" in values for values in (*facts.modules.values(), *facts.parameters.values()))

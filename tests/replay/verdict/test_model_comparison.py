@@ -193,6 +193,17 @@ def test_frozen_parameters_and_their_hooks_are_named() -> None:
     assert say(hooked) == [("gradient hook", ALL_PARAMETERS, "gradient hook", "train.py:double", None)]
 
 
+def test_what_is_frozen_later_is_named_with_its_pass() -> None:
+    job = replace(JOB, frozen_later={"4": [], "2": ["lm_head.weight"]})
+    assert say(job) == [("frozen parameter", "lm_head.weight", "", "frozen from pass 3 on", "trained")]
+    own = change(REPLAY, "parameters", **{"lm_head/weight": {"trained": False}})
+    frozen = change(JOB, "parameters", **{"lm_head/weight": {"trained": False}})
+    assert say(replace(frozen, frozen_later={"2": ["lm_head.weight"]}), own=own) == []
+    assert say(replace(frozen, frozen_later={"2": []}), own=own) == [
+        ("frozen parameter", "lm_head.weight", "", "trained from pass 3 on", "frozen")
+    ]
+
+
 def test_a_module_whose_parameters_all_differ_stands_for_them() -> None:
     names = [f"model.layers.{layer}.{kind}.weight" for layer in range(NUM_LAYERS) for kind in ("q", "k")]
     own = replace(REPLAY, parameters={name: {"dtype": "float32", "trained": True} for name in [*names, "head.weight"]})
