@@ -216,18 +216,22 @@ def restore_random_states(states: RandomStates) -> None:
         python = states["python"]
         words = struct.unpack(f"<{_NUM_WORDS}I", python["state"])
         random.setstate((python["version"], words, python["gauss"]))
-        torch.set_rng_state(torch.tensor(list(states["torch"]["cpu"]), dtype=torch.uint8, device="cpu"))
+        torch.set_rng_state(_make_state(states["torch"]["cpu"]))
         if "cuda" in states["torch"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.tensor(list(states["torch"]["cuda"]), dtype=torch.uint8, device="cpu"))
+            torch.cuda.set_rng_state(_make_state(states["torch"]["cuda"]))
         numpy_random = sys.modules.get("numpy.random")
         if "numpy" in states and numpy_random is not None:
             state = states["numpy"]
             keys = sys.modules["numpy"].frombuffer(state["keys"], dtype="<u4")
             numpy_random.set_state((state["algorithm"], keys, state["position"], state["has_gauss"], state["gauss"]))
-    except (KeyError, TypeError, RuntimeError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
         raise ValueError(
             f"no random states: {error}. Record with reproduce=True or a flight recorder to have them"
         ) from None
+
+
+def _make_state(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def read_environment() -> dict[str, str]:

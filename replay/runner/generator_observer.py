@@ -30,3 +30,8 @@ class GeneratorObserver(PassObserver):
         if self._before is None or self._after is None:
             return None
         return RandomDraws.from_marks(self._before.to_marks(), self._after.to_marks())
+
+    @property
+    def has_moved(self) -> bool:
+        """Did the forward draw a random number?"""
+        return self.draws is not None and self.draws.has_moved

@@ -271,7 +271,8 @@ class Replayer:
             loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
             gradient=gradient.samples if gradient is not None else None,
             draws=generators.draws,
-            has_job_layout=self._has_job_layout(inputs, batch),
+            # Asking waits for the device, and only a pass with random masks needs the answer.
+            has_job_layout=generators.has_moved and self._has_job_layout(inputs, batch),
             flips=outcome.flips,
             has_job_routes=has_job_routes(inputs.routes, outcome.flips, self._routers),
         )
@@ -309,10 +310,14 @@ class Replayer:
         return replace(recorded, draws=job), replace(replayed, draws=own)
 
     def _has_job_layout(self, inputs: PassInputs, batch: MicroBatch) -> bool:
-        """Tell whether the model is fed the captured rows as they are, so that random masks have the job's shapes."""
+        """Tell whether the model was fed the captured rows, each token in its place: so a random mask has its shape."""
         is_whole = self.spec.actor.parallel.ring == 1 and not self.spec.actor.parallel.sequence_parallel
-        has_shape = inputs.actor_inputs.input_ids.shape == batch.sequences_BS.shape
-        return is_whole and has_shape and not inputs.has_reversed_rows
+        actor_inputs = inputs.actor_inputs
+        if not is_whole or inputs.has_reversed_rows or actor_inputs.input_ids.shape != batch.sequences_BS.shape:
+            return False
+        index = actor_inputs.captured_index.flatten()
+        is_in_place = (index < 0) | (index == torch.arange(len(index), device=index.device))
+        return bool(is_in_place.all())
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""

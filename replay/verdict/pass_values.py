@@ -420,7 +420,8 @@ class ReplayedPass:
     loss_sensitivity  how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
     gradient          None where the pass ends no window, or the job sampled no gradient
     draws             the random numbers that the forward drew
-    has_job_layout    the model was fed rows of the captured shape, in their order, on one rank
+    has_job_layout    the model was fed the captured rows, each token in its place, on one rank; False where the forward
+                      drew no random numbers
     flips             of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
     """
