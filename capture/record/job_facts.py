@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -168,9 +169,32 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def describe_call_settings(tensors: Mapping[str, Tensor], model_settings: Mapping[str, str]) -> dict[str, str]:
+class ModelDevices:
+    """Knows on which devices a model's parameters are. It keeps no parameter alive.
+
+    It looks once, at the first pass: a job may move its model there after the recording was opened.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._accelerators: list[torch.device] | None = None
+
+    def find(self, tensors: Mapping[str, Tensor]) -> torch.device:
+        """Find the device of a pass: that of its arguments, or the model's, to which DDP or FSDP moves arguments."""
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        if self._accelerators is None:
+            model = self._model()
+            devices = {parameter.device for parameter in model.parameters()} if model is not None else set()
+            self._accelerators = sorted((other for other in devices if other.type not in ("cpu", "meta")), key=str)
+        return self._accelerators[0] if device.type == "cpu" and self._accelerators else device
+
+    @property
+    def are_several(self) -> bool:
+        return self._accelerators is not None and len(self._accelerators) > 1
+
+
+def describe_call_settings(device: torch.device, model_settings: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that only the job's thread knows, device and autocast, beside those of the model."""
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     return {"device": read_device_name(device), "autocast": read_autocast_dtype(device.type), **model_settings}
 
 

@@ -19,6 +19,7 @@ from capture.record.call_arguments import find_forward_signature, sort_arguments
 from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.job_facts import (
+    ModelDevices,
     describe_call_settings,
     describe_model,
     find_attention_kernel,
@@ -210,6 +211,7 @@ class SnapshotMaker:
         self._model_name = model_name
         self._reproduce = reproduce
         self._training_mode = TrainingModeReader(model) if reproduce else None
+        self._devices = ModelDevices(model)
         # Whether the running pass has a generator on the device; None if the states at its end are not kept.
         self._draws_on_cuda: bool | None = None
         self._sampler = ParameterSampler(model) if reproduce else None
@@ -246,7 +248,8 @@ class SnapshotMaker:
         if is_capturing_graph(arguments.tensors):
             return IN_GRAPH
         weights = self._sample_weights_before(trains)
-        settings = describe_call_settings(arguments.tensors, self._model_settings) if self._reproduce else {}
+        device = self._devices.find(arguments.tensors)
+        settings = describe_call_settings(device, self._model_settings) if self._reproduce else {}
         if self._gradient_sync is not None and trains:
             settings |= self._gradient_sync.read()
         if self._compute_dtype is not None:
@@ -256,7 +259,9 @@ class SnapshotMaker:
         tensors, copy_events = copy_to_host(to_copy)
         if weights is not None:
             weights = replace(weights, values=tensors.pop(_SAMPLES))
-        self._draws_on_cuda = bool(copy_events) if self._reproduce else None
+        # Of a model on several devices one generator alone would be recorded, and tell of a part of the masks.
+        draws_on_cuda = device.type == "cuda"
+        self._draws_on_cuda = draws_on_cuda if self._reproduce and not self._devices.are_several else None
         return PassSnapshot(
             tensors=tensors,
             copy_events=copy_events,
@@ -264,7 +269,7 @@ class SnapshotMaker:
             left_out=arguments.left_out,
             trains=trains,
             make_origin=partial(self._make_origin, rank, world_size, forward, time.monotonic_ns()),
-            random=take_random_snapshot(on_cuda=bool(copy_events)) if self._reproduce else None,
+            random=take_random_snapshot(on_cuda=draws_on_cuda) if self._reproduce else None,
             training=None if self._training_mode is None else self._training_mode.read(),
             weights=weights,
             optimizer_step=None if self.window is None else self.window.number,

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.record.generator_marks import CPU, count_drawn_numbers, mark_recorded_states, take_generator_snapshot
+from capture.record.job_facts import ModelDevices
 from capture.recordings import recording
 
 
@@ -62,3 +63,15 @@ def test_a_capture_tells_where_the_generators_stood_after_its_forward_and_which_
     moved = [mark_recorded_states(call.random)[CPU] != call.random_after[CPU] for call in calls]
     assert moved == [True, True, False]
     assert [call.training for call in calls] == [{"model": trains, "parts": []} for trains in (True, True, False)]
+
+
+def test_the_device_of_a_pass_is_the_models_where_its_arguments_are_on_the_cpu() -> None:
+    """As where DDP moves them."""
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    on_cpu = {"input_ids": torch.ones(1, 2)}
+    assert ModelDevices(model).find(on_cpu) == torch.device("cpu")
+    devices = ModelDevices(model)
+    devices._accelerators = [torch.device("cuda", 0)]
+    assert (devices.find(on_cpu), devices.are_several) == (torch.device("cuda", 0), False)
+    devices._accelerators.append(torch.device("cuda", 1))
+    assert devices.are_several
