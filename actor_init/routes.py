@@ -39,12 +39,12 @@ class PassRoutes:
 
     recorded     by router, the job's experts [T, K] of each token that is fed, -1 where they are not known
     forces       the tokens go to the recorded experts; otherwise these are only compared with the choice made here
-    keeps_logits the routers' logits are kept for a loss
+    kept_logits  by router, which of its outputs, its logits, is kept for a loss
     """
 
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     forces: bool = True
-    keeps_logits: bool = False
+    kept_logits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +69,19 @@ class RouterState:
     def __init__(self) -> None:
         self.recorded_TK: Tensor | None = None
         self.forces = True
-        self.keeps_logits = False
+        self.logits_index: int | None = None
         self.logits_TE: Tensor | None = None
         self.is_flipped_T: Tensor | None = None
         self.distance_T: Tensor | None = None
 
-    def begin(self, recorded_TK: Tensor | None, *, forces: bool, keeps_logits: bool) -> None:
-        self.recorded_TK, self.forces, self.keeps_logits = recorded_TK, forces, keeps_logits
+    def begin(self, recorded_TK: Tensor | None, *, forces: bool = True, logits_index: int | None = None) -> None:
+        self.recorded_TK, self.forces, self.logits_index = recorded_TK, forces, logits_index
         self.logits_TE = self.is_flipped_T = self.distance_T = None
 
-    @property
-    def is_idle(self) -> bool:
-        return self.recorded_TK is None and not self.keeps_logits
+    def keep_logits(self, output: Any) -> None:
+        """Keep the logits in a router's output. A layer that is computed again, in a backward, is not seen anew."""
+        if self.logits_index is not None and self.logits_TE is None:
+            self.logits_TE = output[self.logits_index] if isinstance(output, tuple) else output
 
 
 class _RouterMode(TorchFunctionMode):
@@ -119,9 +120,6 @@ class _RouterMode(TorchFunctionMode):
                 return output
             return self._choose_groups(func, output, args, kwargs, recorded_TK)
         self._has_chosen = True
-        # A layer that is computed again, in a backward, is not seen anew.
-        if state.keeps_logits and state.logits_TE is None:
-            state.logits_TE = scores if self._logits is None else self._logits
         if recorded_TK is None or output[1].shape != recorded_TK.shape:
             return output
         own_TK = output[1]
@@ -203,25 +201,36 @@ def _count_groups(router: nn.Module) -> frozenset[int]:
     )
 
 
-def attach_to_routers(model: nn.Module) -> dict[str, RouterState]:
-    """Wrap the forward of each router that chooses by `topk`, once, and return their states by name."""
+def attach_to_routers(model: nn.Module, others: Iterable[str] = ()) -> dict[str, RouterState]:
+    """Wrap the forward of each router that chooses by `topk`, once, and return their states by name.
+
+    others  names of modules to wrap besides, which compute a router's logits
+    """
     states: dict[str, RouterState] = {}
-    for name, router in find_routers(model).items():
-        if calls_topk(router):
-            if "_route_state" not in router.__dict__:
-                _wrap_forward(router)
-            states[name] = router.__dict__["_route_state"]
+    routers = list_steered_routers(model)
+    for name, router in {**routers, **{name: model.get_submodule(name) for name in others}}.items():
+        if "_route_state" not in router.__dict__:
+            _wrap_forward(router)
+        states[name] = router.__dict__["_route_state"]
     return states
+
+
+def list_steered_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """List the routers whose choice can be made for them: those that choose by `topk`."""
+    return {name: router for name, router in find_routers(model).items() if calls_topk(router)}
 
 
 def _wrap_forward(router: nn.Module) -> None:
     state, forward = RouterState(), router.forward
 
     def choose_as_recorded(*args: Any, **kwargs: Any) -> Any:
-        if state.is_idle:
-            return forward(*args, **kwargs)
-        with _RouterMode(router, state):
-            return forward(*args, **kwargs)
+        if state.recorded_TK is None:
+            output = forward(*args, **kwargs)
+        else:
+            with _RouterMode(router, state):
+                output = forward(*args, **kwargs)
+        state.keep_logits(output)
+        return output
 
     router.__dict__["_route_state"] = state
     router.__dict__["forward"] = choose_as_recorded
@@ -233,17 +242,17 @@ def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str,
 
     Yields the states of the routers by name, in the model's order.
     """
-    states = attach_to_routers(model)
+    states = attach_to_routers(model, routes.kept_logits)
     try:
         for name, state in states.items():
             recorded_TK = routes.recorded.get(name)
             if recorded_TK is not None:
                 torch._dynamo.maybe_mark_dynamic(recorded_TK, 0)
-            state.begin(recorded_TK, forces=routes.forces, keeps_logits=routes.keeps_logits)
+            state.begin(recorded_TK, forces=routes.forces, logits_index=routes.kept_logits.get(name))
         yield states
     finally:
         for state in states.values():
-            state.begin(None, forces=True, keeps_logits=False)
+            state.begin(None)
 
 
 def collect_flips(states: Mapping[str, RouterState]) -> list[RouterFlips]:

@@ -115,12 +115,14 @@ class RoutesSection:
     routed_tokens    tokens times layers in which the job's choice is known
     flipped_tokens   those of them whose scores here choose others
     flips_by_router  the same by layer, where there are any
+    router_loss      what the routers' loss adds to `loss`; None where the job's loss held none
     """
 
     routing: str | None = None
     routed_tokens: int = 0
     flipped_tokens: int = 0
     flips_by_router: Mapping[str, int] = field(default_factory=dict)
+    router_loss: AnyFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

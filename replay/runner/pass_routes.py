@@ -1,53 +1,132 @@
-"""Prepare the routes of a pass through a mixture of experts, and describe what its routers did with them."""
+"""Prepare what the routers of a mixture of experts do in a pass, and describe what they did."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from actor_init.inputs.packing import ActorInputs
 from actor_init.routes import PassRoutes, RouterFlips, match_routers, place_routes
 from actor_init.spec import Routing
+from capture.facts import Setting
 from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import MicroBatch
+from capture.record.routers import find_routers
+from replay.objective.router_loss import RouterLoss, RouterLossTerm, asks_for_router_loss, find_router_loss
+from replay.options.resolved import ResolvedReplay
+from replay.options.spec import LossName, is_objective
 from replay.runlog.records import RoutesSection
+from replay.verdict.pass_values import scale_to_mean
 
 
-def prepare_routes(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassRouting:
+    """What a run does with the routers of its model.
+
+    routers            their names; none in a dense model
+    router_loss        the loss of the routers that the model's forward may add to its own; None: it adds none
+    loss               what the replay computes
+    has_reversed_rows  the rows are fed from the last to the first
+    """
+
+    routers: tuple[str, ...]
+    router_loss: RouterLoss | None
+    routing: Routing
+    loss: str
+    config: PretrainedConfig
+    has_reversed_rows: bool = False
+
+    @classmethod
+    def open(cls, model: nn.Module, spec: ResolvedReplay) -> Self:
+        routers = tuple(find_routers(model))
+        router_loss = find_router_loss(model) if routers else None
+        parallel = spec.actor.parallel
+        splits = Setting("ring", parallel.ring) if parallel.ring > 1 else Setting("sequence_parallel", True)
+        if router_loss is not None and (parallel.ring > 1 or parallel.sequence_parallel):
+            router_loss = router_loss.without(f"{splits} gives each rank a share of the tokens, and it is over all")
+        return cls(
+            routers=routers,
+            router_loss=router_loss,
+            routing=spec.actor.routing,
+            loss=spec.measure.loss,
+            config=spec.source.config,
+            has_reversed_rows=spec.inputs.reverse_rows,
+        )
+
+    def find_router_loss(self, call: Call) -> RouterLoss | None:
+        """Return the routers' loss that the job's model added to its own in this pass; None where it added none."""
+        return self.router_loss if asks_for_router_loss(call, self.config) else None
+
+    def prepare(
+        self, call: Call, batch: MicroBatch, actor_inputs: ActorInputs
+    ) -> tuple[PassRoutes | None, RouterLossTerm | None]:
+        """Return what the routers do, and the term of the loss that their logits give; None where there is none.
+
+        The term is added to a loss that is a mean over the labels, as the model's own is.
+        """
+        router_loss = self.find_router_loss(call)
+        is_of_labels = not is_objective(self.loss) and (self.loss == LossName.SFT or batch.action_mask_BA is None)
+        if router_loss is not None and (router_loss.why_not is not None or not is_of_labels):
+            router_loss = None
+        recorded = place_recorded_routes(
+            call,
+            (batch.num_rows, batch.sequences_BS.shape[1]),
+            actor_inputs.captured_index,
+            self.routers,
+            has_reversed_rows=self.has_reversed_rows,
+        )
+        if router_loss is None:
+            return (PassRoutes(recorded=recorded, forces=self._forces) if recorded else None), None
+        is_real_T = actor_inputs.captured_index.flatten() >= 0
+        return (
+            PassRoutes(recorded=recorded, forces=self._forces, kept_logits=router_loss.logits_index),
+            RouterLossTerm(loss=router_loss, is_real_T=is_real_T, scale=scale_to_mean(call, batch)),
+        )
+
+    def has_job_routes(self, flips: Sequence[RouterFlips]) -> bool:
+        """Tell whether every router of the model sent each token to the experts that the job chose."""
+        return self._forces and bool(flips) and {router.router for router in flips} == set(self.routers)
+
+    def describe(self, flips: Sequence[RouterFlips], router_loss: Tensor | None) -> RoutesSection:
+        """Describe where the tokens of a pass went, and how many would choose otherwise."""
+        if not self.routers:
+            return RoutesSection()
+        return RoutesSection(
+            routing=(Routing.RECORDED if self.has_job_routes(flips) else Routing.LIVE).value,
+            routed_tokens=sum(router.num_tokens for router in flips),
+            flipped_tokens=sum(len(router.distances) for router in flips),
+            flips_by_router={router.router: len(router.distances) for router in flips if router.distances},
+            router_loss=None if router_loss is None else router_loss.item(),
+        )
+
+    @property
+    def _forces(self) -> bool:
+        return self.routing is Routing.RECORDED
+
+
+def place_recorded_routes(
     call: Call,
     shape: tuple[int, int],
-    actor_inputs: ActorInputs,
+    captured_index: Tensor,
     routers: Collection[str],
     *,
-    routing: Routing,
     has_reversed_rows: bool,
-) -> PassRoutes | None:
-    """Place the experts that the job chose at the tokens that are fed; None where there is nothing to do.
+) -> dict[str, Tensor]:
+    """Place the experts that the job chose at the tokens that are fed, by the router's name here.
 
     Left out are routers that the capture knows nothing of, or in another number of tokens than it has.
 
-    shape              rows and tokens a row of the capture
-    routers            the names that the model's routers have here
-    has_reversed_rows  the rows are fed from the last to the first
+    shape           rows and tokens a row of the capture
+    captured_index  of each fed token; -1 for padding
     """
-    matches = match_routers(call.routes, routers)
     recorded = {}
-    for name, job_name in matches.items():
+    for name, job_name in match_routers(call.routes, routers).items():
         choice_TK = call.routes[job_name]
         if choice_TK.ndim != 2 or len(choice_TK) != shape[0] * shape[1]:
             continue
         if has_reversed_rows:
             choice_TK = choice_TK.view(*shape, -1).flip(0).flatten(0, 1)
-        recorded[name] = place_routes(choice_TK, actor_inputs.captured_index)
-    return PassRoutes(recorded=recorded, forces=routing is Routing.RECORDED) if recorded else None
-
-
-def has_job_routes(routes: PassRoutes | None, flips: Sequence[RouterFlips], routers: Collection[str]) -> bool:
-    """Tell whether every router of the model sent each token to the experts that the job chose."""
-    return routes is not None and routes.forces and {router.router for router in flips} == set(routers)
-
-
-def describe_routes(*, is_recorded: bool, flips: Sequence[RouterFlips], routers: Collection[str]) -> RoutesSection:
-    """Describe where the tokens of a pass went, and how many would choose otherwise."""
-    return RoutesSection(
-        routing=(Routing.RECORDED.value if is_recorded else Routing.LIVE.value) if routers else None,
-        routed_tokens=sum(router.num_tokens for router in flips),
-        flipped_tokens=sum(len(router.distances) for router in flips),
-        flips_by_router={router.router: len(router.distances) for router in flips if router.distances},
-    )
+        recorded[name] = place_routes(choice_TK, captured_index)
+    return recorded

@@ -19,7 +19,6 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.record.generator_marks import CUDA, count_drawn_numbers
-from capture.record.routers import find_routers
 from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
 from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
@@ -46,7 +45,7 @@ from replay.runner.observers import (
     RunObservers,
     TraceObserver,
 )
-from replay.runner.pass_routes import describe_routes, has_job_routes, prepare_routes
+from replay.runner.pass_routes import PassRouting
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
@@ -146,7 +145,7 @@ class Replayer:
         self._has_failed_pass = self._has_counted_draws = False
         self._objective = Objective.open(spec)
         self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
-        self._routers = tuple(find_routers(actor.backend.model))
+        self._routing = PassRouting.open(actor.backend.model, spec)
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
         self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
@@ -223,7 +222,9 @@ class Replayer:
             record = replace(record, input=_describe_input(batch))
             weights = self.weight_checker.check(call.weights)
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
-            recorded = doubt_loss_with_router_term(recorded, call, self.source.config)
+            router_loss = self._routing.find_router_loss(call)
+            if router_loss is not None and router_loss.why_not is not None:
+                recorded = doubt_loss_with_router_term(recorded, router_loss.why_not)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
@@ -274,7 +275,7 @@ class Replayer:
             # Asking waits for the device, and only a pass with random masks needs the answer.
             has_job_layout=generators.has_moved and self._has_job_layout(inputs, batch),
             flips=outcome.flips,
-            has_job_routes=has_job_routes(inputs.routes, outcome.flips, self._routers),
+            has_job_routes=self._routing.has_job_routes(outcome.flips),
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
@@ -285,9 +286,7 @@ class Replayer:
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=outcome.cost,
                 result=_describe_result(outcome, inputs),
-                routes=describe_routes(
-                    is_recorded=replayed.has_job_routes, flips=replayed.flips, routers=self._routers
-                ),
+                routes=self._routing.describe(outcome.flips, outcome.router_loss),
             )
         )
         if self.trace:
@@ -355,6 +354,7 @@ class Replayer:
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
             compute_loss = self._make_objective_loss(actor_inputs, objective_record)
+        routes, router_loss = self._routing.prepare(call, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
             compute_loss=compute_loss,
@@ -367,14 +367,8 @@ class Replayer:
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
-            routes=prepare_routes(
-                call,
-                (batch.num_rows, batch.sequences_BS.shape[1]),
-                actor_inputs,
-                self._routers,
-                routing=self.spec.actor.routing,
-                has_reversed_rows=has_reversed_rows,
-            ),
+            routes=routes,
+            router_loss=router_loss,
         )
 
     def _read_objective_record(self, call: Call, batch: MicroBatch) -> ObjectiveRecord | None:

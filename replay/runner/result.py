@@ -39,7 +39,7 @@ from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
-from replay.verdict.route_findings import describe_flips, note_job_routes
+from replay.verdict.route_findings import describe_flips, describe_router_loss, note_job_routes
 from replay.verdict.text import format_verdict
 from replay.verdict.training_remarks import list_training_remarks
 from replay.verdict.weight_check import WeightChecker
@@ -244,7 +244,12 @@ def conclude(
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
-        remarks = [*list_training_remarks(passes, verdict, is_whole=is_whole), *describe_flips(passes), *remarks]
+        remarks = [
+            *list_training_remarks(passes, verdict, is_whole=is_whole),
+            *describe_flips(passes),
+            *describe_router_loss(passes),
+            *remarks,
+        ]
     return Conclusion(verdict=verdict, remarks=remarks)
 
 

@@ -34,6 +34,7 @@ from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 from capture.file_format.tensor_codec import RandomStates
 from capture.record.rng_and_outputs import restore_random_states
+from replay.objective.router_loss import RouterLossTerm
 from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
 from replay.watch.progress import Phase
@@ -58,6 +59,7 @@ class PassInputs:
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows stand from the last of the capture to its first
     routes               what the routers of a mixture of experts do; None: they are left alone
+    router_loss          a term of the loss from the routers' logits, which `routes` keep
     """
 
     actor_inputs: ActorInputs
@@ -72,6 +74,7 @@ class PassInputs:
     captured_row_length: int
     has_reversed_rows: bool = False
     routes: PassRoutes | None = None
+    router_loss: RouterLossTerm | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,7 @@ class PassOutcome:
 
     grad_norm  of the window; None in a pass that does not end one
     flips      of each router whose choice was held against the job's
+    router_loss  what the routers' loss adds to the loss
     """
 
     log_probs_BA: Tensor
@@ -87,6 +91,7 @@ class PassOutcome:
     grad_norm: float | None
     cost: CostSection
     flips: Sequence[RouterFlips] = ()
+    router_loss: Tensor | None = None
 
 
 class PassObserver:
@@ -284,6 +289,9 @@ def run_pass(
             with clock.phase("forward"):
                 log_probs_BA = backend.forward(inputs.actor_inputs, trains=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
+                router_loss = None if inputs.router_loss is None else inputs.router_loss.compute(routers)
+                if router_loss is not None:
+                    loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
 
             notifier.before_phase(Phase.WAITING)
@@ -312,7 +320,12 @@ def run_pass(
             if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=False)
         return PassOutcome(
-            log_probs_BA=log_probs_BA.detach(), loss=loss.detach(), grad_norm=grad_norm, cost=cost, flips=flips
+            log_probs_BA=log_probs_BA.detach(),
+            loss=loss.detach(),
+            grad_norm=grad_norm,
+            cost=cost,
+            flips=flips,
+            router_loss=None if router_loss is None else router_loss.detach(),
         )
     finally:
         # Kept logits hold the pass's graph, and with it an actor that is to be closed if the pass failed.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from actor_init.as_json import AnyFloat
 from actor_init.inputs.packing import count_action_tokens, count_predicted_by_padding
@@ -37,8 +36,6 @@ TOKEN_POSITIONS_KEY = "token_log_probs_places"
 NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
-ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_alpha")
-ROUTER_LOSS_DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"
 
 
 def list_inner_names(job_name: str) -> Iterator[str]:
@@ -193,8 +190,7 @@ def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
             if not tokens:
                 # A mean over no labels is nan in the model, and the replay's is 0.
                 return []
-            divisor = _read_divisor(call)
-            value *= (tokens if divisor is None else divisor) / tokens
+            value *= scale_to_mean(call, batch)
             doubt = _doubt_label_shift(batch)
             if left_out := _doubt_labels_after_padding(batch, tokens):
                 doubt, tokens = left_out, None
@@ -274,9 +270,15 @@ def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str |
         return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
     # Shifted labels of another shape than the sequences are recorded, and are no part of the micro-batch.
     has_other_labels = SHIFT_LABELS in call.tensors and batch.shift_labels is None
-    if has_other_labels or call.call_facts.get("output_router_logits"):
+    if has_other_labels:
         return "the model's loss is not the mean over its labels alone"
     return None
+
+
+def scale_to_mean(call: Call, batch: MicroBatch) -> float:
+    """Return what to multiply a model's own loss by to get the mean over its labels."""
+    divisor, tokens = _read_divisor(call), _count_labels(batch)
+    return 1.0 if divisor is None or not tokens else divisor / tokens
 
 
 def _read_divisor(call: Call) -> float | None:
@@ -377,30 +379,14 @@ def describe_mixed_recordings(passes: Sequence[tuple[PassRecord, RecordedPass]])
     )
 
 
-def doubt_loss_with_router_term(recorded: RecordedPass, call: Call, config: PretrainedConfig) -> RecordedPass:
-    """Return `recorded`, its loss and gradient norm doubted if the job's model added its routers' loss to its own.
+def doubt_loss_with_router_term(recorded: RecordedPass, why: str) -> RecordedPass:
+    """Return `recorded`, its loss and gradient norm doubted since they hold a routers' loss that is not computed here.
 
-    transformers adds it where labels are given and `output_router_logits` is asked for, by the call or by the config.
+    why  it is not
     """
-    if not adds_router_loss(call, config):
-        return recorded
-    claims = [
-        replace(claim, doubt=ROUTER_LOSS_DOUBT) if claim.name in (LOSS, GRAD_NORM) else claim
-        for claim in recorded.claims
-    ]
+    doubt = f"it holds the routers' auxiliary loss, which the replay does not compute: {why}"
+    claims = [replace(claim, doubt=doubt) if claim.name in (LOSS, GRAD_NORM) else claim for claim in recorded.claims]
     return replace(recorded, claims=claims)
-
-
-def adds_router_loss(call: Call, config: PretrainedConfig) -> bool:
-    """Tell whether the job's model added its routers' auxiliary loss to its own."""
-    text_config = config.get_text_config()
-    coefficients = [
-        value for name in ROUTER_LOSS_WEIGHTS if isinstance(value := getattr(text_config, name, None), (int, float))
-    ]
-    outputs_router_logits = call.call_facts.get("output_router_logits")
-    if outputs_router_logits is None:
-        outputs_router_logits = getattr(text_config, "output_router_logits", False)
-    return bool(outputs_router_logits) and any(coefficients) and "labels" in call.tensors
 
 
 def is_mixture(parameters: Iterable[str]) -> bool:

@@ -74,6 +74,14 @@ def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, Repla
     return [("experts", f"{share:.1%} of tokens {how}, most in {name_layer(most)}")]
 
 
+def describe_router_loss(passes: Iterable[tuple[PassRecord, RecordedPass | None, ReplayedPass]]) -> Pairs:
+    """Say what the routers' loss adds to the loss of the first pass that holds one."""
+    for record, _, _ in passes:
+        if record.routes.router_loss is not None:
+            return [("routers", f"their loss adds {record.routes.router_loss:.4g} to that of pass {record.index + 1}")]
+    return []
+
+
 def name_layer(router: str) -> str:
     """Name the layer that a router stands in, as in `layer 5`; the router where its name has no number."""
     match = LAYER.search(router)

@@ -10,7 +10,13 @@ from replay.runlog.records import PassRecord, RoutesSection
 from replay.tolerances.job_bounds import TOKENS, compute_flip_bound, compute_tie_distance
 from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
-from replay.verdict.route_findings import compare_routes, describe_flips, name_layer, note_job_routes
+from replay.verdict.route_findings import (
+    compare_routes,
+    describe_flips,
+    describe_router_loss,
+    name_layer,
+    note_job_routes,
+)
 from tests.helpers.made_records import record
 
 pytestmark = pytest.mark.quick
@@ -107,3 +113,10 @@ def test_the_job_s_routes_leave_no_doubt_about_ties() -> None:
 
 def test_a_router_without_a_number_in_its_name_is_named_whole() -> None:
     assert (name_layer("model.layers.5.mlp.gate"), name_layer("router")) == ("layer 5", "router")
+
+
+def test_what_the_routers_add_to_the_loss_is_said() -> None:
+    with_loss = replace(record(2), routes=RoutesSection(router_loss=0.25))
+    passes = [(record(1), RECORDED, ReplayedPass()), (with_loss, RECORDED, ReplayedPass())]
+    assert describe_router_loss(passes) == [("routers", "their loss adds 0.25 to that of pass 3")]
+    assert describe_router_loss(passes[:1]) == []

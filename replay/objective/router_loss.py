@@ -1,0 +1,130 @@
+"""Add to the loss of a pass what a mixture's own model adds to its loss: a coefficient times its routers' loss.
+
+The model's modelling file has the function, `load_balancing_loss_func`, and its forward says by which attribute it is
+multiplied. The function is called with the logits of the routers here, over the real tokens that are fed: packed or
+padded, their mean is that of the job, which gave its attention mask or had no padding.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from actor_init.routes import RouterState
+from capture.file_format.capture_file import Call
+
+LOSS_FUNCTION = "load_balancing_loss_func"
+COEFFICIENT = "aux_loss_coef"
+ROUTER_LOGITS = "router_logits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLoss:
+    """The loss of a model's routers.
+
+    coefficient   what its model multiplies it by
+    num_chosen    experts a token
+    logits_index  by module, which of its outputs are logits that the model takes
+    why_not       why it cannot be computed here; None: it can
+    """
+
+    function: Callable[..., Tensor]
+    coefficient: float
+    num_experts: int
+    num_chosen: int
+    logits_index: Mapping[str, int]
+    why_not: str | None = None
+
+    def without(self, why: str) -> Self:
+        """Return the loss as one that cannot be computed, for this reason."""
+        return replace(self, why_not=why)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterLossTerm:
+    """The routers' loss of one pass, as a term of the pass's loss.
+
+    is_real_T  which of the fed tokens T are the capture's, and no padding
+    scale      what one unit of the job's loss is of the replay's
+    """
+
+    loss: RouterLoss
+    is_real_T: Tensor
+    scale: float = 1.0
+
+    def compute(self, states: Mapping[str, RouterState]) -> Tensor:
+        """Compute the term from the logits that the routers kept. Raises RuntimeError if one kept none."""
+        logits = tuple(states[name].logits_TE for name in self.loss.logits_index)
+        if any(tensor is None for tensor in logits):
+            raise RuntimeError("a router of the model did not run, and its loss is that of all routers")
+        value = self.loss.function(logits, self.loss.num_experts, self.loss.num_chosen, self.is_real_T[None])
+        return value * (self.loss.coefficient * self.scale)
+
+
+def asks_for_router_loss(call: Call, config: PretrainedConfig) -> bool:
+    """Tell whether the job asked its model to add its routers' loss: by the call, or else by the config."""
+    asked = call.call_facts.get("output_router_logits")
+    if asked is None:
+        asked = getattr(config.get_text_config(), "output_router_logits", False)
+    return bool(asked) and "labels" in call.tensors
+
+
+def find_router_loss(model: nn.Module) -> RouterLoss | None:
+    """Find the loss that the model's forward adds; None if it adds none, or zero times one."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        if isinstance(code, CodeType) and LOSS_FUNCTION in code.co_names:
+            return _read_router_loss(model, module, code, forward.__globals__[LOSS_FUNCTION])
+    return None
+
+
+def _read_router_loss(
+    model: nn.Module, module: Any, code: CodeType, function: Callable[..., Tensor]
+) -> RouterLoss | None:
+    def read(name: str) -> Any:
+        value = getattr(module, name, None)
+        return getattr(module.config.get_text_config(), name, None) if value is None else value
+
+    coefficient = next((read(name) for name in code.co_names if name.endswith(COEFFICIENT)), None)
+    num_experts, num_chosen = read("num_experts"), read("num_experts_per_tok")
+    if coefficient == 0:
+        return None
+    logits_index = dict(_list_recorded_routers(model))
+    why_not = None
+    if not isinstance(coefficient, float | int) or not isinstance(num_experts, int) or not isinstance(num_chosen, int):
+        why_not = "its coefficient, its number of experts or of those a token are not known"
+    elif "sqrt" in code.co_names:
+        why_not = "the model computes it from products of keys"
+    elif not logits_index:
+        why_not = "which logits the model takes is not known"
+    return RouterLoss(
+        function=function,
+        coefficient=float(coefficient or 0.0),
+        num_experts=int(num_experts or 0),
+        num_chosen=int(num_chosen or 0),
+        logits_index=logits_index,
+        why_not=why_not,
+    )
+
+
+def _list_recorded_routers(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """List the modules whose outputs transformers takes for the routers' logits, and which output of each."""
+    recorders = _list_recorders(model)
+    for name, module in model.named_modules():
+        for recorder in recorders:
+            target, layer = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
+            if isinstance(target, type) and isinstance(module, target) and (layer or "") in name:
+                yield name, getattr(recorder, "index", 0)
+
+
+def _list_recorders(model: nn.Module) -> Sequence[Any]:
+    for module in model.modules():
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get(ROUTER_LOGITS)
+        if recorders is not None:
+            return recorders if isinstance(recorders, list) else [recorders]
+    return []

@@ -1,0 +1,125 @@
+"""The loss of a mixture's routers is computed where the job's loss held it, and a wrong coefficient is found."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from actor_init.routes import PassRoutes, steer_routers
+from capture import recording
+from replay.command_line.cli import main
+from replay.objective.router_loss import RouterLossTerm, find_router_loss
+from tests.helpers.families import tiny_config, tiny_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "router_aux_loss_coef": 0.5,
+    "sliding_window": None,
+}
+
+
+def record_job(
+    home: Path, *, in_config: bool = True, coefficient: float | None = None, **in_call: Any
+) -> MixtralForCausalLM:
+    """Record one pass; `coefficient` is what the job multiplies the routers' loss by, whatever its config says."""
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(MixtralConfig(**SIZES, output_router_logits=in_config))
+    model.config.save_pretrained(home / "model")
+    save_file(model.state_dict(), home / "model" / "model.safetensors")  # not under the names of older releases
+    if coefficient is not None:
+        model.router_aux_loss_coef = coefficient
+    ids_BS = torch.randint(64, (2, 12))
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[0, 8:] = 0
+    labels_BS = ids_BS.masked_fill(mask_BS == 0, -100)
+    with recording(model, home / "captures", reproduce=True):
+        model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, **in_call).loss.backward()
+    return cast(MixtralForCausalLM, model)
+
+
+def replay_job(home: Path, *typed: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the verdict, and the line of the pass."""
+    command = ["--inputs", home / "captures", "--model", home / "model", "--log-folder", home / "logs"]
+    main([*map(str, command), "--dtype", "fp32", "--backend", "ddp", "--loss", "sft", *typed])
+    [run] = (home / "logs").glob("*/run.json")
+    line = (run.parent / "rank0.jsonl").read_text().splitlines()[0]
+    return json.loads(run.read_text())["verdict"], json.loads(line)
+
+
+@pytest.mark.parametrize("typed", [(), ("--no-packing",), ("--pad-tokens", "64"), ("--gradient-checkpointing",)])
+def test_the_routers_loss_is_computed_over_the_real_tokens(
+    typed: tuple[str, ...], tmp_path: Path, one_world: None
+) -> None:
+    record_job(tmp_path)
+    verdict, line = replay_job(tmp_path, *typed)
+    assert verdict["outcome"] == "REPRODUCED"
+    [loss] = [finding for finding in verdict["worst"] if finding["name"] == "loss"]
+    assert loss["difference"] < 1e-6
+    assert line["router_loss"] == pytest.approx(1.0, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_call", "has_term"),
+    [
+        (True, {"output_router_logits": False}, False),
+        (False, {}, False),
+        (False, {"output_router_logits": True}, True),
+        (True, {"num_items_in_batch": 30}, True),
+    ],
+)
+def test_the_loss_holds_it_where_the_job_asked_for_it(
+    in_config: bool, in_call: dict[str, Any], has_term: bool, tmp_path: Path, one_world: None
+) -> None:
+    record_job(tmp_path, in_config=in_config, **in_call)
+    verdict, line = replay_job(tmp_path)
+    assert verdict["outcome"] == "REPRODUCED"
+    assert (line["router_loss"] is not None) is has_term
+
+
+def test_a_wrong_coefficient_differs(tmp_path: Path, one_world: None) -> None:
+    record_job(tmp_path, coefficient=0.4)
+    verdict, _ = replay_job(tmp_path)
+    assert verdict["outcome"] == "DIFFERS"
+    differing = {finding["name"] for finding in verdict["first"]["findings"] if finding["status"] == "differs"}
+    assert differing == {"loss"}
+
+
+def test_where_it_cannot_be_computed_the_loss_is_not_said_to_differ(
+    tmp_path: Path, one_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.objective.router_loss._list_recorders", lambda model: [])
+    record_job(tmp_path)
+    verdict, line = replay_job(tmp_path)
+    assert (verdict["outcome"], line["router_loss"]) == ("UNSETTLED", None)
+    assert "which the replay does not compute: which logits the model takes is not known" in verdict["reason"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "dbrx", "jetmoe", "phimoe"])
+def test_the_term_is_what_the_model_adds(family: str) -> None:
+    config = tiny_config(family)
+    name = "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
+    model = tiny_model(tiny_config(family, **{name: 0.3} if hasattr(config, name) else {})).eval()
+    router_loss = find_router_loss(model)
+    assert router_loss is not None
+    assert router_loss.why_not is None
+    ids_BS = torch.tensor([[3, 5, 9, 7, 4], [3, 3, 6, 0, 0]])
+    mask_BS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with torch.no_grad(), steer_routers(model, PassRoutes(kept_logits=router_loss.logits_index)) as states:
+        output: Any = model(input_ids=ids_BS, attention_mask=mask_BS, output_router_logits=True)
+        term = RouterLossTerm(loss=router_loss, is_real_T=mask_BS.flatten() > 0).compute(states)
+    assert float(term) == pytest.approx(router_loss.coefficient * float(output.aux_loss), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "llama4_text"])
+def test_a_family_that_adds_none_has_none(family: str) -> None:
+    assert find_router_loss(tiny_model(tiny_config(family))) is None
