@@ -244,6 +244,13 @@ def find_parameter_shapes(config: PretrainedConfig, adapter: Adapter | None = No
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def list_parameter_names(config: PretrainedConfig, adapter: Adapter | None = None) -> list[str]:
+    """List the model's parameters in their order; of a tied one the first of its names."""
+    model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    add_adapter(model, adapter)
+    return [name for name, _ in model.named_parameters()]
+
+
 def make_trainable(model: nn.Module, source: ModelSource) -> None:
     """Put the source's adapter into a model on the meta device, and freeze what is not trained.
 

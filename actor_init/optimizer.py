@@ -1,11 +1,13 @@
 """Follow the steps of the optimizer for every backend: the schedule of its learning rate, the norm, the loss scale."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,6 +30,44 @@ class Progress:
 
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32, Dtype.FP16: torch.float16}
+
+
+# What torch's optimizer keeps of a group of `ModelSource.optimizer_groups`: its number there.
+GROUP_NUMBER = "micro_replay_group"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """What one step of the optimizer is taken with, in place of what the spec says.
+
+    groups        settings as torch's optimizers have them, of each parameter group of the model's source by number
+    needs_finite  the step is left out where the gradient's norm is not finite
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    needs_finite: bool = False
+
+    def apply(self, optimizer: Optimizer, schedule: LambdaLR | None) -> None:
+        """Set them before a step. Where rates are among them, the schedule goes on from those."""
+        for group in optimizer.param_groups:
+            group.update(self.groups[group.get(GROUP_NUMBER, 0)])
+        if schedule is not None and "lr" in self.groups[0]:
+            schedule.base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+
+def allows_step(settings: StepSettings | None, norm: float | Tensor | None) -> bool:
+    """May a step be taken with a gradient of this norm?"""
+    return settings is None or not settings.needs_finite or norm is None or math.isfinite(norm)
+
+
+def count_state_bytes(optimizer: Optimizer | None) -> int:
+    """Count the bytes of what this rank's optimizer keeps of its steps."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (value.to_local() if isinstance(value, DTensor) else value for value in tensors)
+    )
 
 
 def make_schedule(spec: ActorSpec, optimizer: Optimizer) -> LambdaLR:

@@ -22,13 +22,15 @@ def option(
     named: bool = True,
     choices: Collection[str] = (),
     metavar: str | Callable[[], str] | None = None,
+    bare: Any = None,
 ) -> Any:
     """Return a dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
-    named=False they are the only way to set it. `choices` are the words that a text value may be; `metavar` says in the
-    help what it may be where that is no list. `choices`, and functions for `help` and `metavar`, are evaluated when
-    needed, because more backends may have been registered by then.
+    named=False they are the only way to set it. `bare` is what the field's own flag sets where no word follows it.
+    `choices` are the words that a text value may be; `metavar` says in the help what it may be where that is no list.
+    `choices`, and functions for `help` and `metavar`, are evaluated when needed, because more backends may have been
+    registered by then.
     """
     shape = {
         "min": min,
@@ -37,6 +39,7 @@ def option(
         "named": named,
         "choices": choices,
         "metavar": metavar,
+        "bare": bare,
     }
     return field(default=default, metadata={"help": help, **shape})
 
@@ -89,8 +92,12 @@ class PadTo(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Words of --optimizer that the code names; `declarations/optimizers` has what each steps with."""
+    """Words of --optimizer that the code names; `declarations/optimizers` has what each steps with.
 
+    AUTO is the job's where its steps are followed, else ADAMW.
+    """
+
+    AUTO = "auto"
     ADAMW = "adamw"
     ADAM = "adam"
     SGD = "sgd"

@@ -92,11 +92,12 @@ def _sequence_parallel_help() -> str:
 def _optimizer_help() -> str:
     sentences = [f"{word}: {family.help}." for word, family in OPTIMIZERS.items() if family.help]
     none = "none keeps weights and gradients in the compute dtype, without master weights."
-    return " ".join([*sentences, none, "FILE.py:function: your own (docs/replay.md)."])
+    auto = "auto: the job's where its steps are followed (--step), else adamw."
+    return " ".join([auto, *sentences, none, "FILE.py:function: your own (docs/replay.md)."])
 
 
 def _list_optimizer_forms() -> str:
-    return "|".join([*list_optimizer_words(), "FILE.py:function"])
+    return "|".join([OptimizerName.AUTO, *list_optimizer_words(), "FILE.py:function"])
 
 
 def _setting_help(name: str) -> str:
@@ -108,7 +109,7 @@ def _setting_help(name: str) -> str:
                 default = setting.default[setting.options.index(name)] if setting.options[1:] else setting.default
                 words.setdefault("none" if default is None else f"{default:g}", []).append(word)
     defaults = "; ".join(f"{default} for {', '.join(owners)}" for default, owners in words.items())
-    return f"Default: {defaults}."
+    return f"Default: the job's in each step, as --learning-rate; else {defaults}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,8 +224,10 @@ class ActorSpec:
         "here; live: those chosen here. auto: recorded where the captures hold them.",
     )
     gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
-    optimizer: str = option(OptimizerName.ADAMW.value, _optimizer_help, metavar=_list_optimizer_forms)
-    learning_rate: float = option(1e-6, "Used with --step.", min=0)
+    optimizer: str = option(OptimizerName.AUTO.value, _optimizer_help, metavar=_list_optimizer_forms)
+    learning_rate: float | None = option(
+        None, "Used with --step. Default: the job's in each step, where the inputs hold its steps; else 1e-6.", min=0
+    )
     weight_decay: float | None = option(None, lambda: _setting_help("weight_decay"), min=0)
     beta1: float | None = option(None, lambda: _setting_help("beta1"), min=0, max=1)
     beta2: float | None = option(None, lambda: _setting_help("beta2"), min=0, max=1)
@@ -241,7 +244,8 @@ class ActorSpec:
     )
     max_norm: float | None = option(
         None,
-        "Clip the global gradient norm to this before a step; inf is no limit, as without.",
+        "Clip the global gradient norm to this before a step; inf is no limit. Default: as the job did, where its "
+        "steps are followed (--step); else no limit.",
         min=0,
         max=math.inf,
     )
@@ -251,8 +255,6 @@ class ActorSpec:
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
 
     def __post_init__(self) -> None:
-        if self.max_norm == math.inf:
-            object.__setattr__(self, "max_norm", None)
         self._refuse_unknown_optimizer()
         self._refuse_foreign_settings()
         self._refuse_what_a_custom_model_lacks()
@@ -281,13 +283,21 @@ class ActorSpec:
     ) -> Self:
         """Return the spec with these values for the options that were not given."""
         return replace(
-            self,
+            self.with_step_defaults(),
             dtype=dtype if self.dtype is Dtype.AUTO else self.dtype,
             packing=packing and not self.is_custom if self.packing is None else self.packing,
             attention=attention if self.attention == Attention.AUTO and not self.is_custom else self.attention,
             kernels=kernels if self.kernels is Kernels.AUTO else self.kernels,
             routing=routing if self.routing is Routing.AUTO else self.routing,
             grad_accumulation=self.grad_accumulation or grad_accumulation,
+        )
+
+    def with_step_defaults(self) -> Self:
+        """Return the spec with an optimizer, where the job's is not known, and without a limit that is none."""
+        return replace(
+            self,
+            optimizer=OptimizerName.ADAMW.value if self.optimizer == OptimizerName.AUTO else self.optimizer,
+            max_norm=None if self.max_norm == math.inf else self.max_norm,
         )
 
     def find_padded_length(self, num_tokens: int) -> int | None:
@@ -320,15 +330,22 @@ class ActorSpec:
         return self.grad_accumulation or 1
 
     @property
+    def base_rate(self) -> float:
+        """The learning rate that was typed, else the default."""
+        return 1e-6 if self.learning_rate is None else self.learning_rate
+
+    @property
     def optimizer_settings(self) -> dict[str, Any]:
         """Return the keyword arguments of the optimizer's class, with its defaults for settings that were not given.
 
         A user's own function is given what was typed, by the names of the fields, and the learning rate.
         """
+        if self.optimizer == OptimizerName.AUTO:
+            return self.with_step_defaults().optimizer_settings
         if self.optimizer in OPTIMIZERS:
             return find_optimizer(self.optimizer).read_options(self)
         typed = {name: getattr(self, name) for name in STEP_SETTINGS if getattr(self, name) is not None}
-        return {"lr": self.learning_rate, **typed}
+        return {"lr": self.base_rate, **typed}
 
     @property
     def custom_optimizer(self) -> tuple[Path, str] | None:
@@ -397,7 +414,7 @@ class ActorSpec:
 
     def _refuse_unknown_optimizer(self) -> None:
         words = list_optimizer_words()
-        if self.optimizer in words or self.custom_optimizer is not None:
+        if self.optimizer in (OptimizerName.AUTO, *words) or self.custom_optimizer is not None:
             return
         optimizer = Setting("optimizer", self.optimizer)
         if self.optimizer.endswith((".py", ".py:")):
@@ -407,7 +424,8 @@ class ActorSpec:
         raise UsageError.not_allowed("optimizer", self.optimizer, advice)
 
     def _refuse_foreign_settings(self) -> None:
-        if self.custom_optimizer is not None:
+        if self.custom_optimizer is not None or self.optimizer == OptimizerName.AUTO:
+            # Of `auto` they are checked when it is known which it is.
             return
         known = find_optimizer(self.optimizer).options if self.has_optimizer else ()
         for name in STEP_SETTINGS:

@@ -32,6 +32,8 @@ from actor_init.model import (
 )
 from actor_init.optimizer import (
     TORCH_DTYPES,
+    StepSettings,
+    allows_step,
     compute_total_norm,
     make_schedule,
     update_scale_and_rate,
@@ -110,7 +112,7 @@ class DDPBackend(TorchBackend):
         TorchBackend.backward(self, loss)
         self.window.num_backwards += 1
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         self.window.num_backwards = 0
         if self.scaler.is_enabled():
             assert self.optimizer is not None
@@ -118,8 +120,11 @@ class DDPBackend(TorchBackend):
         norm = compute_total_norm(
             [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         )
+        step = step and allows_step(settings, norm)
         if step:
             assert self.optimizer is not None
+            if settings is not None:
+                settings.apply(self.optimizer, self.schedule)
             if self.spec.max_norm:
                 clip_grads_with_norm_(self.model.parameters(), self.spec.max_norm, norm)
             self.scaler.step(self.optimizer)

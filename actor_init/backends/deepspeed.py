@@ -49,7 +49,10 @@ from actor_init.model import (
 from actor_init.optimizer import (
     TORCH_DTYPES,
     Progress,
+    StepSettings,
+    allows_step,
     compute_total_norm,
+    count_state_bytes,
     load_schedule,
     make_schedule,
 )
@@ -68,9 +71,20 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 @dataclass(slots=True)
 class StepGate:
-    """Say whether the optimizer's step does anything."""
+    """Say whether the optimizer's step does anything.
+
+    settings  of the step; None: as the spec says
+    engine    whose optimizer knows the gradient's norm when it steps; None: it is not there yet
+    """
 
     is_open: bool = False
+    settings: StepSettings | None = None
+    engine: Any = None
+
+    @property
+    def lets_through(self) -> bool:
+        norm = getattr(getattr(self.engine, "optimizer", None), "_global_grad_norm", None)
+        return self.is_open and allows_step(self.settings, norm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +151,7 @@ class DeepSpeedBackend:
             config=config,
             dist_init_required=False,
         )
+        gate.engine = engine
         # The modules that AutoTP replaced are in reference cycles, and hold their weights until they are collected.
         gc.collect()
         if spec.compile is Compile.DEEPCOMPILE:
@@ -166,15 +181,19 @@ class DeepSpeedBackend:
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         if self.spec.parallel.tp > 1:
             mark_split_gradients(self.engine.module)
         norm = self._norm_of_plain_gradients()
-        self.gate.is_open = step
+        step = step and allows_step(settings, norm)
+        if step and settings is not None:
+            settings.apply(self.engine.basic_optimizer, self.schedule)
+        self.gate.is_open, self.gate.settings = step, settings
         self.engine.step()
-        if step and self.engine.was_step_applied():
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        if step and self.engine.was_step_applied() and allows_step(settings, norm):
             self.schedule.step()
-        return float(self.engine.get_global_grad_norm() if norm is None else norm)
+        return float(norm)
 
     def _norm_of_plain_gradients(self) -> Tensor | None:
         """Return the norm where the engine computes none: stage 0 in fp32, or without an optimizer."""
@@ -231,6 +250,9 @@ class DeepSpeedBackend:
 
     def progress(self) -> Progress:
         return Progress.from_schedule(self.schedule)
+
+    def count_state_bytes(self) -> int:
+        return count_state_bytes(self.engine.basic_optimizer)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -304,7 +326,7 @@ def _make_gated_optimizer(
         step = type(optimizer).step
 
         def step_if_open(self: Any, closure: Any = None) -> Any:
-            return step(self, closure) if gate.is_open else None
+            return step(self, closure) if gate.lets_through else None
 
         optimizer.step = MethodType(step_if_open, optimizer)  # type: ignore[method-assign]
         return optimizer

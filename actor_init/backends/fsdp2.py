@@ -33,6 +33,8 @@ from actor_init.model import (
 )
 from actor_init.optimizer import (
     TORCH_DTYPES,
+    StepSettings,
+    allows_step,
     compute_total_norm,
     make_schedule,
     update_scale_and_rate,
@@ -139,15 +141,18 @@ class FSDP2Backend(TorchBackend):
             head.set_reshard_after_forward(self.spec.resolved_zero_stage == 3 and not trains, recurse=False)
         return action_log_probs(self.model, inputs)
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         if self.scaler.is_enabled():
             assert self.optimizer is not None
             self.scaler.unscale_(self.optimizer)
         groups = group_parameters_by_mesh(self.model)
         norms = [_compute_norm(parameters) for parameters in groups]
         norm = torch.stack(norms).norm().float()
+        step = step and allows_step(settings, norm)
         if step:
             assert self.optimizer is not None
+            if settings is not None:
+                settings.apply(self.optimizer, self.schedule)
             for parameters in groups:
                 if self.spec.max_norm:
                     clip_grads_with_norm_(parameters, self.spec.max_norm, norm)

@@ -14,7 +14,7 @@ from actor_init.declarations.backends import find_declaration, find_obstacle
 from actor_init.declarations.optimizers import find_missing_package
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
-from actor_init.optimizer import Progress
+from actor_init.optimizer import Progress, StepSettings
 from actor_init.spec import ActorSpec, Kernels, UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
@@ -47,8 +47,10 @@ class Backend(Protocol):
         """Add `loss`'s gradient, averaged over the data ranks and the accumulation window."""
         ...
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         """End an accumulation window after its last backward: step if `step`, and clear the gradients.
+
+        settings  of this step, which may leave it out; None: as the spec says
 
         Returns the global gradient norm before clipping; inf if fp16 overflowed.
         """
@@ -102,6 +104,10 @@ class Backend(Protocol):
 
     def progress(self) -> Progress:
         """The optimizer's progress."""
+        ...
+
+    def count_state_bytes(self) -> int:
+        """Count the bytes of what this rank's optimizer keeps of its steps: moments."""
         ...
 
     def close(self) -> None:

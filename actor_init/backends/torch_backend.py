@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from actor_init.model import ModelSource
-from actor_init.optimizer import Progress
+from actor_init.optimizer import Progress, count_state_bytes
 from actor_init.saving import state_file
 from actor_init.spec import ActorSpec
 
@@ -52,6 +52,9 @@ class TorchBackend:
 
     def progress(self) -> Progress:
         return Progress.from_schedule(self.schedule)
+
+    def count_state_bytes(self) -> int:
+        return count_state_bytes(self.optimizer)
 
     def close(self) -> None:
         self.model.zero_grad(set_to_none=True)

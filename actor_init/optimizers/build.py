@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers import find_optimizer
 from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.optimizer import GROUP_NUMBER
 from actor_init.optimizers.combined import CombinedOptimizer
 from actor_init.optimizers.state_loading import AssignedState, NamedParameters, load_optimizer_state
 from actor_init.optimizers.whole_parameters import WholeParameterOptimizer
@@ -70,8 +71,9 @@ def _make_declared_optimizer(
     spec: ActorSpec, parameters: NamedParameters, outer: frozenset[str], groups: Sequence[ParameterGroup]
 ) -> Optimizer:
     members: dict[str, list[dict[str, Any]]] = {}
-    for group in groups or _group_by_spec(spec, parameters, outer):
-        members.setdefault(group.family, []).extend(_fill_group(group, parameters))
+    for number, group in enumerate(groups or _group_by_spec(spec, parameters, outer)):
+        filled = [{**each, GROUP_NUMBER: number} for each in _fill_group(group, parameters)]
+        members.setdefault(group.family, []).extend(filled)
     grouped = {name for group in groups for name in group.names}
     if groups and (missing := [name for name, _ in parameters if name not in grouped]):
         raise UsageError("the job's optimizer", f"has no {missing[0]}, which is trained here")
@@ -96,7 +98,7 @@ def _read_companion(companion: OptimizerDeclaration, spec: ActorSpec) -> dict[st
     """Return the settings of the companion: of the options the learning rate and the weight decay, else its own."""
     settings = {setting.name: setting.default for setting in companion.settings}
     decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
-    return {"lr": spec.learning_rate, **settings, **decay}
+    return {"lr": spec.base_rate, **settings, **decay}
 
 
 def _fill_group(group: ParameterGroup, parameters: NamedParameters) -> list[dict[str, Any]]:
@@ -131,7 +133,8 @@ def _make_member(declaration: OptimizerDeclaration, groups: Iterable[Mapping[str
             if setting.name not in accepted and group[setting.name] != setting.default:
                 why = f"has no {setting.name} in {engine.__module__}, and it is {group[setting.name]} here"
                 raise UsageError(Setting("optimizer", declaration.word), why)
-    kept = [{name: value for name, value in group.items() if name == "params" or name in accepted} for group in groups]
+    names = {"params", GROUP_NUMBER, *accepted}
+    kept = [{name: value for name, value in group.items() if name in names} for group in groups]
     is_sharded = any(isinstance(parameter, DTensor) for group in kept for parameter in group["params"])
     if is_sharded and not (declaration.is_elementwise and engine.__module__.startswith("torch.")):
         return WholeParameterOptimizer(engine, kept)

@@ -131,7 +131,7 @@ class SavedState:
             ring=spec.parallel.ring,
             dtype=spec.dtype.value,
             optimizer=spec.optimizer,
-            learning_rate=spec.learning_rate,
+            learning_rate=spec.base_rate,
             lr_warmup_steps=spec.lr_warmup_steps,
             max_norm=spec.max_norm,
             num_steps=progress.num_steps,

@@ -22,6 +22,7 @@ class _Content(TypedDict, total=False):
     config: dict[str, object]
     adapters: object
     frozen: object
+    parameters: object
 
 
 def write_actor_config(
@@ -30,6 +31,7 @@ def write_actor_config(
     model_name: str | None,
     adapters: Mapping[str, Mapping[str, object]] | None = None,
     frozen: Sequence[str] = (),
+    parameters: Sequence[str] = (),
 ) -> Path:
     """Write `actor.json`. Ranks that do so at the same time leave one whole file of theirs. Raises OSError.
 
@@ -37,12 +39,15 @@ def write_actor_config(
 
     adapters  configs of PEFT's adapters by name; None without any
     frozen    names of the parameters that are not trained, where no adapter says so
+    parameters  names of all parameters, in the order in which an optimizer's step numbers them
     """
     content: _Content = {"format": FORMAT, "model_name": model_name, "config": dict(config)}
     if adapters:
         content["adapters"] = {name: dict(adapter) for name, adapter in adapters.items()}
     if frozen:
         content["frozen"] = list(frozen)
+    if parameters:
+        content["parameters"] = list(parameters)
     path = Path(folder) / ACTOR_CONFIG_NAME
     write_atomically(path, json.dumps(content, indent=1, default=str).encode())
     return path
@@ -77,9 +82,21 @@ def read_frozen_names(folder: str | Path) -> list[str]:
     Raises CaptureError as `read_actor_config` does, and for names that are none.
     """
     content = _read_content(folder)
-    names = [] if content is None else content.get("frozen", [])
+    return _check_names(folder, "frozen", [] if content is None else content.get("frozen", []))
+
+
+def read_parameter_names(folder: str | Path) -> list[str]:
+    """Read the names of the job's parameters in their order; none where the file does not say.
+
+    Raises CaptureError as `read_actor_config` does, and for names that are none.
+    """
+    content = _read_content(folder)
+    return _check_names(folder, "parameters", [] if content is None else content.get("parameters", []))
+
+
+def _check_names(folder: str | Path, key: str, names: object) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `frozen` is no list of names")
+        raise CaptureError(f"{Path(folder) / ACTOR_CONFIG_NAME}: `{key}` is no list of names")
     return names
 
 

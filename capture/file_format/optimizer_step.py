@@ -10,7 +10,7 @@ the job and in a replay. Which tokens' log-probs are kept follows from the shape
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from capture.file_format.optimizer_state import StateSample, merge_state_samples
 
 NUM_SAMPLED_ELEMENTS = 4
 MAX_SAMPLED_TOKENS = 64
+# No model has so many parameters: a range that is longer is damaged.
+MAX_NUMBERED = 1_000_000
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -128,8 +130,10 @@ class OptimizerStep:
     optimizer         name of its class; of several that stepped, all their names
     library           the package that the class is of, as `torch`; `__main__` for one of the job's script
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
-                      and `num_parameters` of the model, 0 where it is not known
-                      Where several optimizers stepped, `optimizer` and `library` say which one a group is of
+                      and `num_parameters` of the model, 0 where it is not known.
+                      Where several optimizers stepped, `optimizer` and `library` say which one a group is of.
+                      Where an optimizer has several groups, `parameters` has the numbers of the group's parameters
+                      among the model's, as `0-8,11`
     has_state         False: it was this optimizer's first step, so its moments began at 0
     state             samples of what the optimizer held before the step: moments, momentum
     state_steps       the steps that it had counted by then: different numbers where parameters have counts of their own
@@ -245,16 +249,52 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
 
 
 def merge_equal_settings(settings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Merge groups of the same settings, and add up their parameters."""
+    """Merge groups of the same settings, and add up their parameters.
+
+    Of a merged group it is known which parameters it has only if that was known of all its parts.
+    """
     distinct_groups: list[dict[str, Any]] = []
     for group in settings:
         for distinct in distinct_groups:
-            if {**distinct, "num_parameters": 0} == {**group, "num_parameters": 0}:
+            if _strip_members(distinct) == _strip_members(group):
                 distinct["num_parameters"] += group["num_parameters"]
+                members: list[str | None] = [distinct.pop("parameters", None), group.get("parameters")]
+                known_members = [text for text in members if text is not None]
+                if len(known_members) == len(members):
+                    distinct["parameters"] = format_numbers(
+                        {number for text in known_members for number in parse_numbers(text)}
+                    )
                 break
         else:
             distinct_groups.append(dict(group))
     return tuple(distinct_groups)
+
+
+def _strip_members(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings without those that tell which parameters it has."""
+    return {name: value for name, value in group.items() if name not in ("num_parameters", "parameters")}
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Format whole numbers as ranges in their order, as `0-8,11`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Read what `format_numbers` wrote. Raises ValueError for anything else."""
+    numbers: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        if int(last or first) - int(first) >= MAX_NUMBERED:
+            raise ValueError(f"{part} are too many")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def choose_sampled_tokens(num_rows: int, num_tokens: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from capture.file_format.actor_config import (
     read_actor_config,
     read_adapter_configs,
     read_frozen_names,
+    read_parameter_names,
     write_actor_config,
 )
 from capture.file_format.capture_file import Call, read_call, read_capture_bytes, utc_now
@@ -132,7 +133,14 @@ def convert_folder(
     make_empty_folder(target)
     folder = source if source.is_dir() else source.parent
     if (config := read_actor_config(folder)) is not None:
-        write_actor_config(target, config, None, read_adapter_configs(folder), read_frozen_names(folder))
+        write_actor_config(
+            target,
+            config,
+            None,
+            read_adapter_configs(folder),
+            read_frozen_names(folder),
+            read_parameter_names(folder),
+        )
     copy_model_facts(folder, target)
     now = utc_now()
     refused: dict[str, CaptureError] = {}

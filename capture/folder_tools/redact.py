@@ -15,6 +15,7 @@ from capture.file_format.actor_config import (
     read_actor_config,
     read_adapter_configs,
     read_frozen_names,
+    read_parameter_names,
     write_actor_config,
 )
 from capture.file_format.capture_file import Call, read_call
@@ -79,7 +80,9 @@ def redact_folder(source: Path, target: Path, tokens: TokenRedaction) -> Redacti
     config = read_actor_config(source)
     if config is not None:
         adapters = _without_paths(read_adapter_configs(source))
-        write_actor_config(target, _without_paths(config), None, adapters, read_frozen_names(source))
+        write_actor_config(
+            target, _without_paths(config), None, adapters, read_frozen_names(source), read_parameter_names(source)
+        )
     num_written, refused, blanked = 0, dict[str, CaptureError](), set[str]()
     with FolderWriter(target, segment=segment) as writer:
         for capture in captures:

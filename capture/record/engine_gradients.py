@@ -89,19 +89,22 @@ class EngineGradients:
             return None
         return self._find_part_of_copy(parameter, copy[0], first=0, count=parameter.numel(), offset=copy[1])
 
-    def count_parameters(self) -> list[int]:
-        """Count the model's parameters in each group that steps now."""
-        counts: list[int] = []
+    def list_parameters(self) -> list[Sequence[Any]]:
+        """List the model's parameters in each group that steps now."""
+        groups_stepping: list[Sequence[Any]] = []
         for partitions_name, groups_name in _GROUPS_BY_PARTITIONS.items():
             all_partitions = getattr(self.wrapper, partitions_name, ())
             groups = getattr(self.wrapper, groups_name, ())
             for flat, group in zip(all_partitions, groups, strict=False):
                 if any(partition is flat for partition in self.partitions):
-                    counts.append(len(group))
-            if counts:
-                return counts
+                    groups_stepping.append(group)
+            if groups_stepping:
+                return groups_stepping
         # The optimizer has no flat partitions, but a copy of each parameter.
-        return [len(group) for group in getattr(self.wrapper, "fp32_groups", ())]
+        if not (copies := getattr(self.wrapper, "fp32_groups", ())):
+            return []
+        groups = getattr(self.wrapper, "fp16_groups", ())
+        return list(groups if [*map(len, groups)] == [*map(len, copies)] else copies)
 
     @property
     def grad_norm(self) -> Tensor | float | None:

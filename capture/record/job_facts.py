@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, write_actor_config
 from capture.file_format.micro_batch import CaptureError
-from capture.record.parameter_sampler import list_frozen_names
+from capture.record.parameter_sampler import list_frozen_names, list_parameter_names
 
 LIGER = "liger_kernel"
 
@@ -34,7 +34,7 @@ def prepare_folder(folder: Path, model: nn.Module) -> str:
     name = _remove_host_paths(getattr(config, "_name_or_path", "")) or type(owner).__name__
     adapters = find_adapter_configs(model)
     frozen = [] if adapters else list_frozen_names(model)
-    _write_config_once(folder, read_config(model), name, adapters, frozen)
+    _write_config_once(folder, read_config(model), name, adapters, frozen, list_parameter_names(model))
     return str(name)
 
 
@@ -84,10 +84,11 @@ def _write_config_once(
     model_name: str,
     adapters: dict[str, dict[str, object]],
     frozen: Sequence[str],
+    parameters: Sequence[str],
 ) -> None:
     existing = read_actor_config(folder)
     if existing is None:
-        write_actor_config(folder, config, model_name, adapters, frozen)
+        write_actor_config(folder, config, model_name, adapters, frozen, parameters)
     elif (
         select_architecture(existing) != select_architecture(json.loads(json.dumps(config, default=str)))
         or read_adapter_configs(folder) != adapters

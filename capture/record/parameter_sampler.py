@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.optimizer_step import ParameterSamples, Sample, choose_sampled_run, strip_wrappers
+from capture.file_format.optimizer_step import (
+    ParameterSamples,
+    Sample,
+    choose_sampled_run,
+    format_numbers,
+    strip_wrappers,
+)
 from capture.file_format.safe_unpickler import type_name
 from capture.record.sharding import SampleLocation, UnknownLayoutError, locate_run, locate_run_in_flat
 
@@ -291,6 +297,19 @@ class ParameterSampler:
         """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
         return sum(slot.is_among(ids) for slot in self._all_slots)
 
+    def find_numbers(self, groups: Sequence[Sequence[Tensor]]) -> list[str] | None:
+        """Return the numbers that the parameters of each group have among the model's, as `0-8,11`.
+
+        `list_parameter_names` has their names. Returns None where it is not known, as of flattened ones (FSDP1).
+        """
+        if self.has_flat_parameters:
+            return None
+        numbers = {id(slot.get_parameter()): number for number, slot in enumerate(self._all_slots)}
+        return [
+            format_numbers(number for parameter in group if (number := numbers.get(id(parameter))) is not None)
+            for group in groups
+        ]
+
     def has_no_gradients(self, *, in_shards: bool) -> bool:
         """Tell whether the first few trained parameters have no gradients: they were emptied, or never filled.
 
@@ -380,6 +399,11 @@ class ParameterSampler:
 def list_frozen_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are not trained; of one with several names, the first."""
     return [slot.name for slot, parameter in _find_distinct_slots(model) if not parameter.requires_grad]
+
+
+def list_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters in the order of their numbers; of one with several names, the first."""
+    return [slot.name for slot, _ in _find_distinct_slots(model)]
 
 
 def _find_distinct_slots(model: nn.Module) -> Iterator[tuple[ParameterSlot, nn.Parameter]]:

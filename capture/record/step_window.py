@@ -121,6 +121,9 @@ class StepWindow:
         # For each optimizer that was seen: whether it trains the model, and DeepSpeed's optimizer around it.
         self._relations: weakref.WeakKeyDictionary[Optimizer, tuple[bool, weakref.ref[Any] | None]]
         self._relations = weakref.WeakKeyDictionary()
+        # For each optimizer with several groups: what tells whether they are still the same, and their parameters.
+        self._members: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[Any, ...], list[str] | None]]
+        self._members = weakref.WeakKeyDictionary()
         self._num_skipped = 0
         self._begin_window()
 
@@ -237,12 +240,13 @@ class StepWindow:
             self._signed_names |= signatures.names
             signatures = replace(signatures, values=engine_gradients.undo_clipping(signatures.values))
         settings, tensors = read_optimizer_settings(optimizer)
-        counts = engine_gradients.count_parameters()
+        members = engine_gradients.list_parameters()
         # Other numbers of groups mean that it is not known which parameters lie in which group.
-        if len(counts) != len(settings):
-            counts = [0] * len(settings)
-        for group, count in zip(settings, counts, strict=True):
-            group["num_parameters"] = count
+        are_known = len(members) == len(settings)
+        for group, parameters in zip(settings, members if are_known else [()] * len(settings), strict=True):
+            group["num_parameters"] = len(parameters)
+        if are_known and len(optimizer.param_groups) > 1:
+            self._add_members(optimizer, settings, members)
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if (norm := engine_gradients.grad_norm) is not None:
             tensors[_NORM] = torch.tensor([norm], device="cpu") if isinstance(norm, float) else norm.reshape(1)
@@ -283,6 +287,10 @@ class StepWindow:
         if self._sampler.has_flat_parameters:
             for group_settings, group in zip(settings, _list_groups(optimizer), strict=False):
                 group_settings["num_parameters"] = self._sampler.count_among(set(map(id, group["params"])))
+        members = [group["params"] for group in _list_groups(optimizer)]
+        # The last group whose settings are kept counts those that are not, and then it is not known which they are.
+        if 1 < len(members) == len(settings):
+            self._add_members(optimizer, settings, members)
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
@@ -315,6 +323,18 @@ class StepWindow:
             return None
         find_part = None if engine is None else engine.find_part
         return self._signer.sign(ids, self._signed_names, find_part)
+
+    def _add_members(
+        self, optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: Sequence[Sequence[Any]]
+    ) -> None:
+        """Add to the settings of each group which parameters it has, where that is known."""
+        key = tuple((len(group), id(group[0])) for group in groups if len(group))
+        earlier_key, numbers = self._members.get(optimizer, ((), None))
+        if key != earlier_key:
+            numbers = self._sampler.find_numbers(groups)
+            self._members[optimizer] = key, numbers
+        for group_settings, text in zip(settings, numbers or (), strict=False):
+            group_settings["parameters"] = text
 
     @property
     def has_stepped(self) -> bool:

@@ -268,7 +268,7 @@ def _admit_cell(
     plain = context.name_run(context.plain_setting(spec.actor.dtype))
     window = setting.get(DATA, 1) * spec.actor.num_accumulated
     reference = plain if window == 1 or role is Role.REFERENCE else f"{plain}, accumulated {window}"
-    if spec.measure.step and role is Role.REFERENCE:
+    if spec.measure.steps and role is Role.REFERENCE:
         # Steps on other windows are a different training run.
         reference = name
     cell = Cell(

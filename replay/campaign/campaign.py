@@ -306,7 +306,7 @@ class Campaign(Generic[Plan]):
     def _make_task(self, job: CampaignJob) -> Task:
         return Task.attempt(
             self.folder / job.home,
-            ChildJob(spec=replace(job.spec, measure=replace(job.spec.measure, trials=False))),
+            ChildJob(spec=job.spec.as_child()),
             num_processes=job.num_processes,
             limit=self._seconds_per_job,
             python=job.python,

@@ -25,6 +25,7 @@ from replay.options.option_parsing import (
     add_options,
     build_replay_spec,
     format_error_with_flags,
+    join_optional_values,
     refuse_typed,
 )
 from replay.options.ray_options import RayOptions, with_ray_options
@@ -136,7 +137,7 @@ def parse_command_line(typed: Sequence[str]) -> Any:
 
     Raises UsageError, or the error of typer, where it is wrong.
     """
-    return _build_commands()(list(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
+    return _build_commands()(join_optional_values(typed), prog_name="replay", standalone_mode=False, obj=tuple(typed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

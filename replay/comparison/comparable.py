@@ -51,7 +51,7 @@ def find_reasons_to_refuse(
         *_compare_models(reference, other),
         *_compare_work_settings(reference, other),
         *_compare_inputs(reference, pairs, other),
-        *(_compare_steps(pairs, windows, other_windows) if reference.measure.step and other.measure.step else []),
+        *(_compare_steps(pairs, windows, other_windows) if reference.measure.steps and other.measure.steps else []),
     ]
 
 
@@ -104,7 +104,7 @@ def _file_digest(run: PastRun) -> str:
 
 
 def _compare_work_settings(reference: PastRun, other: PastRun) -> list[str]:
-    both_step = reference.measure.step and other.measure.step
+    both_step = reference.measure.steps and other.measure.steps
     names = ALWAYS_SAME + (SAME_UNDER_STEP if both_step else ())
     return [*_compare_values(reference, other, names), *_compare_loss_files(reference, other)]
 

@@ -182,7 +182,15 @@ def select_loss_tokens(loss: str, batch: MicroBatch) -> MicroBatch:
     """
     if is_objective(loss):
         return with_shift_labels_as_labels(batch)
-    return replace(batch, action_mask_BA=None) if loss == LossName.SFT else batch
+    return replace(batch, action_mask_BA=None) if name_loss(loss, batch) == LossName.SFT else batch
+
+
+def name_loss(loss: str, batch: MicroBatch) -> str:
+    """Name the loss that `loss` is for a micro-batch: `auto` is sft where there are labels, else the stand-in."""
+    if loss != LossName.AUTO:
+        return loss
+    has_labels = batch.labels_BS is not None or batch.shift_labels is not None
+    return LossName.SFT if has_labels else LossName.STAND_IN
 
 
 def may_count_after_padding(spec: ReplayParts) -> bool:

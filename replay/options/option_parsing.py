@@ -55,6 +55,7 @@ class DeclaredOption:
     switch_value  the value that a switch sets
     choices       the allowed words, if the value is one of a few
     metavar       what help shows for the value, if it is not the choices or the type
+    bare_value    the value that the flag sets where no value follows it; None: one has to follow
     """
 
     part: str
@@ -69,6 +70,7 @@ class DeclaredOption:
     switch_value: Any = None
     choices: Collection[str] = ()
     metavar: str | None = None
+    bare_value: Any = None
 
     @property
     def parameter(self) -> str:
@@ -86,6 +88,8 @@ class DeclaredOption:
         """Format the arguments that set the field to `value`."""
         if self.is_switch or self.value_type is bool:
             return [self.flag if self.is_switch or value else self.negation]
+        if self.bare_value is not None and value == self.bare_value:
+            return [self.flag]
         return [self.flag, str(value)]
 
 
@@ -117,6 +121,7 @@ def _make_options(part: str, spec_field: Field[Any], value_type: Any) -> Iterato
             max=metadata["max"],
             choices=choices,
             metavar=metavar,
+            bare_value=metadata["bare"],
             **shared,
         )
     for flag, value in metadata["flags"].items():
@@ -211,6 +216,22 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
         values = {name: value for (owner, name), (_, value) in typed.items() if owner == part}
         parts[part] = spec_class(**inner, **values)
     return ReplaySpec(**parts)
+
+
+def join_optional_values(typed: Sequence[str]) -> list[str]:
+    """Join each flag that may stand alone with its value: `--step` and `--step auto` become `--step=on`, `--step=auto`.
+
+    The parser takes either flags with a value or flags without one.
+    """
+    words = {option.flag: option for option in list_options() if option.bare_value is not None}
+    joined: list[str] = []
+    for word in typed:
+        option = words.get(joined[-1]) if joined else None
+        if option is not None and word in option.choices:
+            joined[-1] = f"{option.flag}={word}"
+        else:
+            joined.append(word)
+    return [f"{word}={words[word].bare_value}" if word in words else word for word in joined]
 
 
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:

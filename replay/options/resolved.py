@@ -4,13 +4,13 @@ What runs, measures, judges and logs a replay reads this, and never the spec tha
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing
-from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, Routing
+from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec, StepMode
 
 # A log is read without these heavy imports.
 if TYPE_CHECKING:
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from actor_init.model import ModelSource
+    from actor_init.optimizer import StepSettings
 
 ATTENTION = "actor.attention"
 PACKING = "actor.packing"
 KERNELS = "actor.kernels"
 ROUTING = "actor.routing"
 TP_PLAN = "actor.parallel.tp_plan"
+STEP = "measure.step"
+LOSS = "measure.loss"
 FUSED_MODULES = "fused modules"
 LOSS_SCALE = "loss scale"
 ONCE_OPEN = "known once the actor is open"
@@ -33,12 +36,13 @@ LEFT_TO_OTHER_MACHINES = {
     ROUTING,
     "actor.zero_stage",
     *(f"actor.{name}" for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")),
+    *("actor.optimizer", "actor.max_norm", "measure.loss", "measure.step"),
     "inputs.inputs",
     "objective.clip_high",
 }
 
 
-PartT = TypeVar("PartT", ActorSpec, InputsSpec, ObjectiveSpec)
+PartT = TypeVar("PartT", ActorSpec, InputsSpec, MeasureSpec, ObjectiveSpec)
 
 
 class ChosenBy(StrEnum):
@@ -78,6 +82,8 @@ class ResolvedReplay(ReplayParts):
     kernel            the attention kernel's name in transformers
     attention_reason  why that kernel, for readers who may expect another; else empty
     why_whole_logits  what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
+    step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
+    followed_settings the settings in them that are the job's, by torch's names, and `max_norm`
     """
 
     source: "ModelSource"
@@ -86,6 +92,8 @@ class ResolvedReplay(ReplayParts):
     choices: tuple[ResolvedChoice, ...]
     attention_reason: str = ""
     why_whole_logits: str = ""
+    step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
+    followed_settings: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)
@@ -98,10 +106,17 @@ class ResolvedReplay(ReplayParts):
                 KERNELS: actor.kernels is Kernels.AUTO,
                 ROUTING: actor.routing is Routing.AUTO,
                 "actor.grad_accumulation": actor.grad_accumulation is None,
+                "actor.optimizer": actor.optimizer == OptimizerName.AUTO,
+                STEP: self.measure.step is StepMode.AUTO,
             }.items()
             if is_open
         ]
         assert not missing, f"{', '.join(missing)}: not resolved"
+
+    @property
+    def steps_unasked(self) -> bool:
+        """Does the optimizer step because the job's steps can be followed, and not because --step was typed?"""
+        return self.measure.steps and self.find_chooser(STEP) is ChosenBy.JOB
 
     def find_chooser(self, setting: str) -> ChosenBy:
         """Find who chose a setting; a default that nobody had to choose is one."""
@@ -118,7 +133,7 @@ class ResolvedReplay(ReplayParts):
         return ReplaySpec(
             actor=_reset_settings(self.actor, "actor", reset),
             inputs=_reset_settings(self.inputs, "inputs", reset),
-            measure=self.measure,
+            measure=_reset_settings(self.measure, "measure", reset),
             state=self.state,
             objective=_reset_settings(self.objective, "objective", reset),
         )
@@ -150,10 +165,10 @@ class ResolvedReplay(ReplayParts):
         parts: dict[str, Any] = {"actor": actor or self.actor, "inputs": inputs or self.inputs}
         parts["measure"] = measure or self.measure
         changed = {
-            f"{part}.{field.name}": getattr(spec, field.name)
+            f"{part}.{declared.name}": getattr(spec, declared.name)
             for part, spec in parts.items()
-            for field in fields(spec)
-            if getattr(spec, field.name) != getattr(getattr(self, part), field.name)
+            for declared in fields(spec)
+            if getattr(spec, declared.name) != getattr(getattr(self, part), declared.name)
         }
         is_open = parts["actor"].attention == Attention.AUTO
         parts["actor"], kernel = choose_actor_kernel(parts["actor"], self.device, self.source.config)
@@ -192,6 +207,6 @@ def choose_actor_kernel(actor: ActorSpec, where: "torch.device", config: "Pretra
 
 def _reset_settings(part: PartT, name: str, settings: Collection[str]) -> PartT:
     defaults: dict[str, Any] = {
-        field.name: field.default for field in fields(part) if f"{name}.{field.name}" in settings
+        declared.name: declared.default for declared in fields(part) if f"{name}.{declared.name}" in settings
     }
     return replace(part, **defaults)

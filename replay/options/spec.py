@@ -1,9 +1,10 @@
 """Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 from actor_init.declarations.backends import find_backends, find_declaration
 from actor_init.spec import RANDOM_WEIGHTS, ActorSpec, UsageError, option
@@ -23,8 +24,12 @@ class InputOrder(StrEnum):
 
 
 class LossName(StrEnum):
-    """Losses that are means of log-probs; `replay/options/declarations` has the objectives, which --loss may be too."""
+    """Losses that are means of log-probs; `replay/options/declarations` has the objectives, which --loss may be too.
 
+    AUTO is, for each micro-batch, SFT where it has labels, and the stand-in otherwise.
+    """
+
+    AUTO = "auto"
     STAND_IN = "stand-in"
     SFT = "sft"
 
@@ -47,7 +52,7 @@ class PairOrder(StrEnum):
     ALTERNATE = "alternate"
 
 
-STEP_SETTING, TRACE_SETTING, RESUME_SETTING = Setting("step", True), Setting("trace", True), Setting("resume", True)
+STEP_SETTING, TRACE_SETTING, RESUME_SETTING = Setting("step", "on"), Setting("trace", True), Setting("resume", True)
 PICKED_NUMBERS = re.compile(r"\d{1,9}(,\d{1,9})*")
 USER_LOSS_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)")
 
@@ -60,6 +65,7 @@ def is_objective(loss: str) -> bool:
 def _describe_losses() -> str:
     objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
     return (
+        "auto: sft where the captures have labels, else stand-in. "
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
         f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
     )
@@ -70,8 +76,15 @@ def _list_loss_words() -> str:
 
 
 class WindowWeights(StrEnum):
+    JOB = "job"
     TOKENS = "tokens"
     MEAN_OF_MEANS = "mean-of-means"
+
+
+class StepMode(StrEnum):
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class VerdictRule(StrEnum):
@@ -142,11 +155,12 @@ class MeasureSpec:
     off in their replays, whose verdicts tell no causes.
     """
 
-    loss: str = option(LossName.STAND_IN.value, _describe_losses, metavar=_list_loss_words)
+    loss: str = option(LossName.AUTO.value, _describe_losses, metavar=_list_loss_words)
     window: WindowWeights = option(
-        WindowWeights.TOKENS,
+        WindowWeights.JOB,
         "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
-        "the tokens that have a loss; mean-of-means: as much as every other pass.",
+        "the tokens that have a loss; mean-of-means: as much as every other pass; job: the one of the two that the "
+        "captures show, else tokens.",
     )
     verdict: VerdictRule = option(
         VerdictRule.REPORT,
@@ -162,7 +176,14 @@ class MeasureSpec:
         False, "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32."
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
-    step: bool = option(False, "Step the optimizer after backward.")
+    step: StepMode = option(
+        StepMode.AUTO,
+        "Step the optimizer at the end of each window: as the job did, where the inputs hold its steps. auto: where "
+        "they hold every pass from the optimizer's first step on, so that passes behind it can be judged; the step is "
+        "then not part of a pass's time. on (as --step alone): always, and as part of the pass.",
+        flags={"--no-step": StepMode.OFF},
+        bare=StepMode.ON,
+    )
     trace: bool = option(
         False,
         "Keep each token's log-prob and sketches of every layer's output and gradient, and of every parameter's "
@@ -195,12 +216,17 @@ class MeasureSpec:
         words = [*LossName, *OBJECTIVES]
         if self.loss not in words and not USER_LOSS_PATTERN.fullmatch(self.loss):
             raise UsageError.not_allowed("loss", self.loss, f"Give one of {', '.join(words)}, or FILE.py:FUNCTION")
-        if is_objective(self.loss) and self.window is not WindowWeights.TOKENS:
+        if is_objective(self.loss) and self.window is WindowWeights.MEAN_OF_MEANS:
             loss, window = Setting("loss", self.loss), Setting("window")
             why = f"is for {loss.with_value(LossName.STAND_IN)} and sft; {loss} weighs each pass by its own reduction"
             raise UsageError(
                 window.with_value(self.window), why, f"Try: without {window}, and with {Setting('reduction')}"
             )
+
+    @property
+    def steps(self) -> bool:
+        """Does the optimizer step? Of `auto` it is not known before the run is resolved."""
+        return self.step is StepMode.ON
 
     @property
     def keeps_details(self) -> bool:
@@ -328,13 +354,13 @@ class ReplayParts:
         no_optimizer = f"needs an optimizer, but {optimizer.with_value('none')} was given"
         if self.measure.trace and self.inputs.reverse_rows:
             raise UsageError(TRACE_SETTING, "tells rows by their place, and these are fed in reverse", drop_one)
-        if self.measure.step and not self.measure.backward:
+        if self.measure.steps and not self.measure.backward:
             raise UsageError(
                 STEP_SETTING, f"needs the gradients that {Setting('backward', False)} leaves out", drop_one
             )
-        if self.measure.step and self.actor.optimizer == "none":
+        if self.measure.steps and self.actor.optimizer == "none":
             raise UsageError(STEP_SETTING, no_optimizer, f"Try: {optimizer.with_value('adamw')}")
-        if self.state.save_every is not None and not self.measure.step:
+        if self.state.save_every is not None and not self.measure.steps:
             every = Setting("save_every", self.state.save_every)
             raise UsageError(every, "counts optimizer steps", f"Try: {STEP_SETTING} {every}")
         if self.state.resume and (self.measure.trace or self.measure.details):
@@ -359,6 +385,17 @@ class ReplayParts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplaySpec(ReplayParts):
     """What somebody typed. `auto`, and None where it is no value, is not typed: `resolve` chooses it."""
+
+    def without_unasked_steps(self) -> Self:
+        """Return the spec of a run that steps only if --step was typed, as those that are compared do."""
+        if self.measure.step is not StepMode.AUTO:
+            return self
+        return replace(self, measure=replace(self.measure, step=StepMode.OFF))
+
+    def as_child(self) -> Self:
+        """Return the spec of one run of a campaign: it does nothing besides what was typed."""
+        spec = self.without_unasked_steps()
+        return replace(spec, measure=replace(spec.measure, trials=False))
 
 
 def find_sample_folder() -> Path:

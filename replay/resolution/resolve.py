@@ -16,12 +16,14 @@ from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
 from actor_init.world import World
 from capture.file_format.capture_file import Call
-from replay.objective.objective import Objective
+from capture.file_format.micro_batch import CaptureError
+from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
 from replay.options.option_parsing import list_options
 from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
+    LOSS,
     LOSS_SCALE,
     ONCE_OPEN,
     PACKING,
@@ -32,7 +34,7 @@ from replay.options.resolved import (
     ResolvedReplay,
     choose_actor_kernel,
 )
-from replay.options.spec import InputsSpec, Passes, ReplayParts, ReplaySpec
+from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
     ChosenKernel,
@@ -44,6 +46,7 @@ from replay.resolution.job_defaults import (
     find_source_on_all,
 )
 from replay.resolution.selection import Selection
+from replay.resolution.step_choice import choose_steps
 
 
 def resolve(
@@ -69,6 +72,14 @@ def resolve(
 
     source = find_source_on_all(filled_spec, world)
     source = replace(source, frozen=world.from_first(find_frozen_in_job(filled_spec, source, first_call)))
+
+    loss = world.from_first(_choose_loss(filled_spec, first_call))
+    filled_spec = replace(filled_spec, measure=replace(filled_spec.measure, loss=loss.value))
+    steps = choose_steps(filled_spec, source, selection, first_call, world)
+    actor_with_steps = steps.apply(filled_spec.actor)
+    filled_spec = replace(filled_spec, actor=actor_with_steps, measure=replace(filled_spec.measure, step=steps.mode))
+    if steps.followed is not None:
+        source = replace(source, optimizer_groups=steps.followed.groups)
 
     kernel: ChosenKernel = world.from_first(
         choose_job_kernel(filled_spec.actor, first_call, world.device, source.config)
@@ -102,6 +113,8 @@ def resolve(
         *_explain_model(filled_spec, source),
         _explain_head(actor, source, why_whole_logits),
         *_list_choices_of_open_actor(actor),
+        loss,
+        *steps.list_choices(spec.actor),
         *defaults,
     ]
     return ResolvedReplay(
@@ -116,7 +129,24 @@ def resolve(
         choices=tuple(_add_typed(choices, spec)),
         attention_reason=kernel.why,
         why_whole_logits=why_whole_logits,
+        step_settings=steps.followed.settings if steps.followed is not None else {},
+        followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
     )
+
+
+def _choose_loss(spec: ReplayParts, first_call: Call | None) -> ResolvedChoice:
+    """Choose the loss: as typed, else that of the labels where the first capture has some."""
+    loss = spec.measure.loss
+    if loss != LossName.AUTO:
+        return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
+    try:
+        named = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
+    except CaptureError:
+        # The pass itself will report what is wrong with the capture.
+        named = LossName.STAND_IN
+    if named == LossName.STAND_IN:
+        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why="the inputs have no labels")
+    return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.JOB, why="its captures have labels")
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:

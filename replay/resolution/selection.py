@@ -24,8 +24,9 @@ from replay.objective.objective import select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
-from replay.resolution.windows import InputRound, SelectedCapture, WindowOrder
+from replay.resolution.windows import InputRound, JobPass, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
+from replay.verdict.pass_values import read_divisor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +120,12 @@ class CaptureReader:
         if capture.num_tokens is not None:
             return capture
         try:
-            num_tokens, num_after_padding = self._count_loss_tokens(read_call(capture.path).micro_batch())
+            call = read_call(capture.path)
+            num_tokens, num_after_padding = self._count_loss_tokens(call.micro_batch())
         except CaptureError:
-            num_tokens = num_after_padding = 0
-        return replace(capture, num_tokens=num_tokens, num_after_padding=num_after_padding)
+            return replace(capture, num_tokens=0, num_after_padding=0)
+        job_pass = _describe_job_pass(call, num_tokens)
+        return replace(capture, num_tokens=num_tokens, num_after_padding=num_after_padding, job_pass=job_pass)
 
     def _count_loss_tokens(self, batch: MicroBatch) -> tuple[int, int]:
         """Count the tokens of the loss, and those among them that padding predicts.
@@ -178,7 +181,20 @@ class CaptureReader:
             real_tokens=batch.num_real_tokens,
             padded_tokens=batch.num_padded_tokens,
             num_after_padding=num_after_padding,
+            job_pass=_describe_job_pass(call, num_tokens),
         )
+
+
+def _describe_job_pass(call: Call, num_tokens: int) -> JobPass:
+    divisor = read_divisor(call)
+    return JobPass(
+        rank=call.origin.rank or 0,
+        forward=call.origin.step,
+        world_size=call.origin.world_size or 1,
+        num_steps_before=call.optimizer_step,
+        step=None if call.step is None else replace(call.step, gradients=None, signatures=()),
+        tokens_of_mean=1.0 if not divisor else num_tokens / divisor,
+    )
 
 
 def select(
@@ -265,10 +281,12 @@ def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) ->
 
 
 def _describe_round(captures: Sequence[SelectedCapture]) -> InputRound:
+    job_passes = [capture.job_pass for capture in captures if capture.job_pass is not None]
     return InputRound(
         trains=captures[0].trains,
         num_tokens=[capture.num_tokens or 0 for capture in captures],
         has_gradients=any(capture.has_gradients for capture in captures),
+        job_passes=job_passes if len(job_passes) == len(captures) else (),
     )
 
 

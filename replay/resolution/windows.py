@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from capture.file_format.listing import CaptureLocation
+from capture.file_format.optimizer_step import OptimizerStep
 from capture.file_format.segment_record import digest_window
 
 
@@ -24,6 +25,7 @@ class SelectedCapture:
     window_digest      in the last capture before a step: of the numbers of its rank's forwards in the window
     has_gradients      the capture holds samples of the gradient used in the step
     num_after_padding  of `num_tokens`, those that padding predicts
+    job_pass           its place in the job's steps; None: the capture was not opened
     """
 
     capture: CaptureLocation
@@ -38,6 +40,7 @@ class SelectedCapture:
     real_tokens: int = 0
     padded_tokens: int = 0
     num_after_padding: int = 0
+    job_pass: "JobPass | None" = None
 
     @property
     def path(self) -> Path:
@@ -45,12 +48,35 @@ class SelectedCapture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class JobPass:
+    """The place of a pass in the job's steps, as its capture tells.
+
+    num_steps_before  steps that the job's optimizer had taken; None: not recorded
+    step              of the last pass before a step: the step, without samples of gradients
+    tokens_of_mean    how many of the job's means over tokens the replay's mean over the pass's tokens is: 1, or the
+                      tokens by what the job divided the sum of their losses by
+    """
+
+    rank: int
+    forward: int | None
+    world_size: int
+    num_steps_before: int | None
+    step: OptimizerStep | None
+    tokens_of_mean: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputRound:
-    """The inputs that all data ranks replay at the same time. `num_tokens` is by data rank."""
+    """The inputs that all data ranks replay at the same time.
+
+    num_tokens  by data rank
+    job_passes  by data rank; empty where a capture could not be read
+    """
 
     trains: bool
     num_tokens: Sequence[int]
     has_gradients: bool
+    job_passes: Sequence[JobPass] = ()
 
 
 def is_whole_window(captures: Sequence[SelectedCapture]) -> bool:

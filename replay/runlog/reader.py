@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Self, TypeVar
 
 from actor_init.spec import UsageError
 from replay.options.option_parsing import format_error_with_flags, spec_from_dict
-from replay.options.spec import EXAMPLE, ReplayParts, check_log
+from replay.options.spec import EXAMPLE, ReplayParts, StepMode, check_log
 from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
@@ -45,11 +45,14 @@ class PastRun(ReplayParts):
         run = RunFile.read(folder)
         start, num_passes = _check_finished(folder, run)
         spec = spec_from_dict(start.spec, source=f"{folder / RUN_FILE}, spec")
+        records = _read_all_ranks(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command)
+        # Of `auto` the records tell whether it stepped.
+        has_stepped = spec.measure.steps or any(record.result.has_stepped for record in records)
         past_run = cls(
             folder=folder,
             actor=spec.actor,
             inputs=spec.inputs,
-            measure=spec.measure,
+            measure=replace(spec.measure, step=StepMode.ON if has_stepped else StepMode.OFF),
             state=spec.state,
             objective=spec.objective,
             command=start.command,
@@ -59,7 +62,7 @@ class PastRun(ReplayParts):
             devices=start.devices,
             versions=start.versions,
             memory_kind=start.memory_kind,
-            records=_read_all_ranks(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command),
+            records=records,
         )
         if failed := [record for record in past_run.records if record.error is not None]:
             first = failed[0]

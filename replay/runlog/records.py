@@ -98,6 +98,8 @@ class ResultSection:
     row_action_tokens  of each row, the number of these tokens
     weight             of its mean loss in the gradient of its window; 1: equal weights
     grad_norm          before clipping; on the pass that ends an accumulation window
+    num_steps          steps of the optimizer that the pass's weights have behind them, in this run
+    has_stepped        the optimizer stepped at its end
     """
 
     loss: AnyFloat | None = None
@@ -105,6 +107,8 @@ class ResultSection:
     row_action_tokens: list[int] = field(default_factory=list)
     weight: AnyFloat = 1.0
     grad_norm: AnyFloat | None = None
+    num_steps: int = 0
+    has_stepped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import Sample
+from replay.resolution.job_windows import did_job_average_means
 from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds
+from replay.tolerances.job_bounds import SAME_SHARES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,6 +55,17 @@ class AccumulationWindow:
     def has_gradient_samples(self, index: int) -> bool:
         """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""
         return any(input_round.has_gradients for input_round in self.rounds[self.first_index : index + 1])
+
+    def find_job_weight(self, index: int, data_rank: int) -> float:
+        """Return the weight of pass `index` of a data rank: by tokens, or 1 where the job averaged the passes' means.
+
+        Where the job weighed them by no such rule, that may be its mistake: they weigh by tokens, and the verdict says
+        so.
+        """
+        token_weight = self.find_token_weight(index, data_rank)
+        if abs(token_weight - 1) <= SAME_SHARES or not did_job_average_means(self.rounds, self.first_index, self.size):
+            return token_weight
+        return 1.0
 
     def find_token_weight(self, index: int, data_rank: int) -> float:
         """Return the weight of pass `index` of a data rank by tokens; 1 where the rounds do not tell."""

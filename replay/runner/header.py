@@ -12,7 +12,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, describe_loss
 from replay.options.option_parsing import spell_setting
-from replay.options.resolved import ResolvedReplay
+from replay.options.resolved import STEP, ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import describe_engine, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
@@ -176,10 +176,11 @@ class Header:
         return weights | dropout | _describe_mode(first_call, self.missing_parts)
 
     def _describe_optimizer(self) -> dict[str, str]:
-        """Under --step, say whether the job's first step used other settings than the replay will."""
+        """Say whether the job's first step had other settings than the replay's will, or why the replay takes none."""
         actor = self.resolved.actor
-        if not self.resolved.measure.step:
-            return {}
+        if not self.resolved.measure.steps:
+            why = next((choice.why for choice in self.resolved.choices if choice.setting == STEP), "")
+            return {"optimizer": f"not stepped: {why}"} if why else {}
         for path in self.selection.inputs[: actor.num_accumulated]:
             try:
                 step = read_call(path).step
@@ -187,9 +188,9 @@ class Header:
                 # The pass on this input will report why it cannot be read.
                 return {}
             if step is not None:
-                differing = list_setting_differences(
-                    step, actor, 0, loaded_counts=count_loaded_steps(self.resolved.source)
-                )
+                counts = count_loaded_steps(self.resolved.source)
+                followed = self.resolved.followed_settings
+                differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
                 return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
         return {}
 

@@ -126,6 +126,7 @@ class NonFiniteSearch:
             loss_weight=1.0,
             ends_window=runs_backward,
             takes_step=False,
+            follows_step=False,
         )
         observer = _NonFiniteObserver(
             inputs=inputs,

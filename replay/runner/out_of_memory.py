@@ -204,7 +204,7 @@ class OutOfMemoryAnalysis:
     def _compute_declared_bytes(self) -> Mapping[HolderKind, float]:
         """Return what a rank holds whatever it is fed, as the backend declares it."""
         actor = self.actor
-        holding = find_declaration(actor.backend).predict_memory(actor, self.measure.step)
+        holding = find_declaration(actor.backend).predict_memory(actor, self.measure.steps)
         share_elsewhere = 1 - 1 / self.world.num_data_ranks
         num_parameters = count_parameters(self.config) / actor.parallel.tp
 

@@ -47,6 +47,7 @@ from replay.runner.observers import (
 )
 from replay.runner.pass_routes import PassRouting
 from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
+from replay.runner.step_follower import StepFollower
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import (
@@ -136,6 +137,7 @@ class Replayer:
         self.window = AccumulationWindow(size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
+        self.follower = StepFollower(spec=spec, world=world)
         # How many inputs of this rank belong to accumulation windows that have ended.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
@@ -157,12 +159,13 @@ class Replayer:
             if self.trace:
                 self.trace.attach(self.actor.backend)
             self._has_failed_pass = False
+            self.follower.forget("a pass failed, and with it the weights of the steps were lost")
 
     def add_first_non_finite(self, record: PassRecord) -> PassRecord:
         """Return `record` of the latest pass with its first non-finite tensor. All ranks must call this."""
         assert self._latest_inputs is not None
         self.tracker.enter_phase(Phase.LOOKING)
-        has_stepped = self._latest_inputs.takes_step
+        has_stepped = self.follower.has_stepped
         tensor = self.non_finite_search.find_first(self.actor.backend, self._latest_inputs, has_stepped=has_stepped)
         return replace(record, first_non_finite=tensor)
 
@@ -185,7 +188,8 @@ class Replayer:
         self.tracker.enter_phase(Phase.RERUNNING)
         # The second run is a window of its own, whose gradient is cleared at its end.
         ends_window = self._latest_inputs.runs_backward
-        inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window, takes_step=False)
+        inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window)
+        inputs = replace(inputs, takes_step=False, follows_step=False)
         # The random generators go on as if there had been no second run.
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -253,7 +257,9 @@ class Replayer:
         signatures = self.weight_checker.match_signatures(call.step.signatures if call.step is not None else ())
         self.window.enter_pass(record.index, recorded_samples, signatures)
         inputs = self._prepare_inputs(record.index, call, batch)
+        inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
+        num_steps = self.follower.num_steps
 
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
@@ -265,6 +271,8 @@ class Replayer:
             self._has_failed_pass = True
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
+        cost = self.follower.clean_cost(outcome.cost)
+        self.follower.note_pass(inputs, self.actor.backend)
 
         sensitivity_observer, gradient = run_observers.loss_sensitivity, run_observers.gradient
         replayed = replace(
@@ -284,8 +292,10 @@ class Replayer:
             replace(
                 record,
                 input=replace(record.input, fed_tokens=fed_tokens),
-                cost=outcome.cost,
-                result=_describe_result(outcome, inputs),
+                cost=cost,
+                result=replace(
+                    _describe_result(outcome, inputs), num_steps=num_steps, has_stepped=self.follower.has_stepped
+                ),
                 routes=self._routing.describe(outcome.flips, outcome.router_loss),
             )
         )
@@ -363,7 +373,6 @@ class Replayer:
             runs_backward=runs_backward,
             loss_weight=self._choose_loss_weight(index, objective_record),
             ends_window=ends_window,
-            takes_step=ends_window and measure.step,
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,
@@ -391,9 +400,12 @@ class Replayer:
             # its ranks.
             return num_window_passes / objective_record.num_job_ranks if self._objective.sums_over_window else 1.0
         # `measure.window` is the rule by which the passes of a window are weighted.
-        if num_window_passes == 1 or self.spec.measure.window is not WindowWeights.TOKENS:
+        rule = self.spec.measure.window
+        if num_window_passes == 1 or rule is WindowWeights.MEAN_OF_MEANS:
             return 1.0
-        return self.window.find_token_weight(index, self.world.data_rank)
+        if rule is WindowWeights.TOKENS:
+            return self.window.find_token_weight(index, self.world.data_rank)
+        return self.window.find_job_weight(index, self.world.data_rank)
 
     def _make_objective_loss(
         self, actor_inputs: ActorInputs, objective_record: ObjectiveRecord

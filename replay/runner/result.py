@@ -173,7 +173,9 @@ def describe_setting(
         num_layers=source.config.get_text_config().num_hidden_layers,
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
-        steps=spec.actor if spec.measure.step else None,
+        steps=spec.actor if spec.measure.steps else None,
+        followed=spec.followed_settings,
+        steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),
         dropout=[
             *find_acting_dropouts(strip_config(source.config)),
@@ -274,7 +276,7 @@ def _measure_rounding(
         if spec.measure.noise_floor:
             floors: Mapping[str, NoiseFloor] = {}
             step_floors: Mapping[int, Mapping[str, NoiseFloor]] = {}
-            if spec.measure.step:
+            if spec.measure.steps:
                 step_floors = rounding_floor.measure_step_floors(repeater, passes)
             else:
                 floors = rounding_floor.measure_floors(repeater, passes, inputs_folder)

@@ -27,6 +27,7 @@ from actor_init.backends.protocol import Backend
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring
 from actor_init.model import ModelSource
+from actor_init.optimizer import StepSettings
 from actor_init.routes import PassRoutes, RouterFlips, RouterState, collect_flips, steer_routers
 from actor_init.spec import ActorSpec, PadTo
 from actor_init.world import World
@@ -54,7 +55,9 @@ class PassInputs:
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
     ends_window          the accumulation window ends with this pass
-    takes_step           the optimizer steps after this pass; only together with `ends_window`
+    takes_step           the optimizer steps after this pass, as a part of it; only together with `ends_window`
+    follows_step         the optimizer steps behind this pass, which is not measured; only together with `ends_window`
+    step_settings        of the step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows stand from the last of the capture to its first
@@ -70,6 +73,8 @@ class PassInputs:
     loss_weight: float = 1.0
     ends_window: bool = False
     takes_step: bool = False
+    follows_step: bool = False
+    step_settings: StepSettings | None = None
     random_states: RandomStates = field(default_factory=RandomStates)
     captured_row_length: int
     has_reversed_rows: bool = False
@@ -308,7 +313,7 @@ def run_pass(
                 notifier.before_step(loss)
                 notifier.before_phase(Phase.STEP)
                 with clock.phase("step"):
-                    grad_norm = backend.end_window(step=True)
+                    grad_norm = backend.end_window(step=True, settings=inputs.step_settings)
 
             notifier.before_phase(Phase.DEVICE_WAIT)
             cost = clock.stop()
@@ -316,9 +321,10 @@ def run_pass(
             flips = collect_flips(routers)
 
             notifier.before_phase(Phase.ENDING)
-            # Training never ends a window without a step, so what this takes is not measured.
+            # Training never ends a window without a step, so what this takes is not measured; nor is a step that nobody
+            # asked for.
             if inputs.ends_window and not inputs.takes_step:
-                grad_norm = backend.end_window(step=False)
+                grad_norm = backend.end_window(step=inputs.follows_step, settings=inputs.step_settings)
         return PassOutcome(
             log_probs_BA=log_probs_BA.detach(),
             loss=loss.detach(),

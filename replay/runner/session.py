@@ -180,7 +180,7 @@ class Session:
                 has_failed = error is not None
                 # The frames of the error's traceback hold the tensors of the pass.
                 del error
-                if has_failed and spec.measure.step:
+                if has_failed and spec.measure.steps and not spec.steps_unasked:
                     saved_lines = [*_describe_unreplayed(num_inputs - index - 1), *describe_unsaved(spec.state)]
                     break
                 replayer.reopen_after_failure()

@@ -86,7 +86,7 @@ def measure_distances(reference: TracedRun, other: TracedRun) -> list[TensorDist
     weights = list(_measure_parameters(reference.parameters, other.parameters, num_steps_before=0, source=None))
     by_step: dict[int, list[TensorDistance]] = {}
     orders: dict[int, list[TensorKey]] = {}
-    has_steps = reference.run.measure.step
+    has_steps = reference.run.measure.steps
     for reference_pass, other_pass in pass_pairs:
         num_steps = reference_pass.num_windows_before if has_steps else 0
         traced, other_traced = reference.open_pass(reference_pass), other.open_pass(other_pass)

@@ -52,6 +52,8 @@ class VerdictSettings:
     dtype             as torch names it
     steps             the replay updates its weights (--step), with the optimizer of this spec
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
+    followed          settings that it takes from each of the job's steps, by torch's names
+    steps_unasked     it does so without --step, and leaves out steps that it cannot take as the job did
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
     why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
@@ -70,6 +72,8 @@ class VerdictSettings:
     grad_accumulation: int
     steps: ActorSpec | None = None
     loaded_counts: Sequence[int] | None = None
+    followed: frozenset[str] = frozenset()
+    steps_unasked: bool = False
     dropout: Sequence[str] = ()
     packs: bool = False
     why_own_draws: str | None = None

@@ -101,7 +101,12 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
     job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
     replay_norm = window[-1].record.result.grad_norm
     return list_setting_differences(
-        steps[-1], settings.steps, number, (job_norm, replay_norm), loaded_counts=settings.loaded_counts
+        steps[-1],
+        settings.steps,
+        number,
+        (job_norm, replay_norm),
+        loaded_counts=settings.loaded_counts,
+        followed=settings.followed,
     )
 
 
@@ -140,13 +145,13 @@ def collect_gradient_evidence(window: Sequence[ComparedPass]) -> GradientEvidenc
 def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
     """Compare what the job recorded of a window's gradient with the replay's; empty where it recorded nothing.
 
-    number  of the window among the replay's
+    number  how many steps the replay had taken before
     """
     return [*_compare_judged_gradient(window, settings), *_compare_optimizer(window, settings, number)]
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
-    if settings.steps is None or not _list_steps(window):
+    if settings.steps is None or not _list_steps(window) or not window[-1].record.result.has_stepped:
         return []
     differences = list_step_differences(window, settings, number)
     return [report_other_settings(differences)] if differences else []

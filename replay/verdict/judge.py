@@ -282,6 +282,8 @@ def _decide_outcome(
     REPRODUCED   a number agrees and is evidence
     CANNOT TELL  nothing that was recorded is evidence
 
+    Behind steps that nobody asked for, doubts of the weights and of findings are CANNOT TELL, not UNSETTLED.
+
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
     Returns the outcome, and its reason where one is needed.
@@ -298,6 +300,9 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or why
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
+    # Without steps nobody would have judged what lies behind them, so steps that nobody asked for raise no question.
+    is_behind_steps = settings.steps_unasked and compared_pass.record.result.num_steps > 0
+    unsettled_outcome = Outcome.CANNOT_TELL if is_behind_steps else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: a mask leaves each parameter some. LayerDrop can, since it
     # skips a layer whole, which then has none.
     lacks_gradient = (
@@ -321,11 +326,11 @@ def _decide_outcome(
         difference = (
             f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where or first.said
         )
-        return Outcome.UNSETTLED, f"{difference}, but {doubt}"
+        return unsettled_outcome, f"{difference}, but {doubt}"
     if differing:
         return Outcome.DIFFERS, None
     if unsettled:
-        return Outcome.UNSETTLED, unsettled[0].doubt
+        return unsettled_outcome, unsettled[0].doubt
     if any(finding.agrees and finding.counts for finding in findings):
         return Outcome.REPRODUCED, None
     return Outcome.CANNOT_TELL, masks.why or findings[0].doubt
@@ -366,8 +371,8 @@ def _judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSet
     """
     verdicts = [
         verdict
-        for number, window in enumerate(group_into_windows(compared_passes))
-        if (verdict := _judge_window(window, number, compared_passes, settings)) is not None
+        for window in group_into_windows(compared_passes)
+        if (verdict := _judge_window(window, window[0].record.result.num_steps, compared_passes, settings)) is not None
     ]
     if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
         return verdicts
@@ -381,7 +386,7 @@ def _judge_window(
 ) -> PassVerdict | None:
     """Judge the gradient of one window; None where the job recorded nothing of it.
 
-    number           of the window among those of the replay
+    number           how many steps the replay had taken before
     compared_passes  of the whole run
     """
     findings = [*compare_window(window, settings, number), *find_unmoved_weights(window, compared_passes, settings)]

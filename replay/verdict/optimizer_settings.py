@@ -1,7 +1,7 @@
 """Compare the optimizer that a job stepped with to the one that --step steps with."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
@@ -9,6 +9,8 @@ from actor_init.declarations.optimizers.declaration import JobGroup
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 
+# Among the settings that a replay follows: groups are stepped by the families that the job stepped them by.
+FAMILY = "family"
 LABELS = {"lr": "learning rate", "weight_decay": "weight decay"}
 
 
@@ -19,6 +21,7 @@ def list_setting_differences(
     norms: tuple[float | None, float | None] | None = None,
     *,
     loaded_counts: Sequence[int] | None = None,
+    followed: Container[str] = (),
 ) -> list[str]:
     """List how the job's step differs from the replay's step `number`, as `weight decay 10 in the job, 0.01 here`.
 
@@ -26,12 +29,12 @@ def list_setting_differences(
 
     norms          of the gradient in the job and here, as far as they are known; None: the replay's will be the job's
     loaded_counts  the steps counted by the state that the replay began with; None: it began without one
+    followed       settings that the replay takes from each of the job's steps, by torch's names
     """
     if step.optimizer is None:
         return ["the job's optimizer was not recorded"]
-    differences = list(
-        dict.fromkeys(text for group in step.settings for text in _compare_group(group, step, spec, number))
-    )
+    texts = (text for group in step.settings for text in _compare_group(group, step, spec, number, followed))
+    differences = list(dict.fromkeys(texts))
     if not step.settings:
         differences += _compare_classes(step.optimizer, step.library, spec)
     if number == 0 and (difference := _compare_states(step, loaded_counts)) is not None:
@@ -78,7 +81,9 @@ def _compare_classes(class_name: str, library: str | None, spec: ActorSpec) -> l
     return [] if is_same else [f"{class_name} in the job, {_describe_own(spec)} here"]
 
 
-def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: ActorSpec, number: int) -> Iterator[str]:
+def _compare_group(
+    settings: Mapping[str, Any], step: OptimizerStep, spec: ActorSpec, number: int, followed: Container[str]
+) -> Iterator[str]:
     """Yield the differences of one of the job's parameter groups."""
     group = read_job_group(settings, step.optimizer or "", step.library)
     if spec.custom_optimizer is not None:
@@ -89,15 +94,16 @@ def _compare_group(settings: Mapping[str, Any], step: OptimizerStep, spec: Actor
     if family is None and own is not None and group.class_name.lower().startswith(own.word.split("-")[0]):
         yield explain_unknown_class(group)
         return
-    if own is None or family is None or family.word not in (own.word, own.companion):
+    is_family = family is not None and own is not None and family.word in (own.word, own.companion)
+    if family is None or not (is_family or FAMILY in followed):
         yield f"{_describe_class(group, spec)} in the job, {_describe_own(spec)} here"
         return
-    replay_settings = family.read_options(spec) if family is own else {"lr": spec.learning_rate}
+    replay_settings = family.read_options(spec) if family is own else {"lr": spec.base_rate}
     if number < spec.lr_warmup_steps:
-        replay_settings["lr"] = spec.learning_rate * number / spec.lr_warmup_steps
+        replay_settings["lr"] = spec.base_rate * number / spec.lr_warmup_steps
     job_settings = family.read_job_settings({"lr": replay_settings["lr"], **settings})
     for name, replay_value in replay_settings.items():
-        if not _is_same(job_settings[name], replay_value):
+        if name not in followed and not _is_same(job_settings[name], replay_value):
             label = LABELS.get(name, name)
             yield f"{label} {_format_value(job_settings[name])} in the job, {_format_value(replay_value)} here"
     for name in family.list_unknown_settings(settings):

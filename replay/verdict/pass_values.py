@@ -20,7 +20,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
-from replay.objective.objective import select_loss_tokens
+from replay.objective.objective import name_loss, select_loss_tokens
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
@@ -162,7 +162,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         num_steps_before=call.optimizer_step,
         step_after=call.step,
         num_tokens=count_action_tokens(select_loss_tokens(loss, batch)),
-        divisor=None if is_objective(loss) else _read_divisor(call),
+        divisor=None if is_objective(loss) else read_divisor(call),
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
@@ -266,7 +266,7 @@ def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str |
     """Say why the model's own loss may be of another objective than the replay's; None if it is of the same."""
     if batch.labels_BS is None and batch.shift_labels is None:
         return "the model was given no labels, so its loss is of an objective that the replay does not compute"
-    if loss == LossName.STAND_IN and batch.action_mask_BA is not None:
+    if name_loss(loss, batch) == LossName.STAND_IN and batch.action_mask_BA is not None:
         return "the recorded loss is of the labels, the replay's of the action tokens. Try: --loss sft"
     # Shifted labels of another shape than the sequences are recorded, and are no part of the micro-batch.
     has_other_labels = SHIFT_LABELS in call.tensors and batch.shift_labels is None
@@ -277,11 +277,11 @@ def _doubt_objective_of_model(call: Call, batch: MicroBatch, loss: str) -> str |
 
 def scale_to_mean(call: Call, batch: MicroBatch) -> float:
     """Return what to multiply a model's own loss by to get the mean over its labels."""
-    divisor, tokens = _read_divisor(call), _count_labels(batch)
+    divisor, tokens = read_divisor(call), _count_labels(batch)
     return 1.0 if divisor is None or not tokens else divisor / tokens
 
 
-def _read_divisor(call: Call) -> float | None:
+def read_divisor(call: Call) -> float | None:
     """Read what the job told the model to divide the sum of a pass's losses by; None where it told nothing."""
     if (divisor := call.tensors.get("num_items_in_batch")) is not None:
         return float(divisor.item())
@@ -315,7 +315,7 @@ def _claim_log_probs(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
         if not isinstance(sums, list) or len(sums) != batch.num_rows:
             continue
         doubt, tokens = None, None
-        if loss != LossName.SFT and batch.action_mask_BA is not None:
+        if name_loss(loss, batch) != LossName.SFT and batch.action_mask_BA is not None:
             tokens = batch.action_mask_BA.sum(dim=1).tolist()
         else:
             doubt = "rows of numbers were recorded, and nothing says that they are the log-probs of the replay's tokens"

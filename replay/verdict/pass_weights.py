@@ -117,19 +117,25 @@ def follow_weights_through_steps(
     if not windows:
         return list(compared_passes)
     initial = merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
-    ends = [window[-1].record.index for window in windows]
+    steps = [window for window in windows if window[-1].record.result.has_stepped]
     reasons = [
         list_step_differences(window, settings, number) or explain_unjudged_gradient(window, settings, number)
-        for number, window in enumerate(windows)
+        for number, window in enumerate(steps)
     ]
     followed = []
     for compared_pass in compared_passes:
-        num_steps = sum(end < compared_pass.record.index for end in ends)
+        num_steps = compared_pass.record.result.num_steps
         if not num_steps:
             followed.append(compared_pass)
             continue
         doubt = next((step_reasons[0] for step_reasons in reasons[:num_steps] if step_reasons), None)
-        doubt = doubt or _explain_step_count(compared_pass.recorded, windows[0], num_steps)
+        other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps)
+        if other_count is not None and settings.steps_unasked:
+            # The steps were followed no further, and the weights are those of an earlier step.
+            differing = compared_pass.recorded.weights.differing or initial.compared
+            followed.append(replace(compared_pass, weights=replace(initial, differing=differing, doubt=other_count)))
+            continue
+        doubt = doubt or other_count
         if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
             doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
         weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
@@ -166,9 +172,6 @@ def find_unmoved_weights(
     window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
 ) -> list[Finding]:
     """Report that the job's bf16 weights are the same after a step that had a gradient and a learning rate."""
-    if settings.steps is not None:
-        # The weights of a later pass are then concluded from the steps, not from its samples.
-        return []
     last = window[-1]
     step = last.recorded.step_after
     rate = max((float(group.get("lr", 0)) for group in step.settings), default=0.0) if step is not None else 0.0
@@ -182,7 +185,20 @@ def find_unmoved_weights(
         (compared_pass for compared_pass in compared_passes if compared_pass.recorded.num_steps_before == next_step),
         None,
     )
-    # Both samples are compared with the replay's weights, which did not move: if both are the same, the job's did not.
-    if after is None or not after.weights.are_same or not last.weights.are_same:
+    if after is None:
         return []
-    return [report_unmoved_weights(len(after.weights.compared), rate)]
+    # Both samples are compared with the weights that the replay began with: if both are the same, the job's did not
+    # move. Where the replay steps, the weights of a pass are concluded from the steps, and not from its samples.
+    before, behind = (
+        merge_comparisons([each.recorded.weights for each in compared_passes if _had_taken(each, number)])
+        if settings.steps is not None
+        else compared_pass.weights
+        for compared_pass, number in ((last, next_step - 1), (after, next_step))
+    )
+    if not behind.are_same or not before.are_same:
+        return []
+    return [report_unmoved_weights(len(behind.compared), rate)]
+
+
+def _had_taken(compared_pass: ComparedPass, num_steps: int) -> bool:
+    return (compared_pass.recorded.num_steps_before or 0) == num_steps

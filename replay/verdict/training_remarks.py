@@ -12,7 +12,7 @@ from itertools import combinations
 from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.output.text import Pairs, pluralise
 from replay.tolerances.difference import relative_difference
-from replay.tolerances.job_bounds import LOSS
+from replay.tolerances.job_bounds import LOSS, SAME_SHARES
 from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Verdict
@@ -21,6 +21,8 @@ from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_p
 LABEL = "trained"
 # A relative difference: averaged gradients are equal on all ranks, but may have been added up in another order.
 SAME_ON_RANKS = 1e-3
+# So many shares of a window are shown.
+MAX_SHARES = 8
 
 
 def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, is_whole: bool) -> Pairs:
@@ -29,7 +31,7 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
     """
     steps = [(LABEL, remark) for remark in _check_steps(passes, verdict, is_whole=is_whole)]
-    return [*_check_labels(verdict), *_compare_ranks(passes), *steps, *_check_optimizer_state(passes)]
+    return [*_check_labels(verdict), *_compare_ranks(passes), *_check_weighting(passes), *steps, *_check_optimizer_state(passes)]
 
 
 def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
@@ -43,6 +45,27 @@ def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
         return []
     others = f", and {pluralise(len(facts) - 1, 'more such fact')}" if facts[1:] else ""
     return [("optimizer", f"{facts[0].describe()}{others}")]
+
+
+def _check_weighting(passes: Sequence[PassEvidence]) -> Pairs:
+    """Say so where each pass weighed the same here, as in the job, though they have other numbers of tokens."""
+    window: list[tuple[float, int]] = []
+    for record, recorded, _ in passes:
+        if recorded is None or not recorded.trains or record.error is not None:
+            continue
+        window.append((record.result.weight, recorded.num_tokens))
+        if record.result.grad_norm is None:
+            continue
+        total = sum(num_tokens for _, num_tokens in window)
+        shares = [num_tokens / total for _, num_tokens in window] if total else []
+        has_equal = len(window) > 1 and all(weight == 1 for weight, _ in window)
+        if has_equal and any(abs(share - 1 / len(window)) > SAME_SHARES for share in shares):
+            by_tokens = ", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES])
+            return [
+                ("window", f"the means of passes are averaged, as in the job; by tokens they would weigh {by_tokens}")
+            ]
+        window = []
+    return []
 
 
 def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:

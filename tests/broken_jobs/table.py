@@ -140,16 +140,19 @@ _REDUCTION = broken_jobs(
      Fault(model=f.logits_gradient_times(0, rank=1))),
 )  # fmt: skip
 
+# The user believes that passes weigh by their tokens. Not typed, a mean of means is the job's, and is remarked.
+BY_TOKENS = {"replays": (("--window", "tokens"),)}
+
 _WEIGHTING = broken_jobs(
     FaultClass.WEIGHTING,
     ("mean-of-means", PLAIN, C.WINDOW_WEIGHTS, "micro-batches of unequal tokens are averaged as means", WINDOWS,
-     Fault(setup={"weighting": Weighting.MEANS})),
+     Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
     ("ddp-mean-of-means", DDP, C.WINDOW_WEIGHTS, "ranks of unequal tokens are averaged as means", LLAMA,
-     Fault(setup={"weighting": Weighting.MEANS})),
+     Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
     ("not-divided", PLAIN, C.WINDOW_WEIGHTS, "the means of a window are added up", WINDOWS,
-     Fault(setup={"weighting": Weighting.SUM})),
+     Fault(setup={"weighting": Weighting.SUM}), BY_TOKENS),
     ("trainer-mean-of-means", TRAINER, C.WINDOW_WEIGHTS, "the Trainer averages means: transformers#34191", WINDOWS,
-     Fault(setup={"weighting": Weighting.MEANS})),
+     Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
     # Every pass has half its weight, so that all gradients have one factor.
     ("trainer-items-of-a-rank", TRAINER_DDP, (C.WINDOW_WEIGHTS, C.GRADIENTS_SCALED),
      "num_items_in_batch is off by the world size", LLAMA, Fault(loss=lambda loss, at: loss / at.world_size)),
@@ -157,9 +160,9 @@ _WEIGHTING = broken_jobs(
     ("zero2-divided-twice", ZERO2, (C.WINDOW_WEIGHTS, C.GRADIENTS_SCALED),
      "the loop divides by the window, and DeepSpeed again", WINDOWS, Fault(loss=lambda loss, _: loss / 2)),
     ("zero3-mean-of-means", ZERO3, C.WINDOW_WEIGHTS, "ranks and windows of unequal tokens are averaged as means",
-     WINDOWS, Fault(setup={"weighting": Weighting.MEANS})),
+     WINDOWS, Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
     ("fsdp2-mean-of-means", FSDP2, C.WINDOW_WEIGHTS, "ranks of unequal tokens are averaged as means", LLAMA,
-     Fault(setup={"weighting": Weighting.MEANS})),
+     Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
     ("last-of-window", PLAIN, C.WINDOW_WEIGHTS, "all but the window's last micro-batch are lost", WINDOWS,
      Fault(loss=lambda loss, at: loss * (at.number == 1))),
     ("first-twice", PLAIN, C.WINDOW_WEIGHTS, "the window's first micro-batch counts twice", WINDOWS,
@@ -168,7 +171,7 @@ _WEIGHTING = broken_jobs(
      Fault(model=f.mean_of_rows)),
     ("label-smoothing", PLAIN, C.OBJECTIVE, "the model's loss is smoothed", LLAMA, Fault(model=f.label_smoothing)),
     ("trainer-bf16-mean-of-means", TRAINER, C.WINDOW_WEIGHTS, "the Trainer averages means, under bf16=True",
-     Setup(dtype=Dtype.AUTOCAST, accumulation=2, num_steps=2), Fault(setup={"weighting": Weighting.MEANS})),
+     Setup(dtype=Dtype.AUTOCAST, accumulation=2, num_steps=2), Fault(setup={"weighting": Weighting.MEANS}), BY_TOKENS),
 )  # fmt: skip
 
 _MASKING = broken_jobs(

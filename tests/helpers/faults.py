@@ -413,7 +413,7 @@ PADDED: Setting = {**ZERO_1, "zero_stage": 2, "packing": False}
 TP: Setting = {**PACKED, "tp": 2}
 RING: Setting = {**PACKED, "ring": 2}
 DATA: Setting = {**PACKED, "data": 2}
-CLIPPED = {"step": True, "optimizer": "sgd", "learning_rate": "0.1", "max_norm": "0.1"}
+CLIPPED = {"step": "on", "optimizer": "sgd", "learning_rate": "0.1", "max_norm": "0.1"}
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (
@@ -436,7 +436,7 @@ FAULTS: Mapping[str, Fault] = {
         Fault(breaks=stale_weight, cell=ZERO_1, named=f"{LAYER_1}mlp.down_proj"),
         Fault(breaks=gate_and_up_swapped, cell=PACKED, named="model.layers.0.mlp.gate_proj"),
         Fault(breaks=accumulation_not_divided, cell=PACKED, command="diagnose"),
-        Fault(breaks=masters_in_bf16, cell=DATA, options={"step": True, "learning_rate": "1e-4"}),
+        Fault(breaks=masters_in_bf16, cell=DATA, options={"step": "on", "learning_rate": "1e-4"}),
         Fault(breaks=clipped_by_local_norm, cell=DATA, options=CLIPPED),
         Fault(breaks=another_rank_s_input, cell=DATA),
         Fault(breaks=gradient_not_reduced, cell=DATA),

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actor_init.backends.protocol import Backend, open_backend
+from actor_init.optimizer import StepSettings
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
 from replay.command_line.cli import leave, parse_command_line
@@ -71,9 +72,9 @@ class WatchedBackend:
         with self._watch:
             self._backend.backward(loss)
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         self._windows.append({name: gradient.cpu() for name, gradient in self._backend.gradients()})
-        return self._backend.end_window(step=step)
+        return self._backend.end_window(step=step, settings=settings)
 
 
 def _replay(job: dict[str, Any], world: World) -> int:

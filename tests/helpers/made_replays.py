@@ -17,7 +17,7 @@ class MadeReplay(ResolvedReplay):
         return cls(
             actor=spec.actor.with_defaults(),
             inputs=spec.inputs,
-            measure=spec.measure,
+            measure=spec.without_unasked_steps().measure,
             state=spec.state,
             objective=spec.objective,
             source=cast(Any, None),

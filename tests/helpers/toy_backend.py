@@ -25,7 +25,7 @@ from actor_init.declarations.backends import BACKENDS
 from actor_init.declarations.backends.declaration import ActorSettings, BackendDeclaration, SuiteTraining
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource, build_on_meta, find_blocks, materialise
-from actor_init.optimizer import Progress, make_schedule
+from actor_init.optimizer import Progress, StepSettings, allows_step, make_schedule
 from actor_init.optimizers.build import list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
 from actor_init.spec import ActorSpec, Compile, Dtype
@@ -77,15 +77,18 @@ class ToyBackend:
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss / self.spec.num_accumulated / dist.get_world_size())
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
         max_norm = self.spec.max_norm if step and self.spec.max_norm else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        step = step and allows_step(settings, norm)
         if step:
             assert self.optimizer is not None
             assert self.schedule is not None
+            if settings is not None:
+                settings.apply(self.optimizer, self.schedule)
             self.optimizer.step()
             self.schedule.step()
         self.model.zero_grad(set_to_none=True)

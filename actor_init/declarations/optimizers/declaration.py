@@ -12,7 +12,7 @@ class OptimizerOptions(Protocol):
     """The fields of an ActorSpec that declarations of optimizers read."""
 
     @property
-    def learning_rate(self) -> float: ...
+    def base_rate(self) -> float: ...
     @property
     def weight_decay(self) -> float | None: ...
     @property
@@ -112,7 +112,7 @@ class OptimizerDeclaration:
     def read_options(self, spec: OptimizerOptions) -> dict[str, Any]:
         """Return the keyword arguments of the class, with its defaults for options that were not given."""
         return {
-            "lr": spec.learning_rate,
+            "lr": spec.base_rate,
             **{setting.name: setting.read_options(spec) for setting in self.settings},
         }
 

@@ -193,7 +193,7 @@ def train_until_learned(
         rank_loss = sum(actor.train(batches, steps=len(losses) < num_steps)) / len(batches)
         rank_losses = actor.world.gather(rank_loss)
         losses.append(sum(rank_losses) / len(rank_losses))
-        curve = LearningCurve(losses=tuple(losses), goal=choose_goal(losses[0]), learning_rate=actor.spec.learning_rate)
+        curve = LearningCurve(losses=tuple(losses), goal=choose_goal(losses[0]), learning_rate=actor.spec.base_rate)
         if curve.is_reached or len(losses) > num_steps or not math.isfinite(losses[-1]):
             return curve
 

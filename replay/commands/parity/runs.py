@@ -97,7 +97,7 @@ def _plan_edges(
 
     Skipped under --step: steps on so few tokens are dominated by rounding.
     """
-    if spec.measure.step or spec.inputs.passes is Passes.ROLLOUT:
+    if spec.measure.steps or spec.inputs.passes is Passes.ROLLOUT:
         return
     of_inputs = {option.parameter for option in list_options() if option.part == "inputs"}
     common = {name: value for name, value in shared.items() if name not in of_inputs}

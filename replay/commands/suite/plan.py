@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from actor_init.declarations.backends import BACKENDS
-from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
-from replay.options.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec
+from actor_init.spec import ActorSpec, Dtype, OptimizerName, ParallelSpec, UsageError
+from replay.options.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec, StepMode
 from replay.processes.pool import PROCESSES_ON_A_CPU, Machine
 
 # configurations compared with: plain unsharded DDP by an absolute bound, DeepSpeed, the most common, by a relative one
@@ -211,6 +211,7 @@ def build_run_spec(
             dtype=spec.dtype,
             zero_stage=configuration.zero_stage,
             gradient_checkpointing=spec.gradient_checkpointing,
+            optimizer=OptimizerName.ADAMW,
             learning_rate=spec.learning_rate,
             grad_accumulation=inputs_a_step // training.num_data_ranks,
             parallel=ParallelSpec(tp=spec.tp if configuration.tp else 1, ring=spec.ring if configuration.ring else 1),
@@ -221,7 +222,7 @@ def build_run_spec(
             epochs=ceil(num_passes / num_inputs),
             shuffle_inputs=True,
         ),
-        measure=MeasureSpec(loss=loss, step=True, name=configuration.name),
+        measure=MeasureSpec(loss=loss, step=StepMode.ON, name=configuration.name),
         state=StateSpec(save_state=states, save_every=spec.save_every, resume=states is not None),
     )
 

@@ -130,7 +130,7 @@ def predict_configuration(
         model=CostModel.fit(passes),
         num_layers=num_layers,
         num_parameters=count_parameters(source.config),
-        memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.step),
+        memory=find_declaration(spec.actor.backend).predict_memory(other.alone, spec.measure.steps),
         accumulates=accumulates,
     )
 

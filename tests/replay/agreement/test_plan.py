@@ -110,7 +110,7 @@ def test_one_device_has_no_control_with_another_tp() -> None:
 
 
 def test_under_step_other_windows_are_another_training_with_a_reference_of_its_own() -> None:
-    found = planned([{"dtype": "fp32", "data": 2}], {"step": True})
+    found = planned([{"dtype": "fp32", "data": 2}], {"step": "on"})
     references = [cell for cell in found.cells if cell.role is Role.REFERENCE]
     assert [cell.reference == cell.name for cell in references] == [True, True]
 

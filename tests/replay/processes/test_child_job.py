@@ -36,7 +36,7 @@ def test_a_job_holds_what_was_set_and_nothing_else() -> None:
         ('{"format": 1, "spec": {"actor": {"magic": 1}}}', "job.json: actor.magic is unknown; allowed are backend, "),
         ('{"format": 1, "spec": {"actor": {"dtype": "fp4"}}}', 'job.json: actor.dtype is "fp4"; allowed is '),
         ('{"format": 1, "spec": {"measure": {"warmup": -1}}}', "job.json: --warmup -1 is not allowed. Give a whole "),
-        ('{"format": 1, "spec": {"measure": {"step": true, "backward": false}}}', "job.json: --step needs the gradie"),
+        ('{"format": 1, "spec": {"measure": {"step": "on", "backward": false}}}', "job.json: --step needs the gradie"),
     ],
 )
 def test_a_job_of_another_version_or_a_damaged_one_is_refused_by_name(

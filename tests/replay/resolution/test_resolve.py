@@ -31,7 +31,7 @@ from replay.options.resolved import (
     ResolvedChoice,
     ResolvedReplay,
 )
-from replay.options.spec import ReplaySpec
+from replay.options.spec import ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job
 from replay.resolution.resolve import resolve
 from replay.resolution.selection import Selection, read_first_call, select
@@ -153,8 +153,8 @@ def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
         replay.derive_variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
     without = replace(replay.actor, optimizer=OptimizerName.NONE, weight_decay=None, beta1=None, beta2=None, eps=None)
-    with pytest.raises(UsageError, match="step=True needs an optimizer"):
-        replay.derive_variant(why="no step", actor=without, measure=replace(replay.measure, step=True))
+    with pytest.raises(UsageError, match="step='on' needs an optimizer"):
+        replay.derive_variant(why="no step", actor=without, measure=replace(replay.measure, step=StepMode.ON))
     with pytest.raises(AssertionError, match=r"actor\.dtype: not resolved"):
         replay.derive_variant(why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
 

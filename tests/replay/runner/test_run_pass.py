@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actor_init.inputs.documents import KeptLogits
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
+from actor_init.optimizer import StepSettings
 from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import find_sample_folder
@@ -46,7 +47,7 @@ class Backend:
             raise RuntimeError("the backward failed")
         loss.backward()
 
-    def end_window(self, *, step: bool) -> float:
+    def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
         self.events.append("step" if step else "clear")
         assert self.weight.grad is not None
         norm = float(self.weight.grad)

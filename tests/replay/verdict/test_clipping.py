@@ -38,7 +38,8 @@ def train(folder: Path, limits: list[float]) -> Path:
         ([1000.0], ["--max-norm", "500"], None),
         ([], ["--max-norm", "1000"], None),
         ([float("inf"), 1.0], ["--max-norm", "1"], None),
-        ([float("inf"), 1.0], [], "clipped to 1 in the job, to nothing here"),
+        ([float("inf"), 1.0], [], None),
+        ([float("inf"), 1.0], ["--max-norm", "inf"], "clipped to 1 in the job, to nothing here"),
     ],
 )
 def test_a_limit_above_the_norm_is_no_clipping(

@@ -224,7 +224,7 @@ def test_no_other_weighting_explains_a_missing_gradient(
     """The job averages the means of passes, and the replay all tokens."""
     fault = detached("model.layers.1.self_attn.q_proj")
     job = train(tmp_path / "job", make_model("llama", {}), fault=fault, accumulation=3)
-    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32")
+    verdict = verdict_on(job, tmp_path / "logs", "--dtype", "fp32", "--window", "tokens")
     assert findings(verdict, "windows", WEIGHTING)
     assert headline(capsys.readouterr().out).startswith("DIFFERS: gradient (model.layers.1.self_attn.q_proj.weight, ")
 

@@ -269,21 +269,40 @@ def test_a_replay_that_steps_as_the_job_did_is_judged_in_every_pass(
     assert "optimizer  other than the job's: learning rate 0.1 in the job, 0.2 here" in header
 
 
-@pytest.mark.parametrize("typed", [[], ["--step", "--learning-rate", "0.1"]])
+OTHER_STEPS = ["--step", "--optimizer", "adamw", "--learning-rate", "0.1"]
+
+
+@pytest.mark.parametrize("typed", [["--no-step"], OTHER_STEPS])
 def test_of_a_job_that_trains_on_the_passes_with_the_same_weights_are_judged(
     typed: list[str], tmp_path: Path, one_world: None
 ) -> None:
     """The replay's first weights are the job's first; then the one steps, or both do, each its own way."""
     job = train(tmp_path / "job", learning_rate=0.1, reproduce=True)
     _, verdict, _ = replay_captures(job, tmp_path / "logs", *FP32, *typed)
+    steps = typed == OTHER_STEPS
     expected = (
         ("UNSETTLED", {"REPRODUCED": 1, "UNSETTLED": 2})
-        if typed
+        if steps
         else ("REPRODUCED", {"REPRODUCED": 1, "CANNOT TELL": 2})
     )
     assert (verdict["outcome"], verdict["counts"]) == expected
     reasons = {judged_pass["reason"] for judged_pass in verdict["passes"][1:]}
-    assert all("SGD in the job, AdamW here" in reason for reason in reasons) if typed else reasons == {"other weights"}
+    assert all("SGD in the job, AdamW here" in reason for reason in reasons) if steps else reasons == {"other weights"}
+
+
+@pytest.mark.parametrize("typed", [[], ["--step"], ["--step", "auto"]])
+def test_a_replay_takes_the_jobs_steps_as_the_job_took_them(typed: list[str], tmp_path: Path, one_world: None) -> None:
+    """Another class than the default, its rate, and nothing typed of either."""
+    job = train(tmp_path / "job", learning_rate=0.1, reproduce=True)
+    _, verdict, log = replay_captures(job, tmp_path / "logs", *FP32, *typed)
+    assert (verdict["outcome"], verdict["counts"], verdict["window_counts"]) == (
+        "REPRODUCED",
+        {"REPRODUCED": 3},
+        {"REPRODUCED": 3},
+    )
+    # A step that nobody asked for is no part of a pass.
+    has_phase = ["step" in record.cost.phases for record in PastRun.read(log).records]
+    assert has_phase == [typed == ["--step"]] * 3
 
 
 @pytest.mark.parametrize(("temperature", "outcome"), [(1.0, "REPRODUCED"), (1.01, "DIFFERS")])

@@ -24,7 +24,7 @@ def make_step(class_name: str, *groups: dict[str, Any], has_state: bool = False)
 
 
 def compare(step: OptimizerStep, **settings: Any) -> list[str]:
-    return list_setting_differences(step, ActorSpec(learning_rate=0.1, **settings), 0)
+    return list_setting_differences(step, ActorSpec(learning_rate=0.1, **settings).with_step_defaults(), 0)
 
 
 def test_fused_forms_step_as_adamw_does() -> None:

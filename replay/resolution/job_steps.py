@@ -1,0 +1,243 @@
+"""Find the steps of the job's optimizer that a replay can take as the job did, each with the settings that it had then.
+
+What was typed is not the job's: a typed learning rate is the rate of every step.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actor_init.declarations.optimizers import (
+    OPTIMIZERS,
+    explain_unknown_class,
+    find_missing_package,
+    read_job_group,
+    recognise_group,
+)
+from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.optimizer import StepSettings
+from actor_init.spec import ActorSpec, OptimizerName
+from capture.facts import Setting
+from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
+from replay.output.text import pluralise
+from replay.resolution.job_windows import JobWindow
+from replay.verdict.optimizer_settings import FAMILY
+from replay.verdict.pass_values import match_parameter_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedSteps:
+    """The job's steps that a replay takes as the job did: those of its first windows, as far as they go.
+
+    optimizer       the job's, by its word here
+    max_norm        what the job clipped to, or what was typed
+    groups          of the optimizer, with the settings of the first step
+    settings        by the index of the pass that ends the window
+    setting_names   the settings that are the job's, by torch's names; FAMILY among them
+    why_no_more     why the windows behind them are not followed; empty: they all are
+    """
+
+    optimizer: str
+    max_norm: float | None
+    groups: Sequence[ParameterGroup]
+    settings: Mapping[int, StepSettings]
+    setting_names: frozenset[str]
+    why_no_more: str = ""
+
+
+def find_followed_steps(
+    windows: Sequence[JobWindow], actor: ActorSpec, names: Collection[str], job_names: Sequence[str]
+) -> FollowedSteps | str:
+    """Find the steps to follow; a text, which may have marks of settings, says why there are none.
+
+    windows    of the replay
+    actor      with the settings that were typed
+    names      of this model's parameters, one that has several names under each
+    job_names  of the job's parameters, by their numbers; empty: not recorded
+    """
+    if not windows:
+        return "no window of the job's is full"
+    followed: list[JobWindow] = []
+    reason: str | None = None
+    for window in windows:
+        reason = _explain_unfollowable(window, windows[0], actor, job_names)
+        if reason is not None:
+            break
+        followed.append(window)
+    if reason is not None and not followed:
+        return reason
+    group_lists = [_merge_groups(window.steps) for window in followed]
+    members, labels = _divide_parameters(group_lists, names, job_names)
+    families = [_find_family(group_lists[0][label[0]], followed[0].steps[0]) for label in labels]
+    main = next((family for family in families if family.companion is not None), families[0])
+    return FollowedSteps(
+        optimizer=main.word,
+        max_norm=actor.max_norm if actor.max_norm is not None else _read_limit(followed[0].steps[0]),
+        groups=[
+            ParameterGroup(
+                family=family.word,
+                settings=_read_settings(family, group_lists[0][label[0]], actor, with_typed=True),
+                names=member_names,
+            )
+            for family, label, member_names in zip(families, labels, members, strict=True)
+        ],
+        settings={
+            window.last_index: StepSettings(
+                groups=[
+                    _read_settings(family, groups[label[place]], actor, with_typed=False)
+                    for family, label in zip(families, labels, strict=True)
+                ]
+            )
+            for place, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
+        },
+        setting_names=frozenset(
+            [
+                *([FAMILY] if actor.optimizer == OptimizerName.AUTO else []),
+                *([] if _is_rate_typed(actor) else ["lr"]),
+                *(setting.name for setting in main.settings if not _is_typed(setting.options, actor)),
+            ]
+        ),
+        why_no_more=reason or "",
+    )
+
+
+def explain_missing_start(window: JobWindow) -> str | None:
+    """Say why the optimizer's state at the first step is not known; None if it had none yet."""
+    states = {step.has_state for step in window.steps}
+    if states == {False}:
+        return None
+    if None in states:
+        return "whether the recording begins with the optimizer's first step was not recorded"
+    if window.number:
+        return f"the inputs begin with step {window.number + 1}, and the optimizer's state before it is not given"
+    return "the optimizer had a state when the recording began, which is not given"
+
+
+def _explain_unfollowable(
+    window: JobWindow, first: JobWindow, actor: ActorSpec, job_names: Sequence[str]
+) -> str | None:
+    """Say why the job's step behind a window cannot be taken here; None if it can."""
+    step_name = "a step" if window.number is None else f"step {window.number + 1}"
+    if not window.steps:
+        return f"not all passes of {step_name} were recorded, or they are not all replayed"
+    if window.number is None or first.number is None or window.number - first.number != window.place:
+        return f"{step_name} does not follow the step before"
+    if actor.custom_optimizer is not None:
+        return f"{Setting('optimizer', actor.optimizer)} has settings of its own"
+    if any(step.optimizer is None for step in window.steps):
+        return f"the optimizer of {step_name} was not recorded"
+    groups = _merge_groups(window.steps)
+    if not groups or any("lr" not in group for group in groups):
+        return f"the settings of {step_name} were not recorded"
+    if len(groups) > 1 and (not job_names or any("parameters" not in group for group in groups)):
+        return f"the optimizer has {pluralise(len(groups), 'group')}, and their parameters were not recorded"
+    for group in groups:
+        if (why := _explain_group(group, window.steps[0], actor)) is not None:
+            return why
+    return None if actor.max_norm is not None else _explain_clipping(window, first, step_name)
+
+
+def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> str | None:
+    """Say why a group of the job cannot be stepped here; None if it can."""
+    group = read_job_group(settings, step.optimizer or "")
+    family = recognise_group(group)
+    if family is None:
+        return explain_unknown_class(group)
+    if actor.optimizer != OptimizerName.AUTO:
+        own = OPTIMIZERS.get(actor.optimizer)
+        if own is None or family.word not in (own.word, own.companion):
+            return f"the job stepped with {group.class_name}, and {Setting('optimizer', actor.optimizer)} was given"
+    if unknown := family.list_unknown_settings(settings):
+        return f"{group.class_name} had {unknown[0]} {settings[unknown[0]]}, which {family.word} here does not have"
+    if (refusal := find_missing_package(family.word)) is not None:
+        return refusal.text
+    return None
+
+
+def _explain_clipping(window: JobWindow, first: JobWindow, step_name: str) -> str | None:
+    limits = {_read_limit(step) for step in window.steps}
+    if any(step.num_clipped is not None and _read_limit(step) is not None for step in window.steps):
+        return f"a part of the gradient of {step_name} was clipped apart"
+    if limits != {_read_limit(first.steps[0])}:
+        return f"the gradient of {step_name} was clipped to another norm than the first step's"
+    return None
+
+
+def _read_limit(step: OptimizerStep) -> float | None:
+    """Return the norm that a step's gradient was clipped to; None: to none."""
+    return None if not step.max_norm or step.max_norm == math.inf else step.max_norm
+
+
+def _merge_groups(steps: Sequence[OptimizerStep]) -> list[dict[str, Any]]:
+    return list(merge_equal_settings([group for step in steps for group in step.settings]))
+
+
+def _find_family(settings: Mapping[str, Any], step: OptimizerStep) -> OptimizerDeclaration:
+    family = recognise_group(read_job_group(settings, step.optimizer or ""))
+    assert family is not None, "_explain_group has looked"
+    return family
+
+
+def _divide_parameters(
+    group_lists: Sequence[Sequence[Mapping[str, Any]]], names: Collection[str], job_names: Sequence[str]
+) -> tuple[list[frozenset[str]], list[tuple[int, ...]]]:
+    """Divide the parameters into sets whose members are in one group at each step.
+
+    group_lists  the groups of each step
+
+    Returns the names of each set, and the places of its group in the steps. A parameter that the job gave to no
+    optimizer is in the first set: it is trained here, and seen to have moved where the job's did not.
+    """
+    places: dict[int, list[int]] = {}
+    for step_number, groups in enumerate(group_lists):
+        if len(groups) > 1:
+            for place, group in enumerate(groups):
+                for number in parse_numbers(group["parameters"]):
+                    places.setdefault(number, [0] * len(group_lists))[step_number] = place
+    if not places:
+        return [frozenset(names)], [(0,) * len(group_lists)]
+    members: dict[tuple[int, ...], set[str]] = {}
+    for number in sorted(places):
+        name = match_parameter_name(job_names[number], names) if number < len(job_names) else None
+        if name is not None:
+            members.setdefault(tuple(places[number]), set()).add(name)
+    labels = list(members) or [(0,) * len(group_lists)]
+    grouped = {name for group_names in members.values() for name in group_names}
+    members.setdefault(labels[0], set()).update(name for name in names if name not in grouped)
+    return [frozenset(members[label]) for label in labels], labels
+
+
+def _read_settings(
+    family: OptimizerDeclaration, group: Mapping[str, Any], actor: ActorSpec, *, with_typed: bool
+) -> dict[str, Any]:
+    """Return the settings of a step for one group: the job's, and with `with_typed` what was typed in their places.
+
+    Otherwise a typed setting is left out: the optimizer has had it from the beginning, and a rate has its schedule.
+    """
+    settings = family.read_job_settings(group)
+    if _is_rate_typed(actor):
+        settings.pop("lr")
+        if with_typed:
+            settings["lr"] = actor.base_rate
+    for setting in family.settings:
+        if not _is_typed(setting.options, actor):
+            continue
+        job_value = settings.pop(setting.name)
+        if with_typed and len(setting.options) > 1:
+            typed = (getattr(actor, option) for option in setting.options)
+            settings[setting.name] = tuple(
+                job if value is None else value for value, job in zip(typed, job_value, strict=True)
+            )
+        elif with_typed:
+            settings[setting.name] = getattr(actor, setting.options[0])
+    return settings
+
+
+def _is_rate_typed(actor: ActorSpec) -> bool:
+    return actor.learning_rate is not None or actor.lr_warmup_steps > 0
+
+
+def _is_typed(options: Sequence[str], actor: ActorSpec) -> bool:
+    """Was one of the options of a setting typed?"""
+    return any(getattr(actor, option) is not None for option in options)

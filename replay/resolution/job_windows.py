@@ -1,0 +1,97 @@
+"""Tell from captures which steps the job's optimizer took behind the passes of a replay, and what each pass weighed.
+
+A window of the replay is a step of the job where it has the same passes, on all ranks of the job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.resolution.windows import InputRound, JobPass, find_training_rounds
+from replay.tolerances.job_bounds import SAME_SHARES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobWindow:
+    """The passes of one window of the replay, and the job's step behind them.
+
+    place        of the window among the replay's
+    first_index  index of the window's first pass
+    last_index   of its last one
+    passes       of all data ranks, round by round
+    steps        what each rank of the job recorded of the step; empty: the window is not a whole step of the job
+    number       how many steps the job's optimizer had taken before
+    """
+
+    place: int
+    first_index: int
+    last_index: int
+    passes: Sequence[JobPass]
+    steps: Sequence[OptimizerStep]
+    number: int | None
+
+
+def list_job_windows(rounds: Sequence[InputRound], size: int) -> list[JobWindow]:
+    """List the windows of a replay that are full: `size` training passes of each data rank."""
+    windows: list[JobWindow] = []
+    indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
+    for begin in range(0, len(indices) - size + 1, size):
+        members = [rounds[index] for index in indices[begin : begin + size]]
+        passes = [job_pass for member in members for job_pass in member.job_passes]
+        is_known = all(member.job_passes for member in members)
+        windows.append(
+            JobWindow(
+                place=len(windows),
+                first_index=indices[begin],
+                last_index=indices[begin + size - 1],
+                passes=passes,
+                steps=find_steps_of_job(passes) if is_known else (),
+                number=passes[0].num_steps_before if passes else None,
+            )
+        )
+    return windows
+
+
+def find_steps_of_job(passes: Sequence[JobPass]) -> Sequence[OptimizerStep]:
+    """Return what each rank recorded of the one step that these passes are all the passes of; nothing if they are not.
+
+    The passes of a rank come in the job's order.
+    """
+    by_rank: dict[int, list[JobPass]] = {}
+    for job_pass in passes:
+        by_rank.setdefault(job_pass.rank, []).append(job_pass)
+    steps = [rank_passes[-1].step for rank_passes in by_rank.values()]
+    if len(by_rank) != passes[0].world_size or len({job_pass.num_steps_before for job_pass in passes}) > 1:
+        return ()
+    known_steps = [step for step in steps if step is not None]
+    are_whole = len(known_steps) == len(steps) and all(
+        [job_pass.forward for job_pass in rank_passes] == list(step.passes)
+        for rank_passes, step in zip(by_rank.values(), known_steps, strict=True)
+    )
+    return known_steps if are_whole else ()
+
+
+def did_job_average_means(rounds: Sequence[InputRound], first_index: int, size: int) -> bool:
+    """Did each pass weigh the same in the job's window? False where that was not recorded, or no step is that window.
+
+    What a pass weighed is the derivative of what the job differentiated by the pass's mean loss, as a share of the sum
+    over the window. How large the sum is, is for the verdict to judge.
+    """
+    members = find_training_rounds(rounds, first_index, size)
+    passes = [job_pass for member in members for job_pass in member.job_passes]
+    if len(members) != size or not all(member.job_passes for member in members):
+        return False
+    ranks = dict.fromkeys(job_pass.rank for job_pass in passes)
+    shares = {
+        (rank, forward): share
+        for rank, step in zip(ranks, find_steps_of_job(passes), strict=False)
+        for forward, share in zip(step.passes, step.shares, strict=True)
+    }
+    weights: list[float] = []
+    for job_pass in passes:
+        share = None if job_pass.forward is None else shares.get((job_pass.rank, job_pass.forward))
+        if share is None:
+            return False
+        weights.append(share * job_pass.tokens_of_mean)
+    total = sum(weights)
+    return total > 0 and all(abs(weight / total - 1 / len(weights)) <= SAME_SHARES for weight in weights)

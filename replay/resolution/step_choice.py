@@ -1,0 +1,178 @@
+"""Choose whether the optimizer steps, and how: as was typed, else as the job did, where that can be followed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from actor_init.declarations.backends import find_obstacle
+from actor_init.model import ModelSource, list_parameter_names
+from actor_init.spec import ActorSpec, OptimizerName
+from actor_init.world import World
+from capture.facts import Setting
+from capture.file_format.actor_config import read_parameter_names
+from capture.file_format.capture_file import Call
+from capture.file_format.optimizer_step import ParameterSamples
+from replay.options.option_parsing import format_error_with_flags
+from replay.options.resolved import STEP, ChosenBy, ResolvedChoice
+from replay.options.spec import InputOrder, LossName, Passes, ReplayParts, StepMode
+from replay.resolution.job_defaults import find_inputs_folder
+from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
+from replay.resolution.job_windows import JobWindow, list_job_windows
+from replay.resolution.selection import Selection
+from replay.verdict.pass_values import list_job_dtypes, match_parameter_name
+from replay.verdict.weight_check import WeightChecker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepChoice:
+    """Whether the optimizer steps.
+
+    followed  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
+    why       of `auto`: why the optimizer does not step; empty where there is nothing to follow
+    """
+
+    mode: StepMode
+    by: ChosenBy
+    followed: FollowedSteps | None = None
+    why: str = ""
+
+    def apply(self, actor: ActorSpec) -> ActorSpec:
+        """Return `actor` with the optimizer and the clipping of the steps."""
+        if self.followed is None:
+            return actor.with_step_defaults()
+        return replace(actor, optimizer=self.followed.optimizer, max_norm=self.followed.max_norm).with_step_defaults()
+
+    def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
+        """Yield the choices that the job's steps make."""
+        yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)
+        if typed.optimizer == OptimizerName.AUTO:
+            value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.followed is None else ChosenBy.JOB
+            yield ResolvedChoice(setting="actor.optimizer", value=value, by=by)
+        if self.followed is None:
+            return
+        if typed.max_norm is None:
+            yield ResolvedChoice(setting="actor.max_norm", value=self.followed.max_norm, by=ChosenBy.JOB)
+
+
+def choose_steps(
+    spec: ReplayParts, source: ModelSource, selection: Selection, first_call: Call | None, world: World
+) -> StepChoice:
+    """Choose on all ranks together. All ranks must call this.
+
+    spec  with the accumulation and the loss chosen
+    """
+    checker = WeightChecker(source)
+    recorded = None if first_call is None else first_call.weights
+    has_other_weights = spec.measure.step is StepMode.AUTO and any(
+        world.gather(bool(checker.check(recorded).differing))
+    )
+    choice: StepChoice = world.from_first(
+        _choose_here(spec, source, checker, selection, first_call, world, has_other_weights)
+    )
+    return choice
+
+
+def _choose_here(
+    spec: ReplayParts,
+    source: ModelSource,
+    checker: WeightChecker,
+    selection: Selection,
+    first_call: Call | None,
+    world: World,
+    has_other_weights: bool,
+) -> StepChoice:
+    recorded = None if first_call is None else first_call.weights
+    job_dtypes = [] if first_call is None else list_job_dtypes(first_call)
+    mode = spec.measure.step
+    if mode is StepMode.OFF:
+        return StepChoice(mode=mode, by=ChosenBy.TYPED)
+    windows = list_job_windows(selection.rounds, spec.actor.num_accumulated)
+    followed = _find_steps_to_follow(spec, source, checker, windows, recorded)
+    if mode is StepMode.ON:
+        return StepChoice(mode=mode, by=ChosenBy.TYPED, followed=None if isinstance(followed, str) else followed)
+
+    def refuse(why: str, by: ChosenBy = ChosenBy.JOB) -> StepChoice:
+        return StepChoice(mode=StepMode.OFF, by=by, why=why)
+
+    if spec.measure.details:
+        return refuse("", ChosenBy.DEFAULT)
+    has_steps = any(job_pass.step for input_round in selection.rounds for job_pass in input_round.job_passes)
+    if not has_steps:
+        return refuse("", ChosenBy.DEFAULT)
+    if (option := _find_excluding_option(spec)) is not None:
+        return refuse(format_error_with_flags(option), ChosenBy.OPTION)
+    if world.num_data_ranks > max(job_pass.world_size for job_pass in selection.rounds[0].job_passes or ()):
+        return refuse(f"{world.num_data_ranks} data ranks replay the inputs of fewer ranks", ChosenBy.OPTION)
+    if world.device.type == "cpu" and "float16" in job_dtypes:
+        return refuse("the job computed in float16, which a CPU does not have", ChosenBy.MACHINE)
+    if has_other_weights:
+        return refuse("the weights are not those that the job's first pass here had")
+    if (foreign := _find_foreign_parameter(spec, checker, recorded)) is not None:
+        return refuse(f"the job's {foreign} is no parameter of this model", ChosenBy.MODEL)
+    if isinstance(followed, str):
+        return refuse(format_error_with_flags(followed))
+    stepping = replace(spec.actor, optimizer=followed.optimizer, max_norm=followed.max_norm).with_step_defaults()
+    if (why := find_obstacle(stepping, world.device.type)) is not None:
+        return refuse(format_error_with_flags(why), ChosenBy.MACHINE)
+    if spec.state.optimizer_state is None and (why := explain_missing_start(windows[0])) is not None:
+        given = Setting("optimizer_state", "FOLDER")
+        return refuse(format_error_with_flags(f"{why}. Try: {given}"))
+    # The weights after the last step are those of no pass. Steps at a rate of 0 leave them as they are.
+    last_index = max(index for index, input_round in enumerate(selection.rounds) if input_round.trains)
+    settings = {index: step for index, step in followed.settings.items() if index < last_index}
+    moves = any(group.get("lr", spec.actor.base_rate) for step in settings.values() for group in step.groups)
+    if not moves:
+        return refuse("", ChosenBy.DEFAULT)
+    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, followed=replace(followed, settings=settings))
+
+
+def _find_steps_to_follow(
+    spec: ReplayParts,
+    source: ModelSource,
+    checker: WeightChecker,
+    windows: Sequence[JobWindow],
+    recorded: ParameterSamples | None,
+) -> FollowedSteps | str:
+    state = spec.state
+    if state.save_state or state.load_state or state.resume:
+        return "a state is of one optimizer, with one learning rate"
+    job_names: Sequence[str] = read_parameter_names(find_inputs_folder(spec.inputs))
+    if not job_names and recorded is not None:
+        # A plain module has no config in a file beside its captures. The same module has the same parameters here.
+        own_names = list_parameter_names(source.config, source.adapter)
+        job_names = own_names if len(own_names) == recorded.num_parameters else ()
+    return find_followed_steps(windows, spec.actor, checker.names, job_names)
+
+
+def _find_foreign_parameter(spec: ReplayParts, checker: WeightChecker, recorded: ParameterSamples | None) -> str | None:
+    """Find a parameter of the job that this model does not have, as those of an adapter that is merged here."""
+    job_names: Sequence[str] = read_parameter_names(find_inputs_folder(spec.inputs))
+    if not job_names and recorded is not None:
+        job_names = [sample.name for sample in recorded.samples]
+    return next((name for name in job_names if match_parameter_name(name, checker.names) is None), None)
+
+
+def _find_excluding_option(spec: ReplayParts) -> str | None:
+    """Name the option with which `auto` does not step, and say why."""
+    inputs, measure, state = spec.inputs, spec.measure, spec.state
+    other_order = "has another order of passes than the job"
+    saved = "is of the weights as they were loaded"
+    stand_in = Setting("loss", LossName.STAND_IN)
+    conflicts = (
+        (not measure.backward, Setting("backward", False), "leaves out the gradients"),
+        (not spec.actor.has_optimizer, Setting("optimizer", OptimizerName.NONE), "was given"),
+        (inputs.passes is Passes.ROLLOUT, Setting("passes", inputs.passes), "leaves out the training passes"),
+        (inputs.input_file is not None, Setting("input_file"), "is of one pass"),
+        (inputs.shuffle_inputs, Setting("shuffle_inputs", True), other_order),
+        (inputs.order is InputOrder.WORST, Setting("order", inputs.order), other_order),
+        (inputs.pick_inputs is not None, Setting("pick_inputs"), other_order),
+        (inputs.epochs > 1, Setting("epochs", inputs.epochs), other_order),
+        (inputs.uneven, Setting("uneven", True), other_order),
+        (state.load_state is not None, Setting("load_state"), "has other weights than the job's first step"),
+        (state.save_state is not None, Setting("save_state"), saved),
+        (state.save_model is not None, Setting("save_model"), saved),
+        (measure.trace, Setting("trace", True), "is of passes on the weights as they were loaded"),
+        (measure.profile, Setting("profile", True), "runs a pass again"),
+        (measure.memory_snapshot, Setting("memory_snapshot", True), "runs a pass again"),
+        (measure.loss == LossName.STAND_IN, stand_in, "is not the job's objective"),
+    )
+    return next((f"{setting} {why}" for holds, setting, why in conflicts if holds), None)

@@ -1,0 +1,128 @@
+"""Follow the optimizer of an open actor: when it steps, with which settings, and what its steps cost.
+
+A step that was asked for (--step) is a part of its pass. One that follows the job's unasked is none: it may take
+neither a result nor a pass from the run, so it is left out where anything speaks against it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from actor_init.backends.protocol import Backend
+from actor_init.declarations.backends import find_declaration
+from actor_init.model import count_parameters
+from actor_init.world import World
+from replay.options.resolved import ResolvedReplay
+from replay.output.text import format_gibibytes
+from replay.runlog.records import CostSection
+from replay.runner.run_pass import PassInputs
+
+MEMORY_INFO = Path("/proc/meminfo")
+# Of the memory that is free when the optimizer steps first, its state may take this share: passes differ in size.
+MOST_OF_FREE_MEMORY = 0.5
+
+
+@dataclass(kw_only=True, slots=True)
+class StepFollower:
+    """Follows the steps of a run on one rank.
+
+    num_steps    steps that the weights have behind them, since the actor was opened
+    has_stepped  the latest pass ended with a step
+    state_bytes  what the optimizer keeps of steps that nobody asked for, which passes would not have held
+    why_stopped  why the job's steps are not followed any more; empty: they are
+    """
+
+    spec: ResolvedReplay
+    world: World
+    num_steps: int = 0
+    has_stepped: bool = False
+    state_bytes: int = 0
+    why_stopped: str = ""
+    _first_num_steps: int | None = field(default=None, init=False)
+
+    def plan_step(self, inputs: PassInputs, index: int, backend: Backend) -> PassInputs:
+        """Return the inputs of pass `index` with its step. All ranks must call this."""
+        self.has_stepped = False
+        if self._first_num_steps is None:
+            self._first_num_steps = backend.progress().num_steps
+        if not inputs.ends_window or not self.spec.measure.steps:
+            return inputs
+        settings = self.spec.step_settings.get(index)
+        if not self.spec.steps_unasked:
+            return replace(inputs, takes_step=True, step_settings=settings)
+        if settings is None or self.why_stopped:
+            return inputs
+        if not self.num_steps and (why := self._explain_lack_of_memory()) is not None:
+            self.why_stopped = why
+            return inputs
+        return replace(inputs, follows_step=True, step_settings=replace(settings, needs_finite=True))
+
+    def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
+        """Note what the optimizer did in a pass that succeeded."""
+        if not (inputs.takes_step or inputs.follows_step):
+            return
+        num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
+        self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
+        if not inputs.follows_step:
+            return
+        self.state_bytes = backend.count_state_bytes()
+        if not self.has_stepped:
+            self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
+
+    def forget(self, why: str) -> None:
+        """Begin again: the actor was opened anew, with the weights that the run began with."""
+        self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
+        self.why_stopped = self.why_stopped or why
+
+    def clean_cost(self, cost: CostSection) -> CostSection:
+        """Return what a pass cost without the optimizer's state, if nobody asked for steps."""
+        if not self.state_bytes:
+            return cost
+        phases = {
+            name: replace(
+                phase,
+                allocated_bytes=None if phase.allocated_bytes is None else phase.allocated_bytes - self.state_bytes,
+                peak_allocated_bytes=phase.peak_allocated_bytes - self.state_bytes,
+            )
+            for name, phase in cost.phases.items()
+        }
+        return replace(cost, phases=phases)
+
+    def describe(self) -> Mapping[str, str]:
+        """Say what came of the steps that nobody asked for; nothing where they were all taken."""
+        if not self.spec.steps_unasked or not self.why_stopped:
+            return {}
+        return {"optimizer": f"steps of the job are followed no further: {self.why_stopped}"}
+
+    def _explain_lack_of_memory(self) -> str | None:
+        """Say that the optimizer's state would leave too little memory on some rank. All ranks must call this."""
+        needed, free = _predict_state_bytes(self.spec, self.world), _read_free_bytes(self.world.device)
+        lacks = self.world.gather(free is not None and needed > MOST_OF_FREE_MEMORY * free)
+        if not any(lacks):
+            return None
+        sizes = f"{format_gibibytes(needed)} GiB, and {format_gibibytes(free or 0)} GiB are free"
+        return f"the optimizer's state needs {sizes}. Try: --step"
+
+
+def _predict_state_bytes(spec: ResolvedReplay, world: World) -> int:
+    """Predict how many bytes a rank's optimizer will keep of its steps."""
+    declaration = find_declaration(spec.actor.backend)
+    holding = declaration.predict_memory(spec.actor, True)
+    share_elsewhere = 1 - 1 / world.num_data_ranks
+    per_parameter = holding.total.moments - share_elsewhere * holding.partitioned.moments
+    return int(count_parameters(spec.source.config) / spec.actor.parallel.tp * per_parameter)
+
+
+def _read_free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that can still be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: size.split()[0] for name, _, size in (line.partition(":") for line in lines) if size}
+    return int(sizes["MemAvailable"]) * 1024 if "MemAvailable" in sizes else None
