@@ -7,7 +7,7 @@ from actor_init.backends.protocol import free_closed_backends
 from capture.file_format.gradient_signature import GradientSignature
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
-from replay.options.spec import WindowWeights
+from replay.options.spec import StepMode, WindowWeights
 from replay.output.text import join_lines
 from replay.resolution.windows import InputRound
 from replay.runner.meter import Meter
@@ -68,7 +68,7 @@ def measure_own_gradients(
 def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict) -> tuple[OwnGradient, ...]:
     indices = find_window_to_take_apart(verdict, passes)
     # Only a window before the replay's first step has the weights that the replay begins with.
-    steps_before = repeater.spec.measure.step and any(
+    steps_before = repeater.spec.measure.steps and any(
         record.index < indices[0] and record.result.grad_norm is not None for record, _, _ in passes if indices
     )
     rounds = repeater.selection.rounds
@@ -94,7 +94,7 @@ def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdi
 def _make_single_pass_spec(spec: ResolvedReplay) -> ResolvedReplay:
     """Return a spec in which each pass is a window of its own, weighed by tokens."""
     actor = replace(spec.actor, grad_accumulation=1)
-    measure = replace(spec.measure, trace=False, details=False, step=False, window=WindowWeights.TOKENS)
+    measure = replace(spec.measure, trace=False, details=False, step=StepMode.OFF, window=WindowWeights.TOKENS)
     return spec.derive_variant(why="each pass's gradient is measured alone", actor=actor, measure=measure)
 
 

@@ -47,7 +47,7 @@ def run_trials(
 
     All ranks must call this. On several ranks it raises what opening an actor raises.
     """
-    index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.step)
+    index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.steps)
     if index is None:
         return None
     places = ((replayed, replayed.record.index, replayed.record.rank) for replayed in passes)

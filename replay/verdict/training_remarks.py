@@ -31,7 +31,13 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     is_whole  these are all passes of the recording, so that a step that is not among them was not seen
     """
     steps = [(LABEL, remark) for remark in _check_steps(passes, verdict, is_whole=is_whole)]
-    return [*_check_labels(verdict), *_compare_ranks(passes), *_check_weighting(passes), *steps, *_check_optimizer_state(passes)]
+    return [
+        *_check_labels(verdict),
+        *_compare_ranks(passes),
+        *_check_weighting(passes),
+        *steps,
+        *_check_optimizer_state(passes),
+    ]
 
 
 def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
