@@ -42,13 +42,12 @@ SECOND = Setup(saved_at=1)  # replayed from the second step on
 CLIPPED_STEPS = Setup(max_norm=1.0, num_steps=4)
 FOUR = Setup(num_steps=4)
 
-STEPS: Sequence[tuple[str, ...]] = (("--step", "--optimizer", "adamw", "--learning-rate", "0.001"),)
-STEPS_CLIPPED: Sequence[tuple[str, ...]] = (
-    ("--step", "--optimizer", "adamw", "--learning-rate", "0.001", "--max-norm", "1.0"),
-)
-STEPS_WARMUP: Sequence[tuple[str, ...]] = (
-    ("--step", "--optimizer", "adamw", "--learning-rate", "0.001", "--lr-warmup-steps", "2"),
-)
+# What the user believes of the steps is typed: what is not would be the job's.
+ADAMW_SETTINGS = ("--beta1", "0.9", "--beta2", "0.999", "--eps", "1e-8", "--weight-decay", "0.01")
+ADAMW = ("--step", "--optimizer", "adamw", "--learning-rate", "0.001", *ADAMW_SETTINGS)
+STEPS: Sequence[tuple[str, ...]] = ((*ADAMW, "--max-norm", "inf"),)
+STEPS_CLIPPED: Sequence[tuple[str, ...]] = ((*ADAMW, "--max-norm", "1.0"),)
+STEPS_WARMUP: Sequence[tuple[str, ...]] = ((*ADAMW, "--max-norm", "inf", "--lr-warmup-steps", "2"),)
 
 
 _GRADIENT_SCALE = broken_jobs(
