@@ -137,10 +137,13 @@ def compute_bound(
     return max(LEAST_BOUND[name], bound)
 
 
-def compute_signature_bound(dtypes: Sequence[str], num_layers: int, floor: NoiseFloor | None) -> float:
+def compute_signature_bound(
+    dtypes: Sequence[str], num_layers: int, floor: NoiseFloor | None, num_passes: int = 1
+) -> float:
     """Compute how large the root mean square of a gradient signature's differences may be, relative to the gradient's.
 
-    floor  of the parameter's kind; where it was measured, it alone decides
+    floor       of the parameter's kind; where it was measured, it decides, but for the sum over passes
+    num_passes  that each rank's gradient was accumulated over
 
     The formula: on the way down and up each of L layers rounds the residual stream and its gradient twice, each time by
     u. Those errors are independent, so they grow like sqrt(L). Seen: 8.7 u sqrt(L) at most in sound jobs of 3 layers,
@@ -150,6 +153,9 @@ def compute_signature_bound(dtypes: Sequence[str], num_layers: int, floor: Noise
         bound = SIGNATURE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(max(num_layers, 1))
     else:
         bound = (FEW_FACTOR if floor.num_values < FEW_SIGNATURES else SIGNATURE_FACTOR) * floor.value
+    if num_passes > 1:
+        # A job may accumulate in its 16-bit dtype, and so round the sum once a pass; a replay need not.
+        bound = math.hypot(bound, max(map(roundoff, dtypes)) * math.sqrt(num_passes))
     return max(LEAST_BOUND[GRADIENT_RMS], bound)
 
 

@@ -97,7 +97,7 @@ class VerdictSettings:
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.chooses_experts)
         return bound if step_floor is None else max(bound, step_floor.bound)
 
-    def choose_signature_bound(self, kind: str, dtypes: Sequence[str], index: int) -> float:
+    def choose_signature_bound(self, kind: str, dtypes: Sequence[str], index: int, num_passes: int = 1) -> float:
         """Return how large the root mean square of a signature's differences may be, for a kind of parameters.
 
         A kind that no floor was measured for has the largest floor of the others.
@@ -105,7 +105,8 @@ class VerdictSettings:
         floors = {**self.floors, **self.step_floors.get(index, {})}
         others = [floor for name, floor in floors.items() if name.startswith(name_signature_floor(""))]
         largest = max(others, key=lambda floor: floor.value, default=None)
-        return compute_signature_bound(dtypes, self.num_layers, floors.get(name_signature_floor(kind), largest))
+        floor = floors.get(name_signature_floor(kind), largest)
+        return compute_signature_bound(dtypes, self.num_layers, floor, num_passes)
 
     def doubt_expert_routes(
         self,

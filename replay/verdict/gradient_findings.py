@@ -207,7 +207,10 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     findings = [*_select_worst_norm(norms, job_norms), *missing]
     if gradient is not None:
         sample_doubt = _doubt_samples(window, settings, dtypes, doubt)
-        signed = [] if evidence is None else judge_signatures(evidence, settings, dtypes, index, sample_doubt)
+        num_passes = max((len(step.passes) for step in steps), default=1)
+        signed: list[Finding] = []
+        if evidence is not None:
+            signed = judge_signatures(evidence, settings, dtypes, index, sample_doubt, num_passes)
         elements = _compare_elements(gradient, window, settings, dtypes, sample_doubt)
         is_judged = any(finding.status is not FindingStatus.NOT_JUDGED for finding in signed)
         # Single elements that rounding hides are no open question where elements are judged together.

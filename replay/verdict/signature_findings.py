@@ -15,17 +15,23 @@ LEAST_ELEMENTS = 8
 
 
 def judge_signatures(
-    evidence: GradientEvidence, settings: VerdictSettings, dtypes: Sequence[str], index: int, doubt: str | None
+    evidence: GradientEvidence,
+    settings: VerdictSettings,
+    dtypes: Sequence[str],
+    index: int,
+    doubt: str | None,
+    num_passes: int = 1,
 ) -> list[Finding]:
     """Judge a window's signatures, of the norms and of the elements the worst; those that rounding may hide beside.
 
     A norm that differs is named with all whose norms differ, if they are a kind or all parameters; else alone. Where
     none differs, kinds and all parameters together are judged besides, by sharper bounds.
 
-    index  of the window's last pass
-    doubt  why a different gradient would prove nothing
+    index       of the window's last pass
+    doubt       why a different gradient would prove nothing
+    num_passes  that each rank's gradient was accumulated over
     """
-    judge = _SignatureJudge(evidence=evidence, settings=settings, dtypes=dtypes, index=index, doubt=doubt)
+    judge = _SignatureJudge(settings=settings, dtypes=dtypes, index=index, doubt=doubt, num_passes=num_passes)
     norms: list[Finding] = []
     elements: list[Finding] = []
     differing: set[str] = set()
@@ -72,11 +78,11 @@ def _list_parameters(evidence: GradientEvidence) -> Iterator[tuple[ComparedGradi
 class _SignatureJudge:
     """Judges one gradient after the other. The fields are the arguments of `judge_signatures`."""
 
-    evidence: GradientEvidence
     settings: VerdictSettings
     dtypes: Sequence[str]
     index: int
     doubt: str | None
+    num_passes: int
 
     def judge_norm(self, compared: ComparedGradient, rank: int | None = None) -> Finding | None:
         """Judge the norm of one parameter's gradient, or of several together; None where the job's is not known."""
@@ -86,7 +92,7 @@ class _SignatureJudge:
         distance = absolute_difference(compared.job_norm, compared.replay_norm)
         difference = distance / least_norm if least_norm and math.isfinite(least_norm) else distance
         kinds = {name_kind(name) for name in compared.names}
-        bound = max(self.settings.choose_signature_bound(kind, self.dtypes, self.index) for kind in kinds)
+        bound = max(map(self._choose_bound, kinds))
         return make_finding(
             GRADIENT_NORMS,
             compared.job_norm,
@@ -102,7 +108,7 @@ class _SignatureJudge:
         """Judge one parameter's signature; None where it would not show that the gradient had vanished."""
         if compared.difference is None or compared.size is None or compared.num_values < LEAST_ELEMENTS:
             return None
-        bound = self.settings.choose_signature_bound(name_kind(compared.name), self.dtypes, self.index)
+        bound = self._choose_bound(name_kind(compared.name))
         job_size = compared.job_size or 0.0
         if max(job_size, compared.size) <= bound:
             return None
@@ -117,6 +123,9 @@ class _SignatureJudge:
             where=_name_place(compared, rank),
             num_values=compared.num_values,
         )
+
+    def _choose_bound(self, kind: str) -> float:
+        return self.settings.choose_signature_bound(kind, self.dtypes, self.index, self.num_passes)
 
     def _doubt_routes(self, compared: ComparedGradient, difference: float) -> str | None:
         is_routed = any(word in compared.name for word in ROUTED_PARAMETERS)

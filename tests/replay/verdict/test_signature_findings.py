@@ -139,6 +139,13 @@ def test_one_signature_that_agrees_shows_that_the_job_differentiated_this_loss()
     assert not do_some_signatures_agree(make_evidence({**turned, NORM: {"difference": 1.4}}), SETTINGS, BF16, 0)
 
 
+def test_a_sum_over_many_passes_in_bf16_has_a_wider_bound() -> None:
+    floor = NoiseFloor(value=0.03, num_values=16)
+    assert compute_signature_bound(BF16, 4, floor, 2) == pytest.approx(0.12, rel=0.01)
+    assert compute_signature_bound(BF16, 4, floor, 256) == pytest.approx(0.135, rel=0.01)
+    assert compute_signature_bound(["float32"], 4, None, 256) == 1e-3
+
+
 def test_norms_of_several_parameters_have_a_sharper_bound() -> None:
     bound = compute_signature_bound(BF16, 4, NoiseFloor(value=0.1, num_values=64))
     assert compute_norm_bound(bound, BF16) == pytest.approx(0.2)
