@@ -31,7 +31,7 @@ class ModelFacts:
     recording      the id of the recording, as its captures have it
     forward        the pass before which this was taken
     trains         it was one with autograd on
-    python         digests are comparable in one version of Python: `cpython-311`
+    python         digests are comparable in one release of Python: `cpython 3.11.7`
     versions       of the packages that have the model's classes
     config         settings of the running model's config that are other than in `actor.json`, which is of the opening
     modules        class; code, the digest of the class's forward; methods, the digest of its other methods; attributes;

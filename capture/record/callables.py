@@ -7,6 +7,7 @@ code that runs: `functools.wraps` gives a wrapper the name of what it wraps.
 
 import functools
 import hashlib
+import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,21 +124,33 @@ def digest_function(function: Any) -> str:
 
 
 def digest_methods(class_: type, base: type) -> str:
-    """Digest the methods of a class, of its bases down to `base` too, except `forward` and `__init__`."""
+    """Digest the methods of a class, of its bases down to `base` too, except `forward` and `__init__`.
+
+    Methods that a library has put into another package's class are left out: DeepSpeed leaves some behind.
+    """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for ancestor in class_.__mro__:
         if not issubclass(ancestor, base) or ancestor is base or _is_foreign(ancestor):
             continue
         for name, value in sorted(vars(ancestor).items()):
             function = getattr(value, "__func__", value)
-            if isinstance(function, FunctionType) and name not in ("forward", "__init__"):
-                digest.update(f"{name} {digest_function(function)}".encode())
+            if not isinstance(function, FunctionType) or name == "forward" or function.__name__ == "__init__":
+                continue
+            if find_package_of(function) != find_package(ancestor.__module__) and is_plumbing(function):
+                continue
+            digest.update(f"{name} {digest_function(function)}".encode())
     return digest.hexdigest()
 
 
 def is_of_package(class_: type) -> bool:
     """Tell whether a class is of an installed package."""
     return _is_of_package(class_.__module__, getattr(sys.modules.get(class_.__module__), "__file__", None))
+
+
+def name_python() -> str:
+    """Name the Python that compiled the code here: `cpython 3.11.7`. Another release may compile to other bytes."""
+    without_asserts = f" -{'O' * sys.flags.optimize}" if sys.flags.optimize else ""
+    return f"{sys.implementation.name} {platform.python_version()}{without_asserts}"
 
 
 def find_package(module_name: str) -> str:

@@ -32,6 +32,7 @@ from capture.record.callables import (
     name_class,
     name_function,
     name_module,
+    name_python,
     unwrap,
 )
 from capture.record.host_copy import copy_to_host, is_capturing_graph
@@ -141,7 +142,7 @@ def collect_model_facts(
         rest={
             "forward": forward,
             "trains": trains,
-            "python": sys.implementation.cache_tag,
+            "python": name_python(),
             "versions": _read_versions(modules.values()),
             "config": dict(config or {}),
             "tied": tied,

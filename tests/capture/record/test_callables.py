@@ -125,6 +125,21 @@ def test_a_changed_method_changes_the_digest_of_the_methods_alone() -> None:
     assert digest_function(first.forward) == digest_function(other.forward)
 
 
+def test_what_deepspeed_leaves_in_a_class_changes_no_digest() -> None:
+    class Layer(LlamaMLP):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def scale(self, value: Any) -> Any:
+            return value
+
+    before = digest_methods(Layer, nn.Module)
+    Layer._old_init = Layer.__init__
+    Layer._apply = nn.Module._apply
+    assert digest_methods(Layer, nn.Module) == before
+    Layer.scale = lambda self, value: 2 * value  # type: ignore[method-assign]
+    assert digest_methods(Layer, nn.Module) != before
+
+
 @pytest.mark.long
 def test_another_process_has_the_same_digests() -> None:
     program = (
