@@ -3,7 +3,7 @@
 The sharding backends are compared with it, so it shares no sharding, gathering or casting code with them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +151,12 @@ class DDPBackend(TorchBackend):
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad.float() / self.loss_scale()
+
+    def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter) if self.optimizer is not None and name in names else None
+            if state:
+                yield name, {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, lambda tensor: tensor)

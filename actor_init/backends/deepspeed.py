@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
 from actor_init.declarations.backends.deepspeed_config import build_config, has_block_hooks
+from actor_init.declarations.optimizers import OPTIMIZERS
+from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
@@ -229,6 +231,11 @@ class DeepSpeedBackend:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return gather_gradients(self.model, self.loss_scale())
 
+    def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        # DeepSpeed's partitions hold a state from the first step on.
+        if self.spec.optimizer in OPTIMIZERS and self.schedule.last_epoch:
+            yield from gather_optimizer_states(self.engine, names, self.spec.optimizer, self.source.optimizer_groups)
+
     def loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
@@ -357,6 +364,30 @@ def gather_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str,
         gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
             yield name, gather_over_tp(parameter, gradient).float() / loss_scale
+
+
+def gather_optimizer_states(
+    engine: Any, names: Collection[str], family: str, groups: Sequence[ParameterGroup]
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Yield what the optimizer holds of these parameters, whole; nothing at stage 0 in half precision.
+
+    family  that of parameters which are in none of the `groups`
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    for name, parameter in engine.module.named_parameters():
+        if name not in names or not parameter.requires_grad:
+            continue
+        if not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping"):
+            state = engine.basic_optimizer.state.get(parameter, {})
+            whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        else:
+            word = next((group.family for group in groups if name in group.names), family)
+            # An elementwise family keeps the same of every parameter.
+            keys = sorted(OPTIMIZERS[word].state[0])
+            whole = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+        if whole:
+            yield name, {key: gather_over_tp(parameter, value) if value.ndim else value for key, value in whole.items()}
 
 
 @contextmanager

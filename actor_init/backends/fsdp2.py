@@ -1,6 +1,6 @@
 """Run the actor under FSDP2: `fully_shard` on every block, embedding, head and the root."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -182,6 +182,12 @@ class FSDP2Backend(TorchBackend):
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 yield name, _gather_whole(parameter.grad).float() / self.loss_scale()
+
+    def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter) if self.optimizer is not None and name in names else None
+            if state:
+                yield name, {key: _gather_whole(value) for key, value in state.items() if isinstance(value, Tensor)}
 
     def save_model(self, folder: Path) -> None:
         write_model(folder, self.source.config, self.spec.dtype, self.model, _gather_whole)

@@ -1,7 +1,7 @@
 """Define the interface of an actor under a backend, and open one."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, Self
@@ -74,6 +74,13 @@ class Backend(Protocol):
         one.
 
         All ranks must iterate, between the last backward of a window and `end_window`.
+        """
+        ...
+
+    def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        """Yield what the optimizer holds of these parameters, whole, by the name of the state; skips those without any.
+
+        All ranks must iterate over the same names, between two steps. A backend yields nothing where it cannot be had.
         """
         ...
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from actor_init.backends.protocol import Backend
 from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import find_form
 from actor_init.inputs.packing import ActorInputs
+from actor_init.model import ModelSource
 from actor_init.world import World
 from capture.file_format.gradient_signature import GradientSignature
+from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import Sample
 from replay.objective.objective import measure_loss_sensitivity
 from replay.output.text import join_lines
@@ -26,6 +28,7 @@ from replay.runner.first_uses import FirstUses
 from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import TraceWriter
 from replay.verdict.gradient_samples import GradientSamples, sample_gradients
+from replay.verdict.state_samples import StateElements, sample_states
 from replay.watch.progress import Phase, Tracker
 
 if TYPE_CHECKING:
@@ -157,6 +160,42 @@ class GradientSampler(PassObserver):
 
     def after_backward(self) -> None:
         self.samples = sample_gradients(self._backend.gradients(), self._recorded_samples, self._recorded_signatures)
+
+
+class OptimizerStateSampler(PassObserver):
+    """Takes the elements of the optimizer's state that the job recorded before the step that ends this window.
+
+    The ranks may have recorded other parameters, and each state is gathered, so they first agree on which.
+
+    samples  empty where the replay's optimizer holds no state yet, or no rank of the job recorded any
+    """
+
+    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+
+    def __init__(self, backend: Backend, world: World, recorded: Mapping[str, StateSample]) -> None:
+        self.samples: StateElements = {}
+        self._backend = backend
+        self._world = world
+        self._recorded = recorded
+
+    @classmethod
+    def choose(
+        cls,
+        backend: Backend,
+        source: ModelSource,
+        world: World,
+        inputs: PassInputs,
+        recorded: Mapping[str, StateSample],
+    ) -> Self | None:
+        """Return what looks at the state, if there is one before this window's end. The same on every rank."""
+        has_state = source.optimizer_state is not None or backend.progress().num_steps > 0
+        return cls(backend, world, recorded) if has_state and inputs.ends_window else None
+
+    def after_backward(self) -> None:
+        names = {name for rank_names in self._world.gather(sorted(self._recorded)) for name in rank_names}
+        if names:
+            recorded = {name: [sample] for name, sample in self._recorded.items()}
+            self.samples = sample_states(self._backend.optimizer_states(names), recorded)
 
 
 class GradientSketcher(PassObserver):

@@ -41,6 +41,7 @@ from replay.runner.observers import (
     GradientSketcher,
     LossCheck,
     LossSensitivityObserver,
+    OptimizerStateSampler,
     PositionMarker,
     RunObservers,
     TraceObserver,
@@ -263,7 +264,9 @@ class Replayer:
 
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
-        observers = [generators, *extra_observers, *run_observers.in_order]
+        step_states = self.weight_checker.match_states(call.step.state if call.step is not None else ())
+        state = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, step_states)
+        observers = [generators, *extra_observers, *run_observers.in_order, *([state] if state is not None else [])]
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
@@ -279,6 +282,7 @@ class Replayer:
             self._collect_log_probs(outcome, inputs, call, batch),
             loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
             gradient=gradient.samples if gradient is not None else None,
+            state=state.samples if state is not None else {},
             draws=generators.draws,
             # Asking waits for the device, and only a pass with random masks needs the answer.
             has_job_layout=generators.has_moved and self._has_job_layout(inputs, batch),

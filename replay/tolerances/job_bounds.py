@@ -64,6 +64,9 @@ LEAST_KIND_ROUNDOFFS = 12.0
 # Relative to that root mean square, or to the norm. Within a wider bound a gradient could vanish or change its sign
 # unseen, and a loss be any other one.
 HIDING_BOUND = 0.5
+# An optimizer's state may be so many times as far off as a gradient: it averages those of many steps, whose own errors
+# differ, and in which the gradients may cancel.
+STATE_FACTOR = 4.0
 # A measured floor of any quantity is multiplied by at least this.
 LEAST_FACTOR = 4.0
 # The floor of TOKENS_RMS is multiplied by this: a mean square over hundreds of tokens hardly varies.

@@ -36,6 +36,7 @@ from replay.verdict.pass_values import (
 )
 from replay.verdict.sample_pairs import do_some_samples_agree, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
+from replay.verdict.state_findings import compare_states
 from replay.verdict.trained_parameters import find_missing_gradients, find_trained_parameters, is_among
 
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
@@ -147,7 +148,8 @@ def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, nu
 
     number  how many steps the replay had taken before
     """
-    return [*_compare_judged_gradient(window, settings), *_compare_optimizer(window, settings, number)]
+    step = [*_compare_optimizer(window, settings, number), *compare_states(window, settings)]
+    return [*_compare_judged_gradient(window, settings), *step]
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:

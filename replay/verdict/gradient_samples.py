@@ -57,7 +57,12 @@ def sample_gradients(
     return GradientSamples(norms=plain_norms, sizes=sizes, values=values, signatures=signed)
 
 
+def compute_whole_rms(gradient: GradientSamples) -> float:
+    """Compute the root mean square of all parameters' gradients together."""
+    return math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
+
+
 def compute_scale(gradient: GradientSamples, name: str) -> float:
     """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    whole = math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
+    whole = compute_whole_rms(gradient)
     return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)

@@ -27,8 +27,9 @@ from replay.runlog.records import PassRecord
 from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.random_draws import RandomDraws
+from replay.verdict.state_samples import StateElements
 
-MOVED, OPTIMIZER = "weights after a step", "optimizer settings"
+MOVED, OPTIMIZER, OPTIMIZER_STATE = "weights after a step", "optimizer settings", "optimizer state"
 WEIGHTING = "weighting of passes"
 MISSING_GRADIENT = "gradient"
 # The output of a capture that holds the row and the column of each of its `token_log_probs`, in one list.
@@ -405,6 +406,7 @@ class ReplayedPass:
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
     loss_sensitivity  how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
     gradient          None where the pass ends no window, or the job sampled no gradient
+    state             what the optimizer held before the step that follows, at the elements that the job sampled
     draws             the random numbers that the forward drew
     has_job_layout    the model was fed the captured rows, each token in its place, on one rank; False where the forward
                       drew no random numbers
@@ -416,6 +418,7 @@ class ReplayedPass:
     action_log_probs: Sequence[float | None] = ()
     loss_sensitivity: float = 1.0
     gradient: GradientSamples | None = field(default=None)
+    state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None
     has_job_layout: bool = False
     flips: Sequence[RouterFlips] = ()

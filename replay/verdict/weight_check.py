@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actor_init.model import ModelSource, find_parameter_shapes
 from capture.file_format.gradient_signature import GradientSignature
+from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import is_equal_but_for_dtype
@@ -76,7 +77,12 @@ class WeightChecker:
         by_name = {self._match_name(signature): signature for signature in signatures}
         return {name: signature for name, signature in by_name.items() if name is not None}
 
-    def _match_name(self, sample: Sample | GradientSignature) -> str | None:
+    def match_states(self, samples: Iterable[StateSample]) -> dict[str, StateSample]:
+        """Return the samples of states by this model's names, as `match_signatures` does."""
+        by_name = {self._match_name(sample): sample for sample in samples}
+        return {name: sample for name, sample in by_name.items() if name is not None}
+
+    def _match_name(self, sample: Sample | GradientSignature | StateSample) -> str | None:
         """Find this model's name of a sampled parameter, which has to have the same shape."""
         return next((name for name in list_inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
 

@@ -6,7 +6,7 @@ is `replay` with it.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -114,6 +114,11 @@ class ToyBackend:
                 gradient = parameter.grad.clone()
                 dist.all_reduce(gradient)
                 yield name, gradient
+
+    def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for name, parameter in self.model.named_parameters():
+            if self.optimizer is not None and name in names and (state := self.optimizer.state.get(parameter)):
+                yield name, state
 
     def loss_scale(self) -> float:
         return 1.0

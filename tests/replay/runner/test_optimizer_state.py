@@ -62,6 +62,20 @@ def test_with_the_state_every_step_is_the_jobs(backend: str, job: Path, capsys: 
     assert "optimizer  as the job's" in said
 
 
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_the_state_of_another_run_differs_in_its_moments(
+    backend: str, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = torch.load(job / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    for values in state["state"].values():
+        values["exp_avg"] = values["exp_avg"].flip(0)
+    torch.save(state, tmp_path / "other.pt")
+    said = replay(job, capsys, "--optimizer-state", str(tmp_path / "other.pt"), backend=backend)
+    assert "verdict    DIFFERS" in said
+    assert "optimizer state" in said
+    assert "exp_avg of model." in said
+
+
 def test_without_it_the_steps_are_not_the_jobs(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = replay(job, capsys)
     assert "moments of steps before in the job, none here" in said

@@ -1,0 +1,67 @@
+"""Compare what the job's optimizer held before a step with what the replay's held before the same step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from replay.tolerances.difference import absolute_difference
+from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
+from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.gradient_samples import compute_whole_rms
+from replay.verdict.pass_values import OPTIMIZER_STATE, match_parameter_name
+
+if TYPE_CHECKING:
+    from replay.verdict.gradient_findings import ComparedPass
+
+# States that are averages of squares: they are off by twice what the gradients are.
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "variance")
+
+
+def compare_states(window: Sequence["ComparedPass"], settings: VerdictSettings) -> list[Finding]:
+    """Compare the sampled elements, relative to the root mean square of their state; keep the farthest.
+
+    A state is an average of the gradients of the steps before, so its bound is a multiple of a gradient's. That a state
+    agrees is no evidence of the step's own gradient. Where the bound would hide a state that is off by its own size, an
+    agreement says nothing, and is left out.
+    """
+    if settings.steps is None:
+        return []
+    index = window[-1].record.index
+    dtypes = [dtype for compared_pass in window for dtype in list_dtypes(compared_pass.recorded, settings)]
+    gradient_bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
+    gradients = [compared_pass.replayed.gradient for compared_pass in window]
+    # A gradient that is nothing but rounding has a state that is nothing else.
+    least = LEAST_RMS * max(
+        (compute_whole_rms(gradient) for gradient in gradients if gradient is not None), default=0.0
+    )
+    findings: list[Finding] = []
+    for compared_pass in window:
+        step, elements = compared_pass.recorded.step_after, compared_pass.replayed.state
+        names = {name for name, _, _ in elements}
+        for sample in step.state if step is not None else ():
+            name = match_parameter_name(sample.name, names)
+            for key, job_values in sample.values.items():
+                run = None if name is None else elements.get((name, sample.start, key))
+                scale = 0.0 if run is None else max(run.scale, least**2 if key in SQUARES else least)
+                if run is None or len(run.values) != len(job_values) or not scale:
+                    continue
+                differences = [absolute_difference(*pair) for pair in zip(run.values, job_values, strict=True)]
+                worst = max(range(len(differences)), key=differences.__getitem__)
+                factor = 2 * STATE_FACTOR if key in SQUARES else STATE_FACTOR
+                findings.append(
+                    make_finding(
+                        OPTIMIZER_STATE,
+                        job_values[worst],
+                        run.values[worst],
+                        difference=differences[worst] / scale,
+                        bound=factor * gradient_bound,
+                        counts=False,
+                        where=f"{key} of {name}, element {sample.start + worst}",
+                    )
+                )
+    if not findings:
+        return []
+    farthest = max(findings, key=lambda finding: finding.share_of_bound)
+    if farthest.agrees and (farthest.bound or 0.0) > HIDING_BOUND:
+        return []
+    return [replace(farthest, num_values=len(findings))]
