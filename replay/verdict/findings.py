@@ -54,6 +54,8 @@ class VerdictSettings:
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
     followed          settings that it takes from each of the job's steps, by torch's names
     steps_unasked     it does so without --step, and leaves out steps that it cannot take as the job did
+    step_dtype        what the optimizer rounds a step to, where that is coarse; the replay steps
+    num_steps_before  the steps that the job had taken before the first pass of the replay
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
     why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
@@ -74,6 +76,8 @@ class VerdictSettings:
     loaded_counts: Sequence[int] | None = None
     followed: frozenset[str] = frozenset()
     steps_unasked: bool = False
+    step_dtype: str | None = None
+    num_steps_before: int = 0
     dropout: Sequence[str] = ()
     packs: bool = False
     why_own_draws: str | None = None
@@ -309,8 +313,13 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def list_dtypes(recorded: RecordedPass, settings: VerdictSettings) -> list[str]:
-    """List the dtypes that bounds depend on: the job's (bf16 where it does not say) and the replay's."""
-    return [*(recorded.dtypes or ["bfloat16"]), settings.dtype]
+    """List the dtypes that bounds depend on: the job's (bf16 where it does not say), the replay's, and that of steps.
+
+    Behind a step that was rounded to a coarse dtype, as Muon's is, the weights are known to that dtype's precision.
+    """
+    is_behind = recorded.num_steps_before is None or recorded.num_steps_before > settings.num_steps_before
+    step_dtypes = [settings.step_dtype] if is_behind and settings.step_dtype is not None else []
+    return [*(recorded.dtypes or ["bfloat16"]), settings.dtype, *step_dtypes]
 
 
 def _compare_claim(

@@ -148,7 +148,8 @@ def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, nu
 
     number  how many steps the replay had taken before
     """
-    step = [*_compare_optimizer(window, settings, number), *compare_states(window, settings)]
+    members = [(compared_pass.recorded, compared_pass.replayed) for compared_pass in window]
+    step = [*_compare_optimizer(window, settings, number), *compare_states(members, window[-1].record.index, settings)]
     return [*_compare_judged_gradient(window, settings), *step]
 
 

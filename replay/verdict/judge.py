@@ -5,9 +5,8 @@
 
 The weights are checked first: with other weights no number means anything. Then each number that the job recorded of a
 pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees within its bound, or it
-differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else can explain a
-different number: the weights are known to be the job's, and both computed the same quantity without doubt. Where there
-is a doubt, the outcome is UNSETTLED.
+differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else can explain it: the
+weights are known to be the job's, and both computed the same quantity. Where there is a doubt, it is UNSETTLED.
 """
 
 from collections import Counter
@@ -65,6 +64,7 @@ from replay.verdict.pass_weights import (
     find_unmoved_weights,
     follow_weights_through_steps,
     merge_comparisons,
+    note_coarse_steps,
 )
 from replay.verdict.route_findings import compare_routes
 
@@ -110,9 +110,9 @@ def judge(
 
     Trials and own gradients tell causes, and change no outcome.
     """
-    recorded_passes = [recorded for _, recorded, _ in passes if recorded is not None]
-    differences = [*settings.model_differences, *find_unreduced_steps(recorded_passes)]
-    settings = replace(settings, model_differences=differences)
+    recorded = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
+    differences = [*settings.model_differences, *find_unreduced_steps([recorded_pass for _, recorded_pass in recorded])]
+    settings = note_coarse_steps(recorded, replace(settings, model_differences=differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]

@@ -1,7 +1,7 @@
 """Compare the optimizer that a job stepped with to the one that --step steps with."""
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class, read_job_group, recognise_group
@@ -137,3 +137,10 @@ def _format_value(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"({', '.join(map(_format_value, value))})"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def find_step_dtype(steps: Iterable[OptimizerStep]) -> str | None:
+    """Find the dtype that one of the job's optimizers rounds its steps to, whatever the weights' dtype is."""
+    groups = (read_job_group(group, step.optimizer or "", step.library) for step in steps for group in step.settings)
+    families = (recognise_group(group) for group in groups)
+    return next((family.step_dtype for family in families if family is not None and family.step_dtype), None)

@@ -16,6 +16,7 @@ from replay.verdict.gradient_findings import (
     group_into_windows,
     list_step_differences,
 )
+from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 
 
@@ -102,6 +103,23 @@ def merge_comparisons(comparisons: Sequence[WeightComparison]) -> WeightComparis
         is_sharded=comparisons[0].is_sharded,
         doubt=doubt,
     )
+
+
+def note_coarse_steps(passes: Sequence[tuple[int, RecordedPass]], settings: VerdictSettings) -> VerdictSettings:
+    """Note in the settings from which pass on an optimizer that rounds its steps leaves the weights in doubt.
+
+    Behind such a step no floor holds, as two trainings that differ in rounding alone part in steps of that rounding.
+
+    passes  the replay's index of each pass, and what the job recorded of it
+    """
+    steps = [recorded.step_after for _, recorded in passes if recorded.step_after is not None]
+    step_dtype = find_step_dtype(steps)
+    if step_dtype is None or settings.steps is None:
+        return settings
+    first = min((recorded.num_steps_before or 0 for _, recorded in passes), default=0)
+    before = {index for index, recorded in passes if recorded.num_steps_before == first}
+    step_floors = {index: floors for index, floors in settings.step_floors.items() if index in before}
+    return replace(settings, step_dtype=step_dtype, num_steps_before=first, step_floors=step_floors)
 
 
 def follow_weights_through_steps(

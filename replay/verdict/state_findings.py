@@ -2,41 +2,41 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from replay.tolerances.difference import absolute_difference
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
 from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
 from replay.verdict.gradient_samples import compute_whole_rms
-from replay.verdict.pass_values import OPTIMIZER_STATE, match_parameter_name
-
-if TYPE_CHECKING:
-    from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.pass_values import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
 
 # States that are averages of squares: they are off by twice what the gradients are.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "variance")
 
 
-def compare_states(window: Sequence["ComparedPass"], settings: VerdictSettings) -> list[Finding]:
+def compare_states(
+    passes: Sequence[tuple[RecordedPass, ReplayedPass]], index: int, settings: VerdictSettings
+) -> list[Finding]:
     """Compare the sampled elements, relative to the root mean square of their state; keep the farthest.
 
     A state is an average of the gradients of the steps before, so its bound is a multiple of a gradient's. That a state
     agrees is no evidence of the step's own gradient. Where the bound would hide a state that is off by its own size, an
     agreement says nothing, and is left out.
+
+    passes  of one window: what the job recorded, and what the replay computed
+    index   of the window's last pass
     """
     if settings.steps is None:
         return []
-    index = window[-1].record.index
-    dtypes = [dtype for compared_pass in window for dtype in list_dtypes(compared_pass.recorded, settings)]
+    dtypes = [dtype for recorded, _ in passes for dtype in list_dtypes(recorded, settings)]
     gradient_bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
-    gradients = [compared_pass.replayed.gradient for compared_pass in window]
+    gradients = [replayed.gradient for _, replayed in passes]
     # A gradient that is nothing but rounding has a state that is nothing else.
     least = LEAST_RMS * max(
         (compute_whole_rms(gradient) for gradient in gradients if gradient is not None), default=0.0
     )
     findings: list[Finding] = []
-    for compared_pass in window:
-        step, elements = compared_pass.recorded.step_after, compared_pass.replayed.state
+    for recorded, replayed in passes:
+        step, elements = recorded.step_after, replayed.state
         names = {name for name, _, _ in elements}
         for sample in step.state if step is not None else ():
             name = match_parameter_name(sample.name, names)

@@ -83,6 +83,7 @@ class OptimizerDeclaration:
     moments         bytes of state for each parameter, from the first step on; None: less than a hundredth
     has_fused       the class has torch's fused kernel on CUDA
     is_elementwise  an element's step depends on that element alone, so it is the same in any shard
+    step_dtype      what it rounds a step to, where that is coarser than the weights; empty: nothing
     companion       the word of the family that steps on what `steps_matrices` leaves out
     steps_matrices  it steps on matrices inside the layers alone: neither vectors nor embedding and head
     """
@@ -96,6 +97,7 @@ class OptimizerDeclaration:
     moments: Callable[[OptimizerOptions], int] = lambda spec: 0
     has_fused: bool = False
     is_elementwise: bool = True
+    step_dtype: str = ""
     companion: str | None = None
     steps_matrices: bool = False
 

@@ -33,6 +33,8 @@ MUON = OptimizerDeclaration(
     recognise=_is_muon,
     moments=lambda spec: 4,
     is_elementwise=False,
+    # A step is made orthogonal in bf16.
+    step_dtype="bfloat16",
     companion=OptimizerName.ADAMW,
     steps_matrices=True,
 )

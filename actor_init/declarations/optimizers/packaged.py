@@ -1,7 +1,8 @@
 """Declare optimizers that are neither torch's nor transformers': Lion, and bitsandbytes' 8-bit forms.
 
 A replay has them where their package is installed. bitsandbytes rounds an optimizer's state in blocks of a parameter's
-elements, so a flat partition of it would be rounded otherwise.
+elements, so a flat partition of it would be rounded otherwise. Eight bits are coarser than bf16 where a number is small
+beside its block, and finer where it is large; bf16 stands for both.
 """
 
 from actor_init.declarations.optimizers.declaration import GroupSetting, JobGroup, OptimizerDeclaration
@@ -49,6 +50,7 @@ ADAMW_8BIT = OptimizerDeclaration(
     recognise=lambda group: _is_8_bit(group, "AdamW"),
     moments=lambda spec: 2,
     is_elementwise=False,
+    step_dtype="bfloat16",
 )
 ADAM_8BIT = OptimizerDeclaration(
     word=OptimizerName.ADAM_8BIT,
@@ -58,6 +60,7 @@ ADAM_8BIT = OptimizerDeclaration(
     recognise=lambda group: _is_8_bit(group, "Adam"),
     moments=lambda spec: 2,
     is_elementwise=False,
+    step_dtype="bfloat16",
 )
 LION_8BIT = OptimizerDeclaration(
     word=OptimizerName.LION_8BIT,
@@ -68,4 +71,5 @@ LION_8BIT = OptimizerDeclaration(
     recognise=lambda group: _is_8_bit(group, "Lion"),
     moments=lambda spec: 1,
     is_elementwise=False,
+    step_dtype="bfloat16",
 )

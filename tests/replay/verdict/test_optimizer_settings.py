@@ -7,7 +7,7 @@ import pytest
 
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.verdict.optimizer_settings import list_setting_differences
+from replay.verdict.optimizer_settings import find_step_dtype, list_setting_differences
 
 pytestmark = pytest.mark.quick
 
@@ -83,3 +83,11 @@ def test_the_package_of_a_class_decides_where_it_was_recorded() -> None:
     assert compare(replace(step, library="torch"), optimizer="transformers-adafactor") == [
         "Adafactor of torch in the job, Adafactor here"
     ]
+
+
+def test_steps_of_muon_are_rounded_to_bf16_whatever_the_weights_are() -> None:
+    muon = {"optimizer": "Muon", "library": "torch", "lr": 0.1}
+    adamw = {"optimizer": "AdamW", "library": "torch", "lr": 0.1}
+    assert find_step_dtype([make_step("Muon, AdamW", adamw, muon)]) == "bfloat16"
+    assert find_step_dtype([make_step("AdamW", adamw)]) is None
+    assert find_step_dtype([]) is None

@@ -10,6 +10,7 @@ from capture.file_format.optimizer_state import StateSample
 from replay.tolerances.job_bounds import STATE_FACTOR
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.gradient_samples import GradientSamples
+from replay.verdict.pass_values import ReplayedPass
 from replay.verdict.state_findings import compare_states
 from replay.verdict.state_samples import StateRun
 
@@ -19,18 +20,16 @@ BOUND = 0.01
 
 
 def compare(
-    job: Mapping[str, tuple[float, ...]], replayed: Mapping[str, StateRun], *, bound: float = BOUND, **more: Any
+    job: Mapping[str, tuple[float, ...]], replayed: Mapping[str, StateRun], *, bound: float = BOUND
 ) -> list[Finding]:
     """Compare the states of one parameter before a step; its first sampled element is the fifth."""
     sample = StateSample(name="module.weight", shape=(8,), start=5, values=job)
     gradient = GradientSamples(norms={"weight": 1.0}, sizes={"weight": 1}, values={})
-    compared: Any = SimpleNamespace(
-        record=SimpleNamespace(index=0),
-        recorded=SimpleNamespace(step_after=SimpleNamespace(state=(sample,)), dtypes=["float32"]),
-        replayed=SimpleNamespace(state={("weight", 5, key): run for key, run in replayed.items()}, gradient=gradient),
-    )
-    settings: Any = SimpleNamespace(steps=object(), dtype="float32", choose_bound=lambda *_: bound, **more)
-    return compare_states([compared], settings)
+    recorded: Any = SimpleNamespace(step_after=SimpleNamespace(state=(sample,)), dtypes=["float32"], num_steps_before=0)
+    state = {("weight", 5, key): run for key, run in replayed.items()}
+    steps = {"steps": object(), "step_dtype": None, "num_steps_before": 0}
+    settings: Any = SimpleNamespace(**steps, dtype="float32", choose_bound=lambda *_: bound)
+    return compare_states([(recorded, ReplayedPass(state=state, gradient=gradient))], 0, settings)
 
 
 def test_equal_states_agree_and_are_no_evidence_of_the_gradient() -> None:
