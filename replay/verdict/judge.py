@@ -5,7 +5,7 @@
 
 The weights are checked first: with other weights no number means anything. Then each number that the job recorded of a
 pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees within its bound, or it
-differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else can explain it: the
+differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else explains it: the
 weights are known to be the job's, and both computed the same quantity. Where there is a doubt, it is UNSETTLED.
 """
 
