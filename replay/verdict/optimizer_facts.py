@@ -67,6 +67,15 @@ class StateFact:
                 return f"some parameters' state had counted {counted} before {place}, others' {self.expected}"
 
 
+def count_stepped_parameters(steps: Sequence[OptimizerStep], num_trainable: int) -> int | None:
+    """Count the parameters of the job's optimizer, if each step was of fewer than are trainable; None if not.
+
+    A number of 0 is one that is not known.
+    """
+    stepped = {sum(group["num_parameters"] for group in step.settings) for step in steps}
+    return None if not stepped or max(stepped) >= num_trainable or min(stepped) == 0 else max(stepped)
+
+
 def find_state_facts(steps: Iterable[OptimizerStep]) -> list[StateFact]:
     """Find what the counts of one rank's steps show, in the order of the steps.
 

@@ -14,7 +14,7 @@ from replay.output.text import Pairs, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS, SAME_SHARES
 from replay.verdict.judge import PassEvidence
-from replay.verdict.optimizer_facts import find_facts_of_ranks
+from replay.verdict.optimizer_facts import count_stepped_parameters, find_facts_of_ranks
 from replay.verdict.outcomes import Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 
@@ -189,12 +189,11 @@ def _check_movement(trained: Sequence[RecordedPass], steps: Sequence[OptimizerSt
 
 
 def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
-    """Say so if each step was of fewer parameters than are trainable. A number of 0 is one that is not known."""
+    """Say so if each step was of fewer parameters than are trainable."""
     num_trainable = max(recorded.weights.num_parameters - recorded.num_frozen for recorded in trained)
-    stepped = {sum(group["num_parameters"] for group in step.settings) for step in steps}
-    if not stepped or max(stepped) >= num_trainable or min(stepped) == 0:
+    most = count_stepped_parameters(steps, num_trainable)
+    if most is None:
         return None
-    most = max(stepped)
     return f"the job's optimizer stepped {most} of {num_trainable} trainable parameters in {_describe_steps(steps)}"
 
 

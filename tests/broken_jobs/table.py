@@ -309,7 +309,7 @@ _DTYPE = broken_jobs(
     ("norm-in-bf16", ZERO3, C.DTYPE, "the last norm is rounded to bf16 in a job of fp32", LLAMA,
      Fault(model=f.output_changed("model.norm", f.through_bf16))),
     ("autocast-everywhere", PLAIN, C.DTYPE, "a job of fp32 ran under bf16's autocast", LLAMA,
-     Fault(setup={"dtype": Dtype.AUTOCAST})),
+     Fault(setup={"dtype": Dtype.AUTOCAST}), {"replays": (("--dtype", "fp32"),)}),
     ("fp16-scale-left-in", PLAIN, C.GRADIENTS_SCALED, "fp16's loss scale is left in the gradients", FP16,
      Fault(gradients=f.given_gradients_times(1024))),
     ("logits-in-bf16-autocast", PLAIN, C.DTYPE, "logits are rounded once more where they are bf16 already", AUTOCAST,

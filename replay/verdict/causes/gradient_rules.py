@@ -9,6 +9,7 @@ from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
+from replay.verdict.causes.model_rules import FORWARD_FINDINGS, GRADIENT_KINDS
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, collect_gradient_evidence, compute_job_weights
@@ -107,6 +108,16 @@ def find_missing_gradient(evidence: Evidence) -> Cause | None:
     verdict, finding = wrong
     missing, names = _list_missing(evidence.find_window(verdict) or ())
     what = name_parameters(missing, names) if missing else str(finding.where)
+    if evidence.is_forward_wrong:
+        # Whatever is detached computes the same, so here these parameters take no part at all.
+        return Cause(
+            name=CauseName.MODEL_CODE,
+            sureness=Sureness.PROBABLY,
+            sentence=f"{what} takes no part in the job's forward, {name_time(verdict)}: no gradient reaches it, and "
+            "the forward gives other numbers than with it",
+            try_next="look for a module that is skipped, or replaced, in the job's model",
+            explains=(*FORWARD_FINDINGS, *GRADIENT_FINDINGS),
+        )
     module = _find_module_without_gradient(missing, names)
     place = "" if module is None or module in what else f"; the gradient ends in {module}"
     return Cause(
@@ -316,9 +327,11 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     name, worst = min(off.items(), key=lambda pair: pair[1].cosine if pair[1].cosine is not None else 1.0)
     how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
     cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
+    # What the recording states of the model may explain it better.
+    is_stated = any(difference.kind in GRADIENT_KINDS for difference in evidence.settings.model_differences)
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
-        sureness=Sureness.IS,
+        sureness=Sureness.PROBABLY if is_stated else Sureness.IS,
         sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is not that of the loss, "
         f"{name_time(wrong.verdict)}: that of {name} is {how}{cosine}; the others are the loss's",
         try_next="look for a hook on these parameters, or for an autograd function of the job's own on the way to them",

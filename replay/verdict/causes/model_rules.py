@@ -46,6 +46,8 @@ GRADIENT_KINDS = (
 )
 # What these state cannot be without effect on a forward.
 CERTAIN_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER, Kind.TIED, Kind.MODULE)
+# The same of a gradient.
+CERTAIN_GRADIENT_KINDS = (Kind.TIED, Kind.FROZEN)
 # Words in the name of a setting that tell what it is a setting of.
 SETTING_CAUSES = (
     (("dropout", "jitter", "layerdrop"), CauseName.DROPOUT),
@@ -122,7 +124,8 @@ def find_model_difference(evidence: Evidence) -> Cause | None:
         return None
     fitting.sort(key=lambda difference: kinds.index(difference.kind))
     chosen = fitting[0]
-    is_certain = is_forward and len(fitting) == 1 and chosen.kind in CERTAIN_KINDS
+    certain_kinds = CERTAIN_KINDS if is_forward else CERTAIN_GRADIENT_KINDS
+    is_certain = len(fitting) == 1 and chosen.kind in certain_kinds
     more = f"; {len(fitting) - 1} more such differences are in run.json" if fitting[1:] else ""
     return Cause(
         name=choose_cause_name(chosen, is_forward=is_forward),

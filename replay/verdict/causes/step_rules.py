@@ -1,10 +1,11 @@
 """Tell why the job's optimizer stepped otherwise than the replay's: its settings, its schedule, its state."""
 
+from replay.output.text import pluralise
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
-from replay.verdict.optimizer_facts import StateFactKind, find_facts_of_ranks
+from replay.verdict.optimizer_facts import StateFactKind, count_stepped_parameters, find_facts_of_ranks
 from replay.verdict.pass_values import MOVED, OPTIMIZER
 
 # A step that is another one explains the weights after it, and every number of later passes.
@@ -29,7 +30,8 @@ def find_other_state(evidence: Evidence) -> Cause | None:
     facts = find_facts_of_ranks([[step for other, step in steps if other == rank] for rank in ranks])
     if not facts:
         return None
-    fact = facts[0]
+    # An optimizer that counts otherwise than it steps may look at its first step as if it had an older state.
+    fact = next((fact for fact in facts if fact.kind in MISCOUNTS), facts[0])
     name = MISCOUNTS.get(fact.kind, CauseName.OPTIMIZER_STATE)
     advice = {
         CauseName.STEPS_SKIPPED: "look for steps that are taken twice, or left out, in the job's loop",
@@ -60,6 +62,27 @@ def find_other_optimizer(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_left_out_parameters(evidence: Evidence) -> Cause | None:
+    """Tell that the job's optimizer has fewer parameters than are trained."""
+    steps = [compared.recorded.step_after for compared in evidence.passes if compared.recorded.step_after is not None]
+    if evidence.first_wrong is None or not steps:
+        return None
+    num_trainable = max(
+        compared.recorded.weights.num_parameters - compared.recorded.num_frozen for compared in evidence.passes
+    )
+    most = count_stepped_parameters(steps, num_trainable)
+    if most is None:
+        return None
+    return Cause(
+        name=CauseName.OPTIMIZER,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the job's optimizer has {most} of {pluralise(num_trainable, 'parameter')} that are trained: the "
+        "others get a gradient and never move",
+        try_next="give the optimizer all parameters that require a gradient",
+        explains=EXPLAINED,
+    )
+
+
 RULES = (
     CauseRule(
         name=CauseName.OPTIMIZER_STATE,
@@ -67,6 +90,13 @@ RULES = (
         means="the optimizer's state was lost, is an older one, or has counted other steps than it took",
         told_by="the optimizer's own count of steps, recorded at each step",
         job="stale-state",
+    ),
+    CauseRule(
+        name=CauseName.OPTIMIZER,
+        find=find_left_out_parameters,
+        means="the job's optimizer was not given all parameters that are trained",
+        told_by="the number of parameters in its groups",
+        job="vectors-left-out",
     ),
     CauseRule(
         name=CauseName.OPTIMIZER,

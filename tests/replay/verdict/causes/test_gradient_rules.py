@@ -51,7 +51,9 @@ def test_what_is_wrong_with_a_gradient_of_one_rank(job: Gradients, name: CauseNa
 
 
 def test_a_sound_gradient_has_no_cause() -> None:
-    assert find_causes(make_gradient_evidence(make_window([SOUND], SOUND))) == []
+    causes = find_causes(make_gradient_evidence(make_window([SOUND], SOUND)))
+    # Though the evidence says that its norm differs, nothing is known about why.
+    assert {cause.sureness for cause in causes} == {Sureness.MAY_BE}
 
 
 def test_a_factor_that_was_recorded_is_one_on_the_loss() -> None:
