@@ -4,7 +4,8 @@ The unchanged pass is run first, with the rows as the job had them. Its log-prob
 log-probs under an explicit mask have to be those of the model's own mask: else no other mask can be tried.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,15 +29,15 @@ from replay.runner.trial_changes import list_model_trials
 from replay.runner.trial_configs import ConfigTrial, build_config, list_config_trials
 from replay.runner.trial_feeds import (
     CapturedRows,
-    Feed,
     feed_as_captured,
     feed_by_table,
     list_mask_trials,
     list_position_trials,
 )
 from replay.runner.trial_findings import TrialEvaluator
-from replay.runner.trial_forward import ModelChange, TrialActor, make_trial_spec
+from replay.runner.trial_forward import TrialActor, make_trial_spec
 from replay.runner.trial_losses import LogitStatistics, LossTables, TargetRows, list_loss_trials
+from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join_ranks
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
@@ -44,9 +45,10 @@ from replay.verdict.causes.trial import (
     TrialMatch,
     TrialReport,
     TrialResult,
-    join_matches,
+    confirm_results,
     match_coarse_findings,
     match_findings,
+    needs_confirmation,
 )
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass
 from replay.verdict.judge import PassEvidence
@@ -63,54 +65,12 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TrialForward:
-    """What one forward of a trial is: what it is fed, and what the model is changed to.
-
-    feed      None: these rows cannot tell the hypothesis, and the unchanged pass runs in its place
-    change    None: the model stays as it is
-    coarsens  the numbers are those of a coarser dtype
-    """
-
-    cause: CauseName
-    says: str
-    try_next: str
-    feed: Feed | None
-    change: ModelChange | None = None
-    coarsens: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Variant:
-    """A trial that needs an actor of its own.
-
-    derive_spec  of the actor. Raises UsageError where it is not possible here
-    is_stated    the recording states the change
-    """
-
-    name: str
-    cause: CauseName
-    says: str
-    try_next: str
-    derive_spec: Callable[[], ResolvedReplay]
-    coarsens: bool = False
-    is_stated: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OwnTrial:
-    """What a trial came to on this rank; the fields are those of `TrialResult`."""
-
-    match: TrialMatch
-    cause: CauseName
-    says: str
-    try_next: str
-    is_stated: bool = False
-
-
 @dataclass(kw_only=True, slots=True)
 class PassTrials:
-    """The trials of one pass on this rank."""
+    """The trials of one pass on this rank.
+
+    others  further passes of the same weights whose loss is wrong: they decide where one loss agrees by chance
+    """
 
     repeater: RunRepeater
     setting: VerdictSettings
@@ -120,13 +80,21 @@ class PassTrials:
     rows: CapturedRows
     targets: TargetRows
     evaluator: TrialEvaluator
+    others: Sequence[PassEvidence] = ()
+    confirmed_by: list[int] = field(default_factory=list)
     unchanged: Sequence[Finding] = ()
     not_run: list[str] = field(default_factory=list)
     num_forwards: int = 0
     _needs_other_actors: bool = False
 
     @classmethod
-    def open(cls, repeater: RunRepeater, own_pass: PassEvidence, setting: VerdictSettings) -> "PassTrials":
+    def open(
+        cls,
+        repeater: RunRepeater,
+        own_pass: PassEvidence,
+        setting: VerdictSettings,
+        others: Sequence[PassEvidence] = (),
+    ) -> "PassTrials":
         """Read the capture of the pass. Raises what reading a capture raises."""
         spec = repeater.spec
         call = read_call(repeater.selection.inputs[own_pass.record.index])
@@ -151,6 +119,7 @@ class PassTrials:
             rows=rows,
             targets=TargetRows.from_batch(batch),
             evaluator=evaluator,
+            others=others,
         )
 
     def run(self) -> TrialReport:
@@ -164,6 +133,7 @@ class PassTrials:
         loss = next((finding for finding in self.unchanged if finding.name == LOSS), None)
         return TrialReport(
             index=self.own_pass.record.index,
+            confirmed_by=self.confirmed_by,
             results=results,
             num_forwards=self.num_forwards,
             log_probs_agree=self._has_right_forward,
@@ -180,8 +150,13 @@ class PassTrials:
             repeater.world,
             repeater.tracker,
             trains=self.batch.trains,
-            random_states=self.call.random if self._has_dropout else RandomStates(),
+            random_states=self.random_states,
         )
+
+    @property
+    def random_states(self) -> RandomStates:
+        """What the random generators are set to, so that dropout draws the job's masks."""
+        return self.call.random if self._has_dropout else RandomStates()
 
     @property
     def _has_dropout(self) -> bool:
@@ -208,7 +183,7 @@ class PassTrials:
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
         if all(self._gather(self._has_right_forward or not self._is_wrong)):
-            return self._try_losses(actor, raw_BA)
+            return self._confirm(actor, self._try_losses(actor, raw_BA))
         self._needs_other_actors = True
         return [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor)]
 
@@ -224,7 +199,7 @@ class PassTrials:
         is_compiled = own_spec.actor.compile is not Compile.OFF
         own_form = f"{'compiled' if is_compiled else own_spec.kernel}{', packed' if own_spec.actor.packs else ''}"
         self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
-        trial = _OwnTrial(
+        trial = OwnTrial(
             match=match_findings(self.unchanged, self.evaluator.find(raw_BA)),
             cause=CauseName.KERNEL,
             says=f"the replay itself ({own_form}) computes other numbers than the same rows padded, uncompiled and by "
@@ -250,20 +225,46 @@ class PassTrials:
             divisor=None if recorded is None else recorded.divisor,
             num_tokens=max(num_tokens, 1),
         )
-        mean = f"the mean over the replay's {pluralise(num_tokens, 'token')} is {self.own_pass.record.result.loss:.6g}"
-        own: dict[str, _OwnTrial] = {}
+        job_loss = next((finding.recorded for finding in self.unchanged if finding.name == LOSS), math.nan)
+        replayed_loss = self.own_pass.record.result.loss
+        mean = f"the mean over the replay's {pluralise(num_tokens, 'token')} is {replayed_loss:.6g}"
+        numbers = f"the job has {job_loss:.6g}, and {mean}"
+        own: dict[str, OwnTrial] = {}
         losses: list[float] = []
         for trial in list_loss_trials(tables):
             if any(abs(trial.loss - loss) <= SAME_LOSS * abs(loss) for loss in losses):
                 continue
             losses.append(trial.loss)
-            own[trial.name] = _OwnTrial(
+            own[trial.name] = OwnTrial(
                 match=match_findings(self.unchanged, self.evaluator.find(log_probs_BA, trial.loss)),
                 cause=trial.cause,
-                says=f"the job's loss {trial.says}; that gives {trial.loss:.6g}, as in the job, and {mean}",
+                says=f"the job's loss {trial.says}; that gives {trial.loss:.6g}, {numbers}",
                 try_next=trial.try_next,
             )
         return self._join(own)
+
+    def _confirm(self, actor: TrialActor, results: list[TrialResult]) -> list[TrialResult]:
+        """Try the same losses of further passes, as long as a doubt is left. All ranks must call this."""
+        for own_pass in self.others:
+            if not needs_confirmation(results):
+                break
+            other = PassTrials.open(self.repeater, own_pass, self.setting)
+            with actor.lend(other.rows, trains=other.batch.trains, random_states=other.random_states):
+                more = other.try_losses_again(actor)
+            if more is not None:
+                results = confirm_results(results, more)
+                self.confirmed_by.append(own_pass.record.index)
+        return results
+
+    def try_losses_again(self, actor: TrialActor) -> list[TrialResult] | None:
+        """Try other losses of this further pass; None if its forward is another one than the job's, too."""
+        raw_BA = actor.compute(feed_as_captured(self.rows))
+        if self._has_other_numbers(raw_BA, self.own_pass):
+            return None
+        self.unchanged = self.evaluator.find(raw_BA)
+        if not all(self._gather(self._has_right_forward or not self._is_wrong)):
+            return None
+        return self._try_losses(actor, raw_BA)
 
     def _measure_logits(self, actor: TrialActor) -> LogitStatistics | None:
         """Measure whole logits; None where they do not fit, on any rank."""
@@ -293,7 +294,7 @@ class PassTrials:
             return []
         config = spec.source.config
         feeds = {
-            trial.name: _TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
+            trial.name: TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
             for trial in (*list_mask_trials(self.rows, config), *list_position_trials(self.rows, config))
         }
         return self._run_forwards(actor, feeds)
@@ -301,7 +302,7 @@ class PassTrials:
     def _try_models(self, actor: TrialActor) -> list[TrialResult]:
         """Try what the model may have computed otherwise of the same rows. All ranks must call this."""
         trials = {
-            trial.name: _TrialForward(
+            trial.name: TrialForward(
                 cause=trial.cause,
                 says=trial.says,
                 try_next=trial.try_next,
@@ -317,13 +318,13 @@ class PassTrials:
         }
         return self._run_forwards(actor, trials)
 
-    def _run_forwards(self, actor: TrialActor, trials: Mapping[str, _TrialForward]) -> list[TrialResult]:
+    def _run_forwards(self, actor: TrialActor, trials: Mapping[str, TrialForward]) -> list[TrialResult]:
         """Run a forward for each trial. All ranks must call this.
 
         Every rank runs the same forwards, since a backend may gather weights in them.
         """
         names = list(dict.fromkeys(name for rank_names in self._gather(list(trials)) for name in rank_names))
-        own: dict[str, _OwnTrial] = {}
+        own: dict[str, OwnTrial] = {}
         num_left = max(MAX_FORWARDS - actor.num_forwards, 0)
         self.not_run += [f"{name}: {MAX_FORWARDS} forwards ran already" for name in names[num_left:]]
         for name in names[:num_left]:
@@ -336,7 +337,7 @@ class PassTrials:
                     break
                 continue
             if trial is not None and log_probs_BA is not None:
-                own[name] = _OwnTrial(
+                own[name] = OwnTrial(
                     match=self._match(log_probs_BA, coarsens=trial.coarsens),
                     cause=trial.cause,
                     says=trial.says,
@@ -352,7 +353,7 @@ class PassTrials:
         coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
         return match_coarse_findings(self.unchanged, self.evaluator.find(log_probs_BA, setting=coarse))
 
-    def _compute_or_fail(self, actor: TrialActor, trial: _TrialForward | None) -> tuple[Tensor | None, str | None]:
+    def _compute_or_fail(self, actor: TrialActor, trial: TrialForward | None) -> tuple[Tensor | None, str | None]:
         """Return the replay's log-probs in a trial, None for the unchanged pass, or the error."""
         try:
             if trial is None or trial.feed is None:
@@ -375,7 +376,7 @@ class PassTrials:
             return spec.derive_variant(why="a trial under the job's config", source=source)
 
         return self._run_variants(
-            _Variant(
+            TrialVariant(
                 name=trial.name,
                 cause=CauseName.MODEL_CONFIG,
                 says=trial.says,
@@ -397,7 +398,7 @@ class PassTrials:
             source = replace(spec.source, head=None)
             return spec.derive_variant(why="a trial in bf16", actor=actor, source=source)
 
-        variant = _Variant(
+        variant = TrialVariant(
             name="all in bf16",
             cause=CauseName.DTYPE,
             says="the job's model computes in bf16 throughout",
@@ -407,16 +408,16 @@ class PassTrials:
         )
         return self._run_variants([variant])
 
-    def _run_variants(self, variants: Iterable[_Variant]) -> list[TrialResult]:
+    def _run_variants(self, variants: Iterable[TrialVariant]) -> list[TrialResult]:
         """Run the pass once through an actor of each variant. All ranks must call this."""
-        own: dict[str, _OwnTrial] = {}
+        own: dict[str, OwnTrial] = {}
         for variant in variants:
             error: Exception | None = None
             try:
                 with self._open(variant.derive_spec()) as actor:
                     log_probs_BA = actor.compute(feed_as_captured(self.rows))
                 self.num_forwards += 1
-                own[variant.name] = _OwnTrial(
+                own[variant.name] = OwnTrial(
                     match=self._match(log_probs_BA, coarsens=variant.coarsens),
                     cause=variant.cause,
                     says=variant.says,
@@ -444,28 +445,5 @@ class PassTrials:
     def _gather(self, value: Any) -> list[Any]:
         return self.repeater.world.gather(value)
 
-    def _join(self, own: dict[str, _OwnTrial]) -> list[TrialResult]:
-        """Join what the ranks found: a hypothesis has to hold on each rank whose unchanged pass is wrong."""
-        are_wrong: list[bool] = self._gather(self._is_wrong)
-        ranks = [rank for rank, is_wrong in enumerate(are_wrong) if is_wrong]
-        where = "" if all(are_wrong) else f", on rank {', '.join(map(str, ranks))} alone"
-        by_rank: list[dict[str, _OwnTrial]] = self._gather(own)
-        wrong_ranks = [by_rank[rank] for rank in ranks]
-        results: list[TrialResult] = []
-        for name in dict.fromkeys(name for trials in wrong_ranks for name in trials):
-            found = [trials.get(name) for trials in wrong_ranks]
-            first = next(trial for trial in found if trial is not None)
-            joined = join_matches([TrialMatch(agrees=False) if trial is None else trial.match for trial in found])
-            results.append(
-                TrialResult(
-                    name=name,
-                    cause=first.cause,
-                    says=f"{first.says}{where}",
-                    try_next=first.try_next,
-                    agrees=joined.agrees,
-                    gain=joined.gain,
-                    num_values=joined.num_values,
-                    is_stated=first.is_stated,
-                )
-            )
-        return results
+    def _join(self, own: Mapping[str, OwnTrial]) -> list[TrialResult]:
+        return join_ranks(own, self.repeater.world, is_wrong=self._is_wrong)

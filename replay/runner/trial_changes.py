@@ -38,7 +38,7 @@ def list_model_trials(model: PreTrainedModel, visible_BSS: Tensor, *, is_fp32: b
     visible_BSS  what each token would see if attention were not causal, on the model's device
     is_fp32      the model computes in fp32
     """
-    has_sdpa = model.config._attn_implementation == SDPA_FORM.name
+    has_sdpa = getattr(getattr(model, "config", None), "_attn_implementation", None) == SDPA_FORM.name
     if is_fp32:
         yield from _list_dtype_trials(visible_BSS.device.type)
     if is_fp32 and has_sdpa:
@@ -121,7 +121,7 @@ def round_logits(model: PreTrainedModel) -> Iterator[None]:
     def round_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.to(torch.bfloat16).to(output.dtype)
 
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, nn.Module):
         raise ValueError(f"{type(model).__name__} names no head")
     handle = head.register_forward_hook(round_output)

@@ -98,6 +98,16 @@ class TrialActor:
     def model(self) -> PreTrainedModel:
         return self.actor.backend.model
 
+    @contextmanager
+    def lend(self, rows: CapturedRows, *, trains: bool, random_states: RandomStates) -> Iterator[None]:
+        """Let the actor run another pass, of these rows, within this context."""
+        own = self.rows, self.trains, self.random_states
+        self.rows, self.trains, self.random_states = rows, trains, random_states
+        try:
+            yield
+        finally:
+            self.rows, self.trains, self.random_states = own
+
     def compute(self, feed: Feed, change: ModelChange | None = None) -> Tensor:
         """Return the replay's log-probs [B, A], in double precision on the host. All ranks must call this.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from replay.runner.pass_trials import PassTrials, describe_error
 from replay.runner.rounding_floor import RunRepeater
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.trial import (
     FORWARD_FINDINGS,
     WRONG,
@@ -18,6 +19,9 @@ from replay.verdict.causes.trial import (
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
+
+# Further passes that decide where one loss may agree by chance.
+MAX_CONFIRMING = 3
 
 
 def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps: bool) -> int | None:
@@ -40,6 +44,22 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
     return None if steps and has_stepped else first.index
 
 
+def find_passes_to_confirm(
+    verdict: Verdict, passes: Sequence[PassEvidence], index: int, *, steps: bool
+) -> Sequence[int]:
+    """Find further passes of the weights of pass `index` whose loss is wrong, too."""
+    wrong = {
+        judged.index
+        for judged in verdict.passes
+        if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
+        and any(finding.status in WRONG and finding.name == LOSS for finding in judged.findings)
+    }
+    # A pass whose number is below that of the first step's last pass ran before the step.
+    first_step = min((record.index for record, _, _ in passes if record.result.grad_norm is not None), default=None)
+    is_before = {other for other in wrong if not steps or first_step is None or other <= first_step}
+    return sorted(is_before - {index})[:MAX_CONFIRMING]
+
+
 def run_trials(
     repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict, setting: VerdictSettings
 ) -> TrialReport | None:
@@ -50,8 +70,8 @@ def run_trials(
     index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.steps)
     if index is None:
         return None
-    places = ((replayed, replayed.record.index, replayed.record.rank) for replayed in passes)
-    own_pass = next((replayed for replayed, *place in places if place == [index, repeater.world.rank]), None)
+    own_passes = {replayed.record.index: replayed for replayed in passes if replayed.record.rank == repeater.world.rank}
+    own_pass = own_passes.get(index)
     # With uneven inputs a rank may not have the pass.
     if any(repeater.world.gather(own_pass is None)) or own_pass is None:
         return None
@@ -59,7 +79,9 @@ def run_trials(
     if parallel.tp > 1 or parallel.ring > 1:
         return TrialReport(index=index, results=(), not_run=["under tensor parallelism and a ring no trial runs"])
     try:
-        return PassTrials.open(repeater, own_pass, setting).run()
+        confirming = find_passes_to_confirm(verdict, passes, index, steps=repeater.spec.measure.step)
+        others = [own_passes[other] for other in confirming]
+        return PassTrials.open(repeater, own_pass, setting, others).run()
     except Exception as error:
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:

@@ -5,7 +5,7 @@ did, as far as one pass can tell.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actor_init.as_json import AnyFloat
 from replay.tolerances.job_bounds import ACTION_TOKENS, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
@@ -16,6 +16,9 @@ FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKENS, ACTION_TOKENS, TOKENS_RMS)
 WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
 # A number that is nearer than this share of its bound is as near as can be told.
 NEAREST_SHARE = 0.01
+# A trial that puts one number right may do so by chance, the likelier the more trials there are. Of hypotheses as far
+# from each other as the wrong number is from the right one, one in so many comes so near; to be sure, for each trial.
+SURE_GAIN_A_TRIAL = 100.0
 # Differences below this are rounding of any dtype.
 NEAREST = 1e-9
 # So many times nearer to the job each number has to come in a coarser dtype.
@@ -51,6 +54,7 @@ class TrialReport:
     """The trials of one pass.
 
     index            of the pass
+    confirmed_by     further passes that decided between trials that agree
     results          of those that ran
     num_forwards     of the pass, that were run for them
     log_probs_agree  the job's token log-probs come out of the unchanged pass, and only its loss does not
@@ -62,10 +66,37 @@ class TrialReport:
     index: int
     results: Sequence[TrialResult]
     num_forwards: int = 0
+    confirmed_by: Sequence[int] = ()
     log_probs_agree: bool = False
     recorded_loss: AnyFloat | None = None
     replayed_loss: AnyFloat | None = None
     not_run: Sequence[str] = ()
+
+
+def needs_confirmation(results: Sequence[TrialResult]) -> bool:
+    """Tell whether the trials that agree may agree by chance: of one number each, or several of them."""
+    agreeing = [result for result in results if result.agrees]
+    return len(agreeing) > 1 or any(result.gain < SURE_GAIN_A_TRIAL * len(results) for result in agreeing)
+
+
+def confirm_results(results: Sequence[TrialResult], more: Sequence[TrialResult]) -> list[TrialResult]:
+    """Hold what agrees against the trials of a further pass, whose unchanged numbers are wrong, too.
+
+    A trial has to agree in each pass. The chances that it does so in vain multiply, and with them its gains. A trial
+    that the further pass cannot tell from another one of it stays as it is.
+    """
+    by_name = {result.name: result for result in more}
+    confirmed: list[TrialResult] = []
+    for result in results:
+        other = by_name.get(result.name)
+        if other is None or not result.agrees:
+            confirmed.append(result)
+        elif other.agrees:
+            gain, num_values = result.gain * other.gain, result.num_values + other.num_values
+            confirmed.append(replace(result, gain=gain, num_values=num_values))
+        else:
+            confirmed.append(replace(result, agrees=False, gain=0.0))
+    return confirmed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

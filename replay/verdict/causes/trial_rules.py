@@ -6,7 +6,7 @@ from functools import partial
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
-from replay.verdict.causes.trial import FORWARD_FINDINGS, TrialReport, TrialResult
+from replay.verdict.causes.trial import FORWARD_FINDINGS, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
 
 # What a wrong forward explains: its gradient is another one, too.
 EXPLAINED = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
@@ -16,9 +16,10 @@ RIVAL_FACTOR = 10.0
 SURE_GAIN, LIKELY_GAIN = 10.0, 3.0
 # A trial that puts fewer numbers right may do so by chance, the likelier the more trials there are.
 MANY_VALUES = 8
-# For each trial that ran, then: of hypotheses as far from each other as the wrong number is from the right one, one in
-# so many comes so near.
-SURE_GAIN_A_TRIAL, LIKELY_GAIN_A_TRIAL = 100.0, 3.0
+# For each trial that ran, then.
+LIKELY_GAIN_A_TRIAL = 3.0
+# And in each pass that it was tried in: a loss that is near the job's for a reason is so in every pass.
+SURE_GAIN_A_PASS = 20.0
 
 
 def select_agreeing(report: TrialReport | None) -> Sequence[TrialResult]:
@@ -43,20 +44,28 @@ def find_by_trial(name: CauseName, evidence: Evidence) -> Cause | None:
     others = "".join(f"; or {result.says}, which gives the same numbers" for result in agreeing if result is not best)
     return Cause(
         name=name,
-        sureness=_choose_sureness(best, len(evidence.trials.results), has_rival=len(own) < len(agreeing)),
-        sentence=f"{best.says}{others} (pass {evidence.trials.index + 1}, run again)",
+        sureness=_choose_sureness(best, evidence.trials, has_rival=len(own) < len(agreeing)),
+        sentence=f"{best.says}{others} ({_name_passes(evidence.trials)}, run again)",
         try_next=best.try_next,
         explains=EXPLAINED,
     )
 
 
-def _choose_sureness(best: TrialResult, num_trials: int, *, has_rival: bool) -> Sureness:
-    is_of_many = best.num_values >= MANY_VALUES or best.is_stated
-    sure_gain = SURE_GAIN if is_of_many else SURE_GAIN_A_TRIAL * num_trials
-    likely_gain = LIKELY_GAIN if is_of_many else LIKELY_GAIN_A_TRIAL * num_trials
-    if best.gain >= sure_gain:
+def _name_passes(report: TrialReport) -> str:
+    numbers = [index + 1 for index in (report.index, *report.confirmed_by)]
+    return f"pass {numbers[0]}" if len(numbers) == 1 else f"passes {', '.join(map(str, numbers))}"
+
+
+def _choose_sureness(best: TrialResult, report: TrialReport, *, has_rival: bool) -> Sureness:
+    if best.num_values >= MANY_VALUES * (1 + len(report.confirmed_by)) or best.is_stated:
+        is_sure, is_likely = best.gain >= SURE_GAIN, best.gain >= LIKELY_GAIN
+    else:
+        num_trials, gain_a_pass = len(report.results), best.gain ** (1 / (1 + len(report.confirmed_by)))
+        is_sure = best.gain >= SURE_GAIN_A_TRIAL * num_trials and gain_a_pass >= SURE_GAIN_A_PASS
+        is_likely = best.gain >= LIKELY_GAIN_A_TRIAL * num_trials
+    if is_sure:
         return Sureness.PROBABLY if has_rival else Sureness.IS
-    return Sureness.PROBABLY if best.gain >= likely_gain and not has_rival else Sureness.MAY_BE
+    return Sureness.PROBABLY if is_likely and not has_rival else Sureness.MAY_BE
 
 
 def _make_rule(name: CauseName, *, means: str, told_by: str, job: str) -> CauseRule:

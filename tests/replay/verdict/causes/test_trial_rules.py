@@ -1,6 +1,7 @@
 """What trials say of a cause, on made-up results and findings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,16 @@ from replay.tolerances.job_bounds import GRADIENT, LOSS, TOKENS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.trial import TrialMatch, TrialReport, TrialResult, join_matches, match_findings
+from replay.verdict.causes.trial import (
+    TrialMatch,
+    TrialReport,
+    TrialResult,
+    confirm_results,
+    join_matches,
+    match_coarse_findings,
+    match_findings,
+    needs_confirmation,
+)
 from replay.verdict.causes.trial_rules import RULES
 from replay.verdict.findings import Finding, VerdictSettings, make_finding
 from replay.verdict.outcomes import Outcome, PassVerdict
@@ -133,6 +143,40 @@ def test_one_number_alone_has_to_come_nearer_the_more_trials_there_are(
     assert name_causes(make_result(gain=gain, num_values=num_values), *others) == [(CauseName.MASK, sureness)]
 
 
+def confirm(result: TrialResult, *confirmed_by: int) -> list[tuple[Sureness, str]]:
+    evidence = make_evidence(result)
+    report = TrialReport(index=0, results=[result], confirmed_by=confirmed_by)
+    return [(cause.sureness, cause.sentence) for cause in find_trial_causes(replace(evidence, trials=report))]
+
+
+def test_a_loss_that_is_near_for_a_reason_is_near_in_every_pass() -> None:
+    # Eight times nearer in each of three passes: another loss like it may be the job's.
+    assert confirm(make_result(gain=8.0**3, num_values=3), 1, 2)[0][0] is Sureness.PROBABLY
+    [(sureness, sentence)] = confirm(make_result(gain=40.0**3, num_values=3), 1, 2)
+    assert sureness is Sureness.IS
+    assert sentence.endswith("(passes 1, 2, 3, run again)")
+
+
+def test_further_passes_decide_between_losses_that_agree() -> None:
+    right, chance = make_result("all tokens", gain=50.0, num_values=1), make_result("twice", gain=100.0, num_values=1)
+    wrong, untold = make_result("sum", agrees=False), make_result("own tokens", gain=4.0, num_values=1)
+    assert needs_confirmation([right, chance, wrong, untold])
+
+    more = [make_result("all tokens", gain=80.0, num_values=1), make_result("twice", agrees=False), make_result("sum")]
+    found = {result.name: result for result in confirm_results([right, chance, wrong, untold], more)}
+
+    assert (found["all tokens"].gain, found["all tokens"].num_values) == (4000.0, 2)
+    assert not found["twice"].agrees
+    assert not found["sum"].agrees
+    assert found["own tokens"] == untold
+
+
+def test_what_is_sure_needs_no_further_pass() -> None:
+    assert not needs_confirmation([make_result(gain=1e5, num_values=1), make_result("sum", agrees=False)])
+    assert needs_confirmation([make_result(gain=150.0, num_values=1), make_result("sum", agrees=False)])
+    assert not needs_confirmation([make_result("sum", agrees=False)])
+
+
 def test_no_trial_agrees() -> None:
     assert not name_causes(make_result(agrees=False))
 
@@ -189,3 +233,15 @@ def test_a_hypothesis_holds_on_every_rank_that_is_wrong() -> None:
     assert join_matches([near, far]) == TrialMatch(agrees=True, gain=10.0, num_values=6)
     assert not join_matches([near, TrialMatch(agrees=False)]).agrees
     assert not join_matches([]).agrees
+
+
+def test_in_a_coarser_dtype_a_number_has_to_come_much_nearer() -> None:
+    unchanged = [find(LOSS, 1e-3), find(TOKENS, 1e-2, num_values=20)]
+    tokens = find(TOKENS, 1e-3, bound=1e-1, num_values=20)
+
+    near = match_coarse_findings(unchanged, [find(LOSS, 1e-5, bound=1e-2), tokens])
+    far = match_coarse_findings(unchanged, [find(LOSS, 5e-4, bound=1e-2), tokens])
+
+    assert near.agrees
+    assert near.gain == pytest.approx(10.0)
+    assert not far.agrees
