@@ -23,6 +23,7 @@ from actor_init.spec import Compile
 from actor_init.world import World
 from capture.file_format.tensor_codec import RandomStates
 from replay.options.resolved import ResolvedReplay
+from replay.options.spec import StepMode
 from replay.runner.replayer import ReopenableActor
 from replay.runner.run_pass import PassInputs, run_pass
 from replay.runner.trial_feeds import CapturedRows, Feed, feed_as_captured
@@ -40,7 +41,7 @@ def make_trial_spec(spec: ResolvedReplay) -> ResolvedReplay:
     if not actor.is_custom:
         kernel = Attention.SDPA if has_sdpa(spec.source.config) else Attention.EAGER
         actor = replace(actor, attention=kernel)
-    measure = replace(spec.measure, trace=False, details=False)
+    measure = replace(spec.measure, trace=False, details=False, step=StepMode.OFF)
     return spec.derive_variant(why="a trial feeds rows as the job had them", actor=actor, measure=measure)
 
 

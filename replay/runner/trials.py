@@ -79,7 +79,7 @@ def run_trials(
     if parallel.tp > 1 or parallel.ring > 1:
         return TrialReport(index=index, results=(), not_run=["under tensor parallelism and a ring no trial runs"])
     try:
-        confirming = find_passes_to_confirm(verdict, passes, index, steps=repeater.spec.measure.step)
+        confirming = find_passes_to_confirm(verdict, passes, index, steps=repeater.spec.measure.steps)
         others = [own_passes[other] for other in confirming]
         return PassTrials.open(repeater, own_pass, setting, others).run()
     except Exception as error:
