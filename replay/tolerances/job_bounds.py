@@ -57,6 +57,8 @@ SIGNATURE_ROUNDOFFS = 24.0
 SIGNATURE_FACTOR = 4.0
 FEW_FACTOR = 6.0
 FEW_SIGNATURES = 8
+# And by this besides, once the job and the replay have stepped: two trainings part faster than two replays.
+STEPPED_FACTOR = 2.0
 # The norm of a gradient is off by no more than its elements are, and by much less where those errors are independent.
 NORM_SHARE = 0.5
 # Of the norm of several parameters' gradients together, at least.
@@ -141,12 +143,18 @@ def compute_bound(
 
 
 def compute_signature_bound(
-    dtypes: Sequence[str], num_layers: int, floor: NoiseFloor | None, num_passes: int = 1
+    dtypes: Sequence[str],
+    num_layers: int,
+    floor: NoiseFloor | None,
+    num_passes: int = 1,
+    *,
+    has_stepped: bool = False,
 ) -> float:
     """Compute how large the root mean square of a gradient signature's differences may be, relative to the gradient's.
 
     floor       of the parameter's kind; where it was measured, it decides, but for the sum over passes
     num_passes  that each rank's gradient was accumulated over
+    has_stepped  both have made optimizer steps since their weights were the same
 
     The formula: on the way down and up each of L layers rounds the residual stream and its gradient twice, each time by
     u. Those errors are independent, so they grow like sqrt(L). Seen: 8.7 u sqrt(L) at most in sound jobs of 3 layers,
@@ -156,6 +164,8 @@ def compute_signature_bound(
         bound = SIGNATURE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(max(num_layers, 1))
     else:
         bound = (FEW_FACTOR if floor.num_values < FEW_SIGNATURES else SIGNATURE_FACTOR) * floor.value
+    if has_stepped:
+        bound *= STEPPED_FACTOR
     if num_passes > 1:
         # A job may accumulate in its 16-bit dtype, and so round the sum once a pass; a replay need not.
         bound = math.hypot(bound, max(map(roundoff, dtypes)) * math.sqrt(num_passes))

@@ -26,6 +26,7 @@ from replay.tolerances.job_bounds import (
     TOKENS_RMS,
     NoiseFloor,
     compute_bound,
+    compute_norm_bound,
     compute_rms_bound,
     compute_signature_bound,
     measure_difference,
@@ -99,18 +100,34 @@ class VerdictSettings:
         """Return how far a number of the pass `index` may be from the job's. Steps before it only widen the bound."""
         step_floor = self.step_floors.get(index, {}).get(TOKENS if name == ACTION_TOKENS else name)
         bound = compute_bound(name, dtypes, self.num_layers, num_tokens, self.floors, is_mixture=self.chooses_experts)
-        return bound if step_floor is None else max(bound, step_floor.bound)
+        if step_floor is None:
+            return bound
+        widened = step_floor.bound
+        if name == GRAD_NORM and (signed := self._list_signature_floors(index)):
+            # A few norms are a poor floor. The whole norm is off by no more than the elements of most kinds are.
+            typical = signed[len(signed) // 2]
+            elements = compute_signature_bound(dtypes, self.num_layers, typical, has_stepped=True)
+            widened = min(widened, compute_norm_bound(elements, dtypes))
+        return max(bound, widened)
 
-    def choose_signature_bound(self, kind: str, dtypes: Sequence[str], index: int, num_passes: int = 1) -> float:
+    def choose_signature_bound(
+        self, kind: str, dtypes: Sequence[str], index: int, num_passes: int = 1, *, has_stepped: bool = False
+    ) -> float:
         """Return how large the root mean square of a signature's differences may be, for a kind of parameters.
 
-        A kind that no floor was measured for has the largest floor of the others.
+        A kind that no floor was measured for has the largest floor of the others. The last two arguments are those of
+        `compute_signature_bound`.
         """
-        floors = {**self.floors, **self.step_floors.get(index, {})}
-        others = [floor for name, floor in floors.items() if name.startswith(name_signature_floor(""))]
-        largest = max(others, key=lambda floor: floor.value, default=None)
+        floors = self.step_floors.get(index) or self.floors
+        largest = next(iter(self._list_signature_floors(index)[-1:]), None)
         floor = floors.get(name_signature_floor(kind), largest)
-        return compute_signature_bound(dtypes, self.num_layers, floor, num_passes)
+        return compute_signature_bound(dtypes, self.num_layers, floor, num_passes, has_stepped=has_stepped)
+
+    def _list_signature_floors(self, index: int) -> list[NoiseFloor]:
+        """List the floors of all kinds of parameters, the smallest first."""
+        floors = self.step_floors.get(index) or self.floors
+        signed = [floor for name, floor in floors.items() if name.startswith(name_signature_floor(""))]
+        return sorted(signed, key=lambda floor: floor.value)
 
     def doubt_expert_routes(
         self,

@@ -213,7 +213,10 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
         num_passes = max((len(step.passes) for step in steps), default=1)
         signed: list[Finding] = []
         if evidence is not None:
-            signed = judge_signatures(evidence, settings, dtypes, index, sample_doubt, num_passes)
+            has_stepped = settings.steps is not None and window[0].record.index > 0
+            signed = judge_signatures(
+                evidence, settings, dtypes, index, sample_doubt, num_passes, has_stepped=has_stepped
+            )
         elements = _compare_elements(gradient, window, settings, dtypes, sample_doubt)
         is_judged = any(finding.status is not FindingStatus.NOT_JUDGED for finding in signed)
         # Single elements that rounding hides are no open question where elements are judged together.

@@ -21,6 +21,8 @@ def judge_signatures(
     index: int,
     doubt: str | None,
     num_passes: int = 1,
+    *,
+    has_stepped: bool = False,
 ) -> list[Finding]:
     """Judge a window's signatures, of the norms and of the elements the worst; those that rounding may hide beside.
 
@@ -30,8 +32,16 @@ def judge_signatures(
     index       of the window's last pass
     doubt       why a different gradient would prove nothing
     num_passes  that each rank's gradient was accumulated over
+    has_stepped  the job and the replay have made optimizer steps since their weights were the same
     """
-    judge = _SignatureJudge(settings=settings, dtypes=dtypes, index=index, doubt=doubt, num_passes=num_passes)
+    judge = _SignatureJudge(
+        settings=settings,
+        dtypes=dtypes,
+        index=index,
+        doubt=doubt,
+        num_passes=num_passes,
+        has_stepped=has_stepped,
+    )
     norms: list[Finding] = []
     elements: list[Finding] = []
     differing: set[str] = set()
@@ -83,6 +93,7 @@ class _SignatureJudge:
     index: int
     doubt: str | None
     num_passes: int
+    has_stepped: bool
 
     def judge_norm(self, compared: ComparedGradient, rank: int | None = None) -> Finding | None:
         """Judge the norm of one parameter's gradient, or of several together; None where the job's is not known."""
@@ -125,7 +136,9 @@ class _SignatureJudge:
         )
 
     def _choose_bound(self, kind: str) -> float:
-        return self.settings.choose_signature_bound(kind, self.dtypes, self.index, self.num_passes)
+        return self.settings.choose_signature_bound(
+            kind, self.dtypes, self.index, self.num_passes, has_stepped=self.has_stepped
+        )
 
     def _doubt_routes(self, compared: ComparedGradient, difference: float) -> str | None:
         is_routed = any(word in compared.name for word in ROUTED_PARAMETERS)

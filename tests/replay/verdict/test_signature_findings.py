@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from replay.tolerances.job_bounds import (
+    GRAD_NORM,
     GRADIENT_NORMS,
     GRADIENT_RMS,
     LOSS,
@@ -144,6 +145,18 @@ def test_a_sum_over_many_passes_in_bf16_has_a_wider_bound() -> None:
     assert compute_signature_bound(BF16, 4, floor, 2) == pytest.approx(0.12, rel=0.01)
     assert compute_signature_bound(BF16, 4, floor, 256) == pytest.approx(0.135, rel=0.01)
     assert compute_signature_bound(["float32"], 4, None, 256) == 1e-3
+
+
+def test_after_steps_bounds_are_those_of_the_passes_so_far_and_wider() -> None:
+    kind = name_kind(Q_PROJS[0])
+    later = {name_signature_floor(kind): NoiseFloor(value=0.05, num_values=16),
+             GRAD_NORM: NoiseFloor(value=0.01, num_values=1)}  # fmt: skip
+    settings = replace(SETTINGS, floors={}, step_floors={3: later})
+    assert settings.choose_signature_bound(kind, BF16, 3) == pytest.approx(0.2)
+    assert settings.choose_signature_bound(kind, BF16, 3, has_stepped=True) == pytest.approx(0.4)
+    # The outlier factor of a single norm is beyond all use.
+    assert later[GRAD_NORM].bound > 1
+    assert settings.choose_bound(GRAD_NORM, BF16, 1, 3) == pytest.approx(0.2)
 
 
 def test_norms_of_several_parameters_have_a_sharper_bound() -> None:
