@@ -289,7 +289,9 @@ class StepWindow:
                 group_settings["num_parameters"] = self._sampler.count_among(set(map(id, group["params"])))
         members = [group["params"] for group in _list_groups(optimizer)]
         # The last group whose settings are kept counts those that are not, and then it is not known which they are.
-        if 1 < len(members) == len(settings):
+        # An optimizer with one group of all parameters needs no numbers; one beside another does.
+        is_part = len(members) == 1 and len(members[0]) < self._sampler.num_trained
+        if len(members) == len(settings) and (len(members) > 1 or is_part):
             self._add_members(optimizer, settings, members)
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.gradient_signature import MAX_SIGNATURE_ELEMENTS, GradientSignature
-from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps
+from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps, parse_numbers
 from capture.folder_tools.redact import TokenRedaction, redact_folder
 from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
@@ -414,6 +414,11 @@ def test_two_optimizers_of_one_model_are_one_step(tmp_path: Path) -> None:
         ("SGD", "torch"),
     ]
     assert {key for sample in second.state for key in sample.values} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+    # Each optimizer has one group, and which parameters it has is known all the same.
+    numbers = [set(parse_numbers(group["parameters"])) for group in first.settings]
+    assert numbers == [
+        {number for number, p in enumerate(model.parameters()) if (p.ndim > 1) is wanted} for wanted in (True, False)
+    ]
     assert len(first.without_gradient) == 2
 
 
