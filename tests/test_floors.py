@@ -49,7 +49,7 @@ ROOMS = {
         ("options", "output", "tolerances"),  # options: what a user can type, and the words for it
         ("objective", "processes", "runlog"),
         ("on_ray", "profiling", "tracing", "verdict", "watch"),
-        ("comparison", "post_mortem", "resolution"),
+        ("comparison", "lint", "post_mortem", "resolution"),
         ("runner",),  # one replay
         ("on_ray",),
         ("campaign",),  # many replays

@@ -233,7 +233,7 @@ def select(
     else:
         folder = spec.inputs if spec.inputs is not None else find_sample_folder()
         recordings = _require_recordings(folder)
-        chosen = _choose_recording(recordings, spec.recording)
+        chosen = choose_recording(recordings, spec.recording)
         recording = ChosenRecording(
             number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin(), ids=chosen.ids
         )
@@ -302,7 +302,7 @@ def _check_file_exists(path: Path) -> Path:
     return path
 
 
-def _choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
+def choose_recording(recordings: Sequence[FolderRecording], number: int | None) -> FolderRecording:
     """Return the recording of this number, or the latest. Raises UsageError for a number that none has."""
     if number is None:
         return recordings[-1]

@@ -27,6 +27,7 @@ from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
+from replay.runner.notes import list_notes
 from replay.runner.optimizer_state import count_loaded_steps
 from replay.runner.out_of_memory import OutOfMemory
 from replay.runner.own_gradients import measure_own_gradients
@@ -246,12 +247,18 @@ def conclude(
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
-        remarks = [
-            *list_training_remarks(passes, verdict, is_whole=is_whole),
-            *describe_flips(passes),
-            *describe_router_loss(passes),
-            *remarks,
-        ]
+        training_remarks = list_training_remarks(passes, verdict, is_whole=is_whole)
+        notes = list_notes(
+            repeater.spec.inputs,
+            repeater.selection,
+            repeater.spec.source,
+            passes,
+            setting,
+            verdict,
+            training_remarks,
+            is_whole=is_whole,
+        )
+        remarks = [*training_remarks, *describe_flips(passes), *describe_router_loss(passes), *notes, *remarks]
     return Conclusion(verdict=verdict, remarks=remarks)
 
 

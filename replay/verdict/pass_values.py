@@ -28,6 +28,7 @@ from replay.tolerances.job_bounds import ACTION_TOKENS, GRAD_NORM, LOG_PROBS, LO
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.random_draws import RandomDraws
 from replay.verdict.state_samples import StateElements
+from replay.verdict.token_traits import TokenTraits, read_token_traits
 
 MOVED, OPTIMIZER, OPTIMIZER_STATE = "weights after a step", "optimizer settings", "optimizer state"
 WEIGHTING = "weighting of passes"
@@ -116,6 +117,7 @@ class RecordedPass:
     incident          the incident that ended the pass before it computed anything
     draws             the random numbers that the forward drew; None where their end was not recorded
     training          which parts of the model were in training mode; None where that was not recorded
+    tokens            traits of the tokens; None where they were not read
     """
 
     rank: int | None
@@ -136,6 +138,7 @@ class RecordedPass:
     incident: str | None = None
     draws: RandomDraws | None = None
     training: TrainingMode | None = None
+    tokens: TokenTraits | None = None
 
 
 def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
@@ -167,6 +170,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
+        tokens=read_token_traits(call, batch),
     )
 
 

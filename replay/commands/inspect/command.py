@@ -9,16 +9,21 @@ from replay.options.option_parsing import CommandAction
 from replay.options.spec import check_folder
 
 
-def inspect(folder: Path = typer.Argument(help="Folder of captures.")) -> CommandAction:  # noqa: B008
-    """Show what a folder holds: passes, ranks, shapes, damaged files."""
-    return partial(_inspect, folder)
+def inspect(
+    folder: Path = typer.Argument(help="Folder of captures."),  # noqa: B008
+    recording: int | None = typer.Option(
+        None, min=1, metavar="N", help="Check the passes of recording N. Default: of the latest."
+    ),
+) -> CommandAction:
+    """Show what a folder holds: recordings, passes, ranks, shapes, damaged files, and what checks remark on them."""
+    return partial(_inspect, folder, recording)
 
 
-def _inspect(folder: Path) -> int:
+def _inspect(folder: Path, recording: int | None) -> int:
     check_folder(folder, "Try: replay inspect inputs/sample")
     from replay.commands.inspect.inspection import inspect_folder
     from replay.commands.inspect.text import print_inspection
 
-    inspection = inspect_folder(folder)
+    inspection = inspect_folder(folder, recording)
     print_inspection(inspection)
     return 1 if inspection.damaged else 0

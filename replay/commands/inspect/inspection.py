@@ -22,6 +22,7 @@ from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.capture_file import Call, find_non_finite, read_call
 from capture.file_format.end_record import count_not_recorded
+from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.listing import list_segment_files, list_single_pass_files
 from capture.file_format.manifest import describe_damage
 from capture.file_format.micro_batch import CaptureError, NotReplayableError
@@ -35,12 +36,14 @@ from capture.file_format.segment_record import (
     as_table,
     from_microseconds,
 )
-from replay.commands.inspect.recordings import RecordingFacts, collect_recordings
+from replay.commands.inspect.linting import Linting, lint_recording
+from replay.commands.inspect.recordings import RecordingFacts, describe_recording
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
 from replay.output.text import Pairs
 from replay.post_mortem.blocking_ranks import read_last_sightings
 from replay.post_mortem.text import describe_hang
+from replay.resolution.selection import choose_recording
 
 # Of more odd passes only the number is told.
 MAX_LISTED_ODD = 100
@@ -310,6 +313,8 @@ class Inspection:
     versions: list[str] = field(default_factory=list)
     kinds: list[KindFacts] = field(default_factory=list)
     recordings: list[RecordingFacts] = field(default_factory=list)
+    # What the checks say of the latest recording; None without a capture.
+    linting: Linting | None = None
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     unreplayable: list[tuple[Path, str]] = field(default_factory=list)
     # The ranks of the job's world of which there is no pass.
@@ -334,11 +339,15 @@ class Inspection:
         return {**to_json(self), **errors, "hang": dict(self.hang)}
 
 
-def inspect_folder(folder: Path) -> Inspection:
+def inspect_folder(folder: Path, recording: int | None = None) -> Inspection:
     """Summarise the captures in `folder`, and the passes that dead processes of this host left in memory.
 
-    Of a pass in a segment only what stands out is read; whether the others are damaged is for `capture check`. Raises
-    UsageError if there is no such folder, or it holds no captures or incidents.
+    Of a pass in a segment only what stands out is read, and the first passes of one recording, which are checked;
+    whether the others are damaged is for `capture check`.
+
+    recording  number of the recording that is checked; None: the latest
+
+    Raises UsageError if there is no such folder or recording, or it holds no captures or incidents.
     """
     check_folder(folder, "Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
@@ -354,6 +363,8 @@ def inspect_folder(folder: Path) -> Inspection:
         for path in segments:
             totals.add_segment(path)
     model = _read_model(folder, damaged)
+    recordings = list_recordings(folder)
+    checked = choose_recording(recordings, recording) if recordings else None
     return Inspection(
         folder=folder,
         model=model,
@@ -361,7 +372,8 @@ def inspect_folder(folder: Path) -> Inspection:
         first_time=totals.first_time,
         last_time=totals.last_time,
         versions=sorted(totals.versions),
-        recordings=collect_recordings(folder, totals.steps_by_id),
+        recordings=[describe_recording(recording, totals.steps_by_id) for recording in recordings],
+        linting=lint_recording(folder, checked, not_recorded) if checked is not None else None,
         kinds=[kind.summarize(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,
         unreplayable=totals.unreplayable,

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from capture.file_format.folder_recordings import FolderRecording, list_recordings
+from capture.file_format.folder_recordings import FolderRecording
 from capture.file_format.segment import Segment
 
 
@@ -27,15 +26,11 @@ class RecordingFacts:
     num_hosts: int | None
 
 
-def collect_recordings(folder: Path, steps_by_id: Mapping[str | None, set[int]]) -> list[RecordingFacts]:
-    """Describe the recordings of a folder in the order in which they began.
+def describe_recording(recording: FolderRecording, steps_by_id: Mapping[str | None, set[int]]) -> RecordingFacts:
+    """Describe a recording of a folder.
 
     steps_by_id  the numbers of the steps that were recorded, by the id of the captures' recording
     """
-    return [_describe(recording, steps_by_id) for recording in list_recordings(folder)]
-
-
-def _describe(recording: FolderRecording, steps_by_id: Mapping[str | None, set[int]]) -> RecordingFacts:
     files = {
         capture.file.path if isinstance(capture.file, Segment) else capture.file: capture.file
         for capture in recording.captures

@@ -94,6 +94,15 @@ def build_recording_table(inspection: Inspection) -> Columns:
     return columns
 
 
+def list_lint_remarks(inspection: Inspection) -> Pairs:
+    """List what the checks say, and which passes they read."""
+    if inspection.linting is None:
+        return []
+    remarks = [(remark.topic, remark.text) for remark in inspection.linting.remarks]
+    which = f" of recording {inspection.linting.recording}" if len(inspection.recordings) > 1 else ""
+    return [("checked", f"{inspection.linting.read}{which}"), *remarks] if remarks else []
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {_format_ranks(ranks)}"
 
@@ -127,6 +136,11 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     recording                             begun  passes  steps  ranks  files
             1  2026-11-21T11:20:04.571116+00:00      20      4   0, 1     20
 
+    What checks of the latest recording's first passes say comes next, if they say something:
+
+    checked    all 20 passes
+    labels     12 of 340 labels are of padding, outside the attention mask
+
     Incidents of the recording come first:
 
     incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
@@ -144,6 +158,9 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     if len(inspection.recordings) > 1 or any(recording.began for recording in inspection.recordings):
         print_line(out)
         print_table(out, build_recording_table(inspection))
+    if remarks := list_lint_remarks(inspection):
+        print_line(out)
+        print_pairs(out, remarks)
     if exceptional := list_exceptional_passes(inspection):
         print_line(out)
         print_pairs(out, exceptional)

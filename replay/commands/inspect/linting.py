@@ -1,0 +1,96 @@
+"""Run the checks of `replay/lint` on the first passes of a recording."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actor_init.dropout_settings import find_acting_dropouts
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
+from capture.file_format.capture_file import read_call
+from capture.file_format.folder_recordings import FolderRecording
+from capture.file_format.listing import CaptureLocation, format_ranges
+from capture.file_format.micro_batch import CaptureError
+from replay.lint.lint import lint, read_config_ids
+from replay.lint.remark import LintRemark, LintSubject
+from replay.options.spec import LossName
+from replay.output.text import pluralise
+from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
+
+# The checks read at most so many passes.
+MAX_CHECKED = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linting:
+    """What the checks say of a recording.
+
+    recording  its number
+    read       which of its passes they read, in words
+    """
+
+    recording: int
+    remarks: Sequence[LintRemark]
+    read: str
+
+
+def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mapping[str, int]) -> Linting:
+    """Check the first passes of each rank, MAX_CHECKED in all.
+
+    not_recorded  numbers of training passes that the recording could not keep, by the reason
+    """
+    captures = _choose_captures(recording.captures)
+    passes = [recorded for capture in captures if (recorded := _read_pass(capture)) is not None]
+    try:
+        config = read_actor_config(folder) or {}
+        frozen, adapters = read_frozen_names(folder), read_adapter_configs(folder)
+    except CaptureError:
+        # The inspection names the file that cannot be read.
+        config, frozen, adapters = {}, [], {}
+    padding_id, end_ids, vocabulary = read_config_ids(config)
+    # Which settings act is asked only if it matters, since it builds the model.
+    is_in_eval = any(mode is not None and (not mode["model"] or mode["parts"]) for mode in (p.training for p in passes))
+    subject = LintSubject(
+        passes=passes,
+        is_whole=len(passes) == len(recording.captures),
+        padding_id=padding_id,
+        end_ids=end_ids,
+        vocabulary=vocabulary,
+        dropout=find_acting_dropouts(config) if is_in_eval and config else (),
+        frozen=frozen,
+        has_adapter=bool(adapters),
+        not_recorded=not_recorded,
+    )
+    return Linting(recording=recording.number, remarks=lint(subject), read=_describe_passes(captures, recording))
+
+
+def _choose_captures(captures: Sequence[CaptureLocation]) -> list[CaptureLocation]:
+    """Choose the first passes of each rank, as many of one rank as of another."""
+    by_rank: dict[int, list[CaptureLocation]] = defaultdict(list)
+    for capture in captures:
+        by_rank[capture.rank].append(capture)
+    ranks = list(by_rank.values())[:MAX_CHECKED]
+    num_each = MAX_CHECKED // max(1, len(ranks))
+    return [capture for rank_captures in ranks for capture in rank_captures[:num_each]]
+
+
+def _read_pass(capture: CaptureLocation) -> RecordedPass | None:
+    """Read what the job recorded of a pass; None where that cannot be read, which the inspection names."""
+    try:
+        call = read_call(capture.path)
+        samples = call.weights
+        weights = WeightComparison(
+            num_parameters=0 if samples is None else samples.num_parameters,
+            is_sharded=samples is not None and samples.is_sharded,
+        )
+        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights)
+    except CaptureError:
+        return None
+
+
+def _describe_passes(captures: Sequence[CaptureLocation], recording: FolderRecording) -> str:
+    if len(captures) == len(recording.captures):
+        return f"all {pluralise(len(captures), 'pass')}"
+    ranks = format_ranges({capture.rank for capture in captures if capture.rank >= 0})
+    of_ranks = f", the first of ranks {ranks}" if ranks else ""
+    return f"{len(captures)} of {pluralise(len(recording.captures), 'pass')}{of_ranks}"

@@ -1,0 +1,55 @@
+"""Run all checks on the recorded passes of a job. What they say never changes a verdict."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from replay.lint.remark import LintRemark, LintSubject, Weight
+from replay.lint.token_checks import check_tokens
+from replay.lint.training_checks import check_training
+from replay.output.text import Pairs
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.pass_values import RecordedPass
+
+# Under a verdict.
+MAX_NOTES = 3
+
+
+def lint(subject: LintSubject) -> list[LintRemark]:
+    """Return the remarks on a recording, the most telling first."""
+    return sorted([*check_tokens(subject), *check_training(subject)], key=lambda remark: remark.weight)
+
+
+def format_notes(
+    remarks: Sequence[LintRemark], *, told: Collection[str], causes: Collection[CauseName], command: str
+) -> Pairs:
+    """Return the first remarks as lines under a verdict, and how many more there are.
+
+    told     topics that other lines below the verdict have told already
+    causes   those that the verdict names
+    command  shows all remarks
+    """
+    new = [
+        remark
+        for remark in remarks
+        if remark.weight is not Weight.FACT and remark.topic not in told and remark.cause not in causes
+    ]
+    notes = [("note", f"{remark.topic}: {remark.text}") for remark in new[:MAX_NOTES]]
+    num_more = len(new) - len(notes)
+    return [*notes, ("note", f"and {num_more} more: {command}")] if num_more else notes
+
+
+def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
+    """Return one of each rank and forward: a replay may feed a pass several times, or to several ranks."""
+    return list({(recorded.rank, recorded.forward): recorded for recorded in reversed(passes)}.values())[::-1]
+
+
+def read_config_ids(config: Mapping[str, object]) -> tuple[int | None, frozenset[int], int | None]:
+    """Read of a model's config the id that pads, the ids that end a text, and the number of ids."""
+    inner = config.get("text_config")
+    settings = {**config, **inner} if isinstance(inner, dict) else config
+    padding, ends, size = (settings.get(name) for name in ("pad_token_id", "eos_token_id", "vocab_size"))
+    end_ids = ends if isinstance(ends, list) else [ends]
+    return (
+        padding if isinstance(padding, int) and padding >= 0 else None,
+        frozenset(id_ for id_ in end_ids if isinstance(id_, int)),
+        size if isinstance(size, int) else None,
+    )

@@ -1,0 +1,67 @@
+"""Define what a check says of a recording, and what it knows besides the recorded passes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.pass_values import RecordedPass
+
+
+class Weight(IntEnum):
+    """How telling a remark is. What is a FACT of many sound jobs too is no note under a verdict."""
+
+    WRONG_TARGETS = 0
+    NO_TRAINING = 1
+    OTHER_CONFIG = 2
+    WRONG_TOKENS = 3
+    SAME_ROWS = 4
+    PRECISION = 5
+    MISSING_PASSES = 6
+    FACT = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintRemark:
+    """One sentence about a recording. It is said, and judges nothing.
+
+    topic  what it is about, in a word
+    cause  the verdict's cause that says the same of a job that differs; None: none does
+    """
+
+    topic: str
+    text: str
+    weight: Weight
+    cause: CauseName | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintSubject:
+    """What the checks look at.
+
+    passes              one of each rank and forward
+    is_whole            they are all passes of the recording
+    padding_id          of the model's config; None: it names none
+    end_ids             ids that end a text
+    vocabulary          number of ids that the model knows; None: not known
+    dropout             settings of the model that make dropout
+    frozen              names of the parameters that the job did not train
+    has_adapter         the job trained an adapter, so that the other parameters are frozen
+    config_differences  of the model folder and the job
+    not_recorded        numbers of training passes that the recording could not keep, by the reason
+    """
+
+    passes: Sequence[RecordedPass]
+    is_whole: bool = False
+    padding_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
+    vocabulary: int | None = None
+    dropout: Sequence[str] = ()
+    frozen: Sequence[str] = ()
+    has_adapter: bool = False
+    config_differences: Sequence[str] = ()
+    not_recorded: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[RecordedPass]:
+        return [recorded for recorded in self.passes if recorded.trains]

@@ -1,0 +1,262 @@
+"""Check the tokens that a job fed: padding under the mask, labels of other tokens, rows that come again, positions."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from replay.lint.remark import LintRemark, LintSubject, Weight
+from replay.output.text import pluralise
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.pass_values import RecordedPass
+from replay.verdict.token_traits import NUM_FIRST_TOKENS, RowTraits, TokenTraits
+
+# A run of padding at a row's edge is no chance from this length on; a shorter one has to stand in several rows.
+_CERTAIN_RUN = 4
+_MIN_ROWS_OF_SHORT_RUNS = 2
+# An id that ends a text may stand there twice: a template writes it, and a tokenizer.
+_NUM_ENDS = 2
+# Rows that begin alike have a prompt in common from this many tokens on.
+_MIN_PROMPT = 4
+_MIN_ROWS_WITH_PROMPT = 4
+# So many steps on the same rows are no chance.
+_MIN_STEPS = 3
+
+
+def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
+    """Check the tokens of all passes."""
+    traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
+    yield from _check_targets(traits)
+    yield from _check_padding(traits, subject)
+    yield from _check_outside_mask(traits, subject)
+    yield from _check_vocabulary(traits, subject)
+    yield from _check_positions(traits)
+    yield from _check_prompts(traits)
+    yield from _check_rows(subject.trained)
+
+
+def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where all labels of a pass stand in another place than the model takes them to stand."""
+    texts = {
+        (False, -1): "labels are the tokens before, so each token predicts itself",
+        (False, 1): "labels are the next tokens already: a model that shifts them itself makes each token predict the "
+        "one after the next",
+        (False, 2): "labels are the tokens two places later, so a model that shifts them predicts three ahead",
+        (True, -1): "shift_labels are the tokens before",
+        (True, 0): "shift_labels are the tokens themselves, so each token predicts itself",
+        (True, 2): "shift_labels are the tokens two places later, so each token predicts the one after the next",
+    }
+    found: Counter[str] = Counter()
+    for tokens in traits:
+        text = None if tokens.label_offset is None else texts.get((tokens.has_shifted_labels, tokens.label_offset))
+        found.update([] if text is None else [text])
+    for text, number in found.items():
+        yield LintRemark(
+            topic="labels",
+            text=f"in {_count(number, len(traits))} the {text}",
+            weight=Weight.WRONG_TARGETS,
+            cause=CauseName.OTHER_TOKENS,
+        )
+    if on_padding := sum(tokens.num_on_padding for tokens in traits if tokens.has_mask):
+        total = sum(tokens.num_labels for tokens in traits)
+        yield LintRemark(
+            topic="labels",
+            text=f"{on_padding} of {pluralise(total, 'label')} are of padding, outside the attention mask",
+            weight=Weight.WRONG_TARGETS,
+            cause=CauseName.OTHER_TOKENS,
+        )
+
+
+def _guess_padding_id(traits: Sequence[TokenTraits]) -> int | None:
+    """Find the id that several rows under a mask end in, again and again; None without one."""
+    ends = Counter(
+        row.trailing[0]
+        for tokens in traits
+        for row in tokens.rows
+        if tokens.has_mask and row.trailing[1] >= _CERTAIN_RUN
+    )
+    return next((id_ for id_, number in ends.most_common(1) if number >= _MIN_ROWS_OF_SHORT_RUNS), None)
+
+
+def _check_padding(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where rows begin or end in padding that the attention mask calls real.
+
+    The id that pads is that of all masked tokens of the pass; else the config's; else one that looks like it.
+    """
+    numbers: list[int] = []
+    ids: Counter[int] = Counter()
+    num_rows = 0
+    guessed_id = _guess_padding_id(traits) if subject.padding_id is None else None
+    usual_id = guessed_id if subject.padding_id is None else subject.padding_id
+    for tokens in traits:
+        padding_id = next(iter(tokens.padding_ids)) if len(tokens.padding_ids) == 1 else usual_id
+        num_rows += len(tokens.rows)
+        if padding_id is None:
+            continue
+        for row in tokens.rows:
+            if number := _count_edge_padding(row, padding_id, subject, with_trailing=tokens.has_mask):
+                numbers.append(number)
+                ids[padding_id] += 1
+    certain = [number for number in numbers if number >= _CERTAIN_RUN]
+    short = [number for number in numbers if 1 < number < _CERTAIN_RUN]
+    is_usual = len(numbers) > _MIN_ROWS_OF_SHORT_RUNS and 2 * len(numbers) > num_rows
+    if not (certain or len(short) >= _MIN_ROWS_OF_SHORT_RUNS or is_usual):
+        return
+    id_ = ids.most_common(1)[0][0]
+    doubt = ", if that is padding" if id_ == guessed_id else ""
+    rows = f"{len(numbers)} of {pluralise(num_rows, 'row')} {'begins or ends' if len(numbers) == 1 else 'begin or end'}"
+    what = "calls real" if any(tokens.has_mask for tokens in traits) else "would hide, and there is no mask"
+    yield LintRemark(
+        topic="padding",
+        text=f"{rows} in padding (id {id_}{doubt}) that the attention mask {what}: {pluralise(sum(numbers), 'token')}",
+        weight=Weight.WRONG_TOKENS,
+        cause=CauseName.MASK,
+    )
+
+
+def _count_edge_padding(row: RowTraits, padding_id: int, subject: LintSubject, *, with_trailing: bool) -> int:
+    """Count the padding at a row's beginning and end, where an id that ends a text may stand, too."""
+    trailing_id, num_trailing = row.trailing
+    leading_id, num_leading = row.leading
+    allowed = _NUM_ENDS if padding_id in subject.end_ids else 0
+    num_behind = max(0, num_trailing - allowed) if with_trailing and trailing_id == padding_id else 0
+    # One such id may begin a text.
+    num_before = num_leading if num_leading > 1 and leading_id == padding_id else 0
+    return num_before + num_behind
+
+
+def _check_outside_mask(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where tokens outside the mask are mostly padding, and some are not."""
+    others = total = 0
+    examples: dict[int, None] = {}
+    for tokens in traits:
+        if not tokens.padding_ids:
+            continue
+        commonest, number = next(iter(tokens.padding_ids.items()))
+        if 2 * number < tokens.num_padding or (subject.padding_id is not None and commonest != subject.padding_id):
+            continue
+        known = {commonest, *subject.end_ids}
+        others += tokens.num_padding - sum(count for id_, count in tokens.padding_ids.items() if id_ in known)
+        total += tokens.num_padding
+        examples |= dict.fromkeys(id_ for id_ in tokens.padding_ids if id_ not in known)
+    if others and examples:
+        yield LintRemark(
+            topic="mask",
+            text=f"{others} of {pluralise(total, 'token')} outside the attention mask are no padding, such as id "
+            f"{next(iter(examples))}",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.MASK,
+        )
+
+
+def _check_vocabulary(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    largest = max((tokens.largest_id for tokens in traits), default=-1)
+    if subject.vocabulary is not None and largest >= subject.vocabulary:
+        yield LintRemark(
+            topic="vocabulary",
+            text=f"token ids go up to {largest}, and the model's config has a vocabulary of {subject.vocabulary}",
+            weight=Weight.WRONG_TOKENS,
+        )
+    ranges = [tokens.label_range for tokens in traits if tokens.label_range is not None]
+    largest_label = max((high for _, high in ranges), default=-1)
+    if subject.vocabulary is not None and largest_label >= subject.vocabulary:
+        text = f"labels go up to {largest_label}, and the model's config has a vocabulary of {subject.vocabulary}"
+        yield LintRemark(topic="vocabulary", text=text, weight=Weight.WRONG_TOKENS)
+    if (least := min((low for low, _ in ranges), default=0)) < 0:
+        text = f"a label is {least}, which is no token, and not -100, which stands for none"
+        yield LintRemark(topic="labels", text=text, weight=Weight.WRONG_TARGETS)
+
+
+def _check_positions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    borders, continued = sum(tokens.num_borders for tokens in traits), sum(tokens.num_continued for tokens in traits)
+    if continued:
+        yield LintRemark(
+            topic="positions",
+            text=f"position ids go on at {continued} of {pluralise(borders, 'border')} between packed documents",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.POSITIONS,
+        )
+    if restarts := sum(tokens.num_other_restarts for tokens in traits):
+        yield LintRemark(
+            topic="positions",
+            text=f"position ids restart at {pluralise(restarts, 'token')} inside documents",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.POSITIONS,
+        )
+    if late := sum(tokens.num_late_rows for tokens in traits):
+        yield LintRemark(
+            topic="positions",
+            text=f"position ids count the padding of {pluralise(late, 'row')} padded on the left",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.POSITIONS,
+        )
+
+
+def _check_prompts(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where all rows begin with the same tokens, as a template makes them, and these have labels."""
+    rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
+    if len({row.digest for row in rows}) < _MIN_ROWS_WITH_PROMPT:
+        return
+    first = rows[0].first_tokens
+    common = 0
+    while common < NUM_FIRST_TOKENS and all(row.first_tokens[: common + 1] == first[: common + 1] for row in rows):
+        common += 1
+    if common >= _MIN_PROMPT and all(row.num_labelled >= common - 1 for row in rows):
+        at_least = "at least " if common == NUM_FIRST_TOKENS else ""
+        yield LintRemark(
+            topic="labels",
+            text=f"all {len(rows)} rows begin with the same {at_least}{common} tokens, which have labels: "
+            "is a prompt left in the loss?",
+            weight=Weight.FACT,
+        )
+
+
+def _check_rows(trained: Sequence[RecordedPass]) -> Iterator[LintRemark]:
+    """Say so where rows come to several ranks in one step, twice to one rank in a step, or in each step again."""
+    by_step: dict[int, dict[int | None, Counter[int]]] = {}
+    for recorded in trained:
+        step = recorded.num_steps_before if recorded.num_steps_before is not None else recorded.forward
+        if recorded.tokens is None or step is None:
+            continue
+        digests = by_step.setdefault(step, {}).setdefault(recorded.rank, Counter())
+        digests.update(row.digest for row in recorded.tokens.rows if row.digest is not None)
+    yield from _check_rows_of_ranks(by_step)
+    yield from _check_rows_of_steps(by_step)
+
+
+def _check_rows_of_ranks(by_step: dict[int, dict[int | None, Counter[int]]]) -> Iterator[LintRemark]:
+    num_rows = num_shared = num_twice = 0
+    ranks_of_shared: set[int | None] = set()
+    steps_of_shared: set[int] = set()
+    for step, by_rank in by_step.items():
+        owners: dict[int, list[int | None]] = {}
+        for rank, digests in by_rank.items():
+            for digest, number in digests.items():
+                owners.setdefault(digest, []).append(rank)
+                num_twice += number - 1
+        num_rows += len(owners)
+        shared = [ranks for ranks in owners.values() if len(ranks) > 1]
+        num_shared += len(shared)
+        ranks_of_shared |= {rank for ranks in shared for rank in ranks}
+        steps_of_shared |= {step} if shared else set()
+    if num_shared:
+        ranks = ", ".join(str(rank) for rank in sorted(ranks_of_shared, key=str))
+        steps = pluralise(len(steps_of_shared), "step")
+        yield LintRemark(
+            topic="rows",
+            text=f"{num_shared} of {pluralise(num_rows, 'row')} came to several ranks ({ranks}) in {steps}: right for "
+            "ranks of tensor parallelism; a sampler that does not know the ranks does it, too",
+            weight=Weight.SAME_ROWS,
+        )
+    if num_twice:
+        text = f"{pluralise(num_twice, 'row')} came again to the same rank before the step was over"
+        yield LintRemark(topic="rows", text=text, weight=Weight.SAME_ROWS)
+
+
+def _check_rows_of_steps(by_step: dict[int, dict[int | None, Counter[int]]]) -> Iterator[LintRemark]:
+    steps = [{rank: set(digests) for rank, digests in by_rank.items()} for by_rank in by_step.values()]
+    if len(steps) >= _MIN_STEPS and any(steps[0].values()) and all(rows == steps[0] for rows in steps):
+        text = f"each of the {len(steps)} steps was fed the same rows"
+        yield LintRemark(topic="rows", text=text, weight=Weight.SAME_ROWS)
+
+
+def _count(number: int, total: int) -> str:
+    return f"all {pluralise(total, 'training pass')}" if number == total else f"{number} of {total} training passes"

@@ -1,0 +1,189 @@
+"""Check what a job trained, and how: steps, parameters, ranks, precision, dropout, passes that were not kept."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from capture.file_format.name_patterns import format_patterns
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.lint.remark import LintRemark, LintSubject, Weight
+from replay.output.text import pluralise
+from replay.tolerances.difference import relative_difference
+from replay.verdict.causes.cause import CauseName
+from replay.verdict.step_remarks import list_step_remarks
+from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
+
+_MAX_NAMED = 3
+_ADAMS = ("Adam", "AdamW")
+_BF16 = "bfloat16"
+
+
+def check_training(subject: LintSubject) -> Iterator[LintRemark]:
+    """Check the steps and parameters of a recording."""
+    for text in list_step_remarks(subject.passes, is_whole=subject.is_whole, is_stillness_told=False):
+        yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
+    yield from _check_config(subject)
+    yield from _check_norms(subject)
+    yield from _check_missing_gradients(subject)
+    yield from _check_mode(subject)
+    yield from _check_precision(subject)
+    yield from _check_missing_passes(subject)
+    yield from _list_frozen(subject)
+    yield from _list_dtypes(subject)
+
+
+def _check_config(subject: LintSubject) -> Iterator[LintRemark]:
+    if subject.config_differences:
+        yield LintRemark(
+            topic="config",
+            text=f"the model folder's is not the job's: {_name(subject.config_differences, separator='; ')}",
+            weight=Weight.OTHER_CONFIG,
+            cause=CauseName.MODEL_CONFIG,
+        )
+
+
+def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where ranks that hold whole models had gradient norms of their own in one step."""
+    by_step: dict[int, dict[int, float]] = {}
+    shapes: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    for recorded in subject.trained:
+        step, rank = recorded.step_after, recorded.rank
+        if step is None or rank is None or recorded.weights.is_sharded or step.is_part_of_norm:
+            continue
+        if step.grad_norm is not None:
+            by_step.setdefault(step.number, {})[rank] = step.grad_norm
+            for sample in recorded.samples:
+                shapes.setdefault((sample.name, step.number), set()).add(sample.shape)
+    # Ranks whose parameters have other shapes hold parts of them.
+    if any(len(of_name) > 1 for of_name in shapes.values()):
+        return
+    differing = {
+        number: norms
+        for number, norms in sorted(by_step.items())
+        if relative_difference(min(norms.values()), max(norms.values())) > SAME_ON_RANKS
+    }
+    if differing:
+        number, norms = next(iter(differing.items()))
+        each = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
+        yield LintRemark(
+            topic="ranks",
+            text=f"each rank had a gradient norm of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
+            f"as in step {number + 1}: {each}",
+            weight=Weight.NO_TRAINING,
+            cause=CauseName.NOT_REDUCED,
+        )
+
+
+def _list_steps(subject: LintSubject) -> list[OptimizerStep]:
+    return [recorded.step_after for recorded in subject.trained if recorded.step_after is not None]
+
+
+def _list_names(subject: LintSubject) -> list[str]:
+    return list(dict.fromkeys(sample.name for recorded in subject.trained for sample in recorded.samples))
+
+
+def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say which parameters are trained and had a gradient in no recorded step."""
+    steps = [step for step in _list_steps(subject) if step.gradients is not None or step.without_gradient]
+    with_gradient = {
+        sample.name for step in steps if step.gradients is not None for sample in step.gradients.samples
+    } | {signature.name for step in steps for signature in step.signatures}
+    missing = dict.fromkeys(name for step in steps for name in step.without_gradient if name not in with_gradient)
+    if missing:
+        patterns = format_patterns(missing, [*_list_names(subject), *missing, *with_gradient])
+        number = len({step.number for step in steps})
+        yield LintRemark(
+            topic="gradients",
+            text=f"{pluralise(len(missing), 'trainable parameter')} had no gradient in {pluralise(number, 'step')}: "
+            f"{_name(patterns)}",
+            weight=Weight.NO_TRAINING,
+            cause=CauseName.NO_GRADIENT,
+        )
+
+
+def _check_mode(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where a model with dropout trained in eval mode, as a whole or in parts."""
+    known = [recorded.training for recorded in subject.trained if recorded.training is not None]
+    if not subject.dropout or not known or not _list_steps(subject):
+        return
+    if number := sum(not mode["model"] for mode in known):
+        yield LintRemark(
+            topic="dropout",
+            text=f"the model was in eval mode in {number} of {pluralise(len(known), 'training pass')}, so its "
+            f"{subject.dropout[0]} did nothing",
+            weight=Weight.NO_TRAINING,
+            cause=CauseName.DROPOUT,
+        )
+    parts = dict.fromkeys(part for mode in known if mode["model"] for part in mode["parts"])
+    if parts:
+        text = f"parts of the model were in eval mode while it trained: {_name(list(parts))}"
+        yield LintRemark(topic="dropout", text=text, weight=Weight.FACT, cause=CauseName.DROPOUT)
+
+
+def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where torch's Adam stepped weights in bf16 themselves: what is added to them is rounded to 2^-8."""
+    trained = [recorded for recorded in subject.trained if recorded.step_after is not None]
+    dtypes = {sample.dtype for recorded in trained for sample in recorded.samples}
+    steps = _list_steps(subject)
+    is_torch = all(step.library == "torch" and step.optimizer in _ADAMS for step in steps)
+    # The number of a group is 0 where the optimizer holds other tensors than the model's parameters, such as masters.
+    steps_the_model = all(group["num_parameters"] > 0 for step in steps for group in step.settings)
+    if steps and dtypes == {_BF16} and is_torch and steps_the_model and steps[0].settings:
+        yield LintRemark(
+            topic="precision",
+            text=f"{steps[0].optimizer} stepped bfloat16 weights without fp32 masters: a change of a weight by less "
+            "than 2^-9 of it is lost",
+            weight=Weight.PRECISION,
+        )
+
+
+def _check_missing_passes(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say how many of the passes that went into a recorded step were not kept."""
+    if not subject.is_whole:
+        return
+    kept = {(recorded.rank, recorded.forward) for recorded in subject.passes}
+    seen = {
+        (recorded.rank, forward)
+        for recorded in subject.trained
+        if recorded.step_after is not None
+        for forward in recorded.step_after.passes
+    }
+    missing = len(seen - kept)
+    if missing > sum(subject.not_recorded.values()):
+        yield LintRemark(
+            topic="passes",
+            text=f"{missing} of {pluralise(len(seen), 'training pass')} that went into recorded steps were not kept: "
+            "settings of the recording, its limits or a slow disk left them out",
+            weight=Weight.MISSING_PASSES,
+        )
+
+
+def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
+    if subject.has_adapter:
+        return
+    total = max((recorded.weights.num_parameters for recorded in subject.trained), default=0)
+    number = max((recorded.num_frozen for recorded in subject.trained), default=0)
+    if number:
+        named = f": {_name(format_patterns(subject.frozen, _list_names(subject)))}" if subject.frozen else ""
+        text = f"{number} of {pluralise(total, 'parameter')} were not trained{named}"
+        yield LintRemark(topic="frozen", text=text, weight=Weight.FACT, cause=CauseName.FROZEN)
+
+
+def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where parameters have several dtypes, unless the job trained an adapter, which often has another."""
+    if subject.has_adapter:
+        return
+    dtype_by_name = {sample.name: sample.dtype for recorded in subject.trained for sample in recorded.samples}
+    numbers = Counter(dtype_by_name.values())
+    if len(numbers) < 2:
+        return
+    most = numbers.most_common(1)[0][0]
+    names = [name for name, dtype in dtype_by_name.items() if dtype != most]
+    counts = ", ".join(f"{number} {dtype}" for dtype, number in numbers.most_common())
+    text = f"sampled parameters are {counts}: {_name(format_patterns(names, dtype_by_name))} are other than the rest"
+    yield LintRemark(topic="dtypes", text=text, weight=Weight.FACT)
+
+
+def _name(names: Sequence[str], separator: str = ", ") -> str:
+    """Name the first of these and count the others."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return separator.join(names[:_MAX_NAMED]) + more

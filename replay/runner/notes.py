@@ -1,0 +1,62 @@
+"""Say under a verdict what the checks of `replay/lint` remark on the passes that were replayed."""
+
+from collections.abc import Sequence
+
+from actor_init.model import ModelSource
+from capture.facts import Setting
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.micro_batch import CaptureError
+from replay.lint.lint import format_notes, keep_one_of_each, lint, read_config_ids
+from replay.lint.remark import LintSubject
+from replay.options.option_parsing import spell_setting
+from replay.options.spec import InputsSpec
+from replay.output.text import Pairs
+from replay.resolution.job_defaults import find_inputs_folder, shorten_path
+from replay.resolution.selection import Selection
+from replay.runner.header import format_config_differences
+from replay.verdict.findings import VerdictSettings
+from replay.verdict.judge import PassEvidence
+from replay.verdict.outcomes import Verdict
+
+
+def list_notes(
+    inputs: InputsSpec,
+    selection: Selection,
+    source: ModelSource,
+    passes: Sequence[PassEvidence],
+    setting: VerdictSettings,
+    verdict: Verdict,
+    remarks: Pairs,
+    *,
+    is_whole: bool,
+) -> Pairs:
+    """List the most telling remarks on what the job recorded, without what the verdict and its `remarks` say already.
+
+    is_whole  these are all passes of the recording
+    """
+    folder = find_inputs_folder(inputs)
+    try:
+        job_config, adapters = read_actor_config(folder), read_adapter_configs(folder)
+    except CaptureError:
+        # The ids of padding are the model's then, and `replay inspect` names the file.
+        job_config, adapters = None, {}
+    padding_id, end_ids, _ = read_config_ids(job_config or source.config.to_dict())
+    subject = LintSubject(
+        passes=keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None]),
+        is_whole=is_whole,
+        padding_id=padding_id,
+        end_ids=end_ids,
+        vocabulary=source.config.get_text_config().vocab_size,
+        dropout=setting.dropout,
+        frozen=sorted(source.frozen),
+        has_adapter=source.adapter is not None or bool(adapters),
+        config_differences=format_config_differences(setting.model_differences),
+        not_recorded=selection.not_recorded,
+    )
+    typed = "" if inputs.recording is None else f" {spell_setting(Setting('recording', inputs.recording))}"
+    return format_notes(
+        lint(subject),
+        told={topic for topic, _ in remarks},
+        causes={cause.name for cause in verdict.causes},
+        command=f"replay inspect {shorten_path(folder)}{typed}",
+    )

@@ -1,0 +1,98 @@
+"""Say which of an optimizer's steps, rates and movements a recording lacks: no step, rate 0, weights that stay."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.output.text import pluralise
+from replay.verdict.optimizer_facts import count_stepped_parameters
+from replay.verdict.pass_values import RecordedPass
+
+
+def list_step_remarks(passes: Sequence[RecordedPass], *, is_whole: bool, is_stillness_told: bool) -> list[str]:
+    """List what the steps lack; nothing where the recording tells nothing of steps.
+
+    is_whole           these are all passes of the recording, so that a step that is not among them was not seen
+    is_stillness_told  it is said elsewhere that a step moved no weight
+    """
+    by_forward = {
+        (recorded.rank, recorded.forward): recorded
+        for recorded in passes
+        if recorded.trains and recorded.num_steps_before is not None
+    }
+    trained = list(by_forward.values())
+    steps = [recorded.step_after for recorded in trained if recorded.step_after is not None]
+    if steps:
+        remarks = (
+            _check_learning_rate(steps),
+            None if is_stillness_told else _check_movement(trained, steps),
+            _check_share(trained, steps),
+        )
+        return [remark for remark in remarks if remark is not None]
+    has_stepped = any(recorded.num_steps_before for recorded in trained)
+    return [_describe_missing_steps(trained)] if is_whole and len(trained) > 1 and not has_stepped else []
+
+
+def _describe_missing_steps(trained: Sequence[RecordedPass]) -> str:
+    text = f"no optimizer step was recorded in {pluralise(len(trained), 'training pass')}"
+    moved, unmoved = _find_moved_parameters(trained)
+    if moved:
+        return f"{text}, though {moved[0]} moved: what stepped has other parameters than the model's own"
+    if not unmoved:
+        return text
+    return (
+        f"{text}, and none of {pluralise(len(unmoved), 'sampled parameter')} moved. Does the optimizer have the "
+        "model's parameters? One that was made before fully_shard has others"
+    )
+
+
+def _check_learning_rate(steps: Sequence[OptimizerStep]) -> str | None:
+    rates = [group.get("lr") for step in steps for group in step.settings]
+    if not rates or any(rate != 0 for rate in rates):
+        return None
+    return f"the learning rate was 0 in {_describe_steps(steps)}"
+
+
+def _check_movement(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
+    """Say so if no weight moved, not even one that was given a gradient, though the learning rate was not 0."""
+    with_gradient = {sample.name for step in steps if step.gradients is not None for sample in step.gradients.samples}
+    moved, unmoved = _find_moved_parameters(trained)
+    if moved or not with_gradient.intersection(unmoved) or _check_learning_rate(steps) is not None:
+        return None
+    number = len({step.number for step in steps})
+    return f"none of {pluralise(len(unmoved), 'sampled parameter')} moved in {pluralise(number, 'recorded step')}"
+
+
+def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
+    """Say so if each step was of fewer parameters than are trainable."""
+    num_trainable = max(recorded.weights.num_parameters - recorded.num_frozen for recorded in trained)
+    most = count_stepped_parameters(steps, num_trainable)
+    if most is None:
+        return None
+    return f"the job's optimizer stepped {most} of {num_trainable} trainable parameters in {_describe_steps(steps)}"
+
+
+def _describe_steps(steps: Sequence[OptimizerStep]) -> str:
+    number = len({step.number for step in steps})
+    return "the 1 recorded step" if number == 1 else f"all {number} recorded steps"
+
+
+def _find_moved_parameters(trained: Sequence[RecordedPass]) -> tuple[list[str], list[str]]:
+    """Name the parameters that were sampled before and after a step, or twice where no step was recorded.
+
+    Returns those whose samples differ, and those whose samples are the same.
+    """
+    by_element: dict[tuple[int | None, str, int], list[tuple[int | None, Sequence[float]]]] = {}
+    has_stepped = any(recorded.num_steps_before for recorded in trained)
+    for recorded in trained:
+        for sample in recorded.samples:
+            values = by_element.setdefault((recorded.rank, sample.name, sample.start), [])
+            values.append((recorded.num_steps_before, sample.values))
+    moved: dict[str, None] = {}
+    unmoved: dict[str, None] = {}
+    for (_, name, _), samples in by_element.items():
+        pairs = [pair for pair in combinations(samples, 2) if pair[0][0] != pair[1][0] or not has_stepped]
+        if pairs:
+            has_moved = any(before != after for (_, before), (_, after) in pairs)
+            (moved if has_moved else unmoved)[name] = None
+    return list(moved), [name for name in unmoved if name not in moved]

@@ -1,0 +1,189 @@
+"""Read of a pass's tokens what tells whether they were fed as they were meant to be: padding, labels, rows, positions.
+
+They are a few numbers a row, so that all ranks can look at those of all. Shape letters: B rows, S tokens a row, T real
+tokens of a row.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actor_init.inputs.documents import BORDER_NAMES, find_documents
+from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
+
+# So many of a row's first tokens are kept, to be compared with other rows'.
+NUM_FIRST_TOKENS = 16
+# Of more distinct ids of padding only so many are kept.
+_MAX_PADDING_IDS = 4
+# Where the label of a token may be found among the row's tokens, counted from the token itself.
+_OFFSETS = (-1, 0, 1, 2)
+# Fewer labels than these may be equal to other tokens by chance, and shorter rows to other rows.
+_MIN_LABELS = 8
+_MIN_ROW_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowTraits:
+    """One row, without its padding.
+
+    digest        of its tokens; None for one that is short, or of one token alone
+    first_tokens  its first NUM_FIRST_TOKENS
+    num_labelled  how many of its first tokens after the first one have labels, up to the first that has none
+    leading, trailing  the token at its beginning or end, and how often it stands there
+    """
+
+    digest: int | None
+    first_tokens: tuple[int, ...]
+    num_labelled: int
+    leading: tuple[int, int]
+    trailing: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTraits:
+    """The tokens of one pass.
+
+    rows               those that have a real token, and not one token alone
+    has_mask           the job gave an attention mask
+    largest_id         the largest id of all tokens, padding included
+    num_padding        tokens outside the attention mask
+    padding_ids        the commonest ids of these, with their numbers
+    has_shifted_labels the labels are those of `shift_labels`, which stand beside the token that predicts them
+    num_labels         labels that count
+    label_range        the least and the largest of these
+    num_on_padding     labels that are of padding
+    label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
+    num_borders        borders between documents of one row that the job named beside position ids
+    num_continued      those of them at which positions go on
+    num_other_restarts positions that restart where no border is
+    num_late_rows      rows padded on the left whose position ids count the padding
+    """
+
+    rows: Sequence[RowTraits]
+    has_mask: bool
+    largest_id: int
+    num_padding: int = 0
+    padding_ids: Mapping[int, int] = field(default_factory=dict)
+    has_shifted_labels: bool = False
+    num_labels: int = 0
+    label_range: tuple[int, int] | None = None
+    num_on_padding: int = 0
+    label_offset: int | None = None
+    num_borders: int = 0
+    num_continued: int = 0
+    num_other_restarts: int = 0
+    num_late_rows: int = 0
+
+
+def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
+    """Read the traits of a pass; `batch` is as captured."""
+    ids_BS, real_BS = batch.sequences_BS, batch.attention_mask_BS
+    padding_T = ids_BS[~real_BS]
+    distinct, counts = padding_T.unique(return_counts=True)
+    commonest = counts.argsort(descending=True)[:_MAX_PADDING_IDS]
+    labels_BS, has_shifted = batch.shift_labels, True
+    if labels_BS is None:
+        labels_BS, has_shifted = batch.labels_BS, False
+    borders, continued, other_restarts = _count_restarts(call, batch)
+    return TokenTraits(
+        rows=[
+            row
+            for number in range(batch.num_rows)
+            if (row := _read_row(ids_BS[number], real_BS[number], None if labels_BS is None else labels_BS[number]))
+        ],
+        has_mask="attention_mask" in call.tensors,
+        largest_id=int(ids_BS.max()),
+        num_padding=len(padding_T),
+        padding_ids=dict(zip(distinct[commonest].tolist(), counts[commonest].tolist(), strict=True)),
+        has_shifted_labels=labels_BS is not None and has_shifted,
+        **({} if labels_BS is None else _describe_labels(labels_BS, ids_BS, real_BS, has_shifted)),
+        num_borders=borders,
+        num_continued=continued,
+        num_other_restarts=other_restarts,
+        num_late_rows=_count_late_rows(batch),
+    )
+
+
+def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None) -> RowTraits | None:
+    tokens_T = ids_S[real_S]
+    if not len(tokens_T) or bool((tokens_T == tokens_T[0]).all()):
+        return None
+    after_lead = int((tokens_T != tokens_T[0]).nonzero()[0])
+    before_tail = int((tokens_T != tokens_T[-1]).nonzero()[-1])
+    num_labelled = 0
+    if labels_S is not None:
+        for label in labels_S[real_S][1:NUM_FIRST_TOKENS].tolist():
+            if label == IGNORED_LABEL:
+                break
+            num_labelled += 1
+    digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
+    return RowTraits(
+        digest=int.from_bytes(digest, "little") if len(tokens_T) >= _MIN_ROW_TOKENS else None,
+        first_tokens=tuple(tokens_T[:NUM_FIRST_TOKENS].tolist()),
+        num_labelled=num_labelled,
+        leading=(int(tokens_T[0]), after_lead),
+        trailing=(int(tokens_T[-1]), len(tokens_T) - 1 - before_tail),
+    )
+
+
+def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shifted: bool) -> dict[str, Any]:
+    counts_BS = labels_BS != IGNORED_LABEL
+    values = labels_BS[counts_BS]
+    is_padding_BS = ~real_BS
+    if has_shifted:
+        # The label beside a row's last token is of no token of the row.
+        is_padding_BS = torch.nn.functional.pad(is_padding_BS[:, 1:], (0, 1), value=False)
+    return {
+        "num_labels": len(values),
+        "label_range": (int(values.min()), int(values.max())) if len(values) else None,
+        "num_on_padding": int((counts_BS & is_padding_BS).sum()),
+        "label_offset": _find_label_offset(labels_BS, ids_BS, counts_BS),
+    }
+
+
+def _find_label_offset(labels_BS: Tensor, ids_BS: Tensor, counts_BS: Tensor) -> int | None:
+    """Find how many places after each label's own the token stands that it is; None unless there is one such number."""
+    fitting: list[int] = []
+    length = ids_BS.shape[1]
+    for offset in _OFFSETS:
+        first, last = max(0, -offset), length - max(0, offset)
+        counts = counts_BS[:, first:last]
+        labels, tokens = labels_BS[:, first:last][counts], ids_BS[:, first + offset : last + offset][counts]
+        if len(labels) >= _MIN_LABELS and torch.equal(labels, tokens):
+            fitting.append(offset)
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _count_restarts(call: Call, batch: MicroBatch) -> tuple[int, int, int]:
+    """Count the borders inside rows that the job named, those at which positions go on, and restarts elsewhere."""
+    if "position_ids" not in call.tensors or not any(name in call.tensors for name in BORDER_NAMES):
+        return 0, 0, 0
+    try:
+        documents = find_documents(batch)
+    except CaptureError:
+        # The pass itself reports what is wrong with its positions or borders.
+        return 0, 0, 0
+    borders = continued = other_restarts = 0
+    for position_S, is_first_S, real_S in zip(
+        documents.position_BS, documents.is_first_BS, batch.attention_mask_BS, strict=True
+    ):
+        step_T, is_border_T = torch.diff(position_S[real_S]), is_first_S[real_S][1:]
+        borders += int(is_border_T.sum())
+        continued += int((is_border_T & (step_T == 1)).sum())
+        other_restarts += int((~is_border_T & (step_T <= 0)).sum())
+    return borders, continued, other_restarts
+
+
+def _count_late_rows(batch: MicroBatch) -> int:
+    """Count the rows padded on the left whose first real token does not have position 0."""
+    position_ids, real_BS = batch.extra_tensors.get("position_ids"), batch.attention_mask_BS
+    if position_ids is None or position_ids.shape != real_BS.shape:
+        return 0
+    rows = (~real_BS[:, 0] & real_BS.any(dim=1)).nonzero().flatten()
+    first = real_BS[rows].long().argmax(dim=1)
+    return int((position_ids[rows, first] == first).sum()) if len(rows) else 0
