@@ -124,17 +124,19 @@ def _count_edge_padding(row: RowTraits, padding_id: int, subject: LintSubject, *
 
 
 def _check_outside_mask(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where tokens outside the mask are mostly padding, and some are not."""
+    """Say so where tokens outside the mask are padding in part.
+
+    What pads is an id that at least half of them are, else the config's if some are that one.
+    """
     others = total = 0
     examples: dict[int, None] = {}
     for tokens in traits:
-        if not tokens.padding_ids:
+        usual = [id_ for id_, number in tokens.padding_ids.items() if 2 * number >= tokens.num_padding]
+        padding = usual or [id_ for id_ in tokens.padding_ids if id_ == subject.padding_id]
+        if not padding:
             continue
-        commonest, number = next(iter(tokens.padding_ids.items()))
-        if 2 * number < tokens.num_padding or (subject.padding_id is not None and commonest != subject.padding_id):
-            continue
-        known = {commonest, *subject.end_ids}
-        others += tokens.num_padding - sum(count for id_, count in tokens.padding_ids.items() if id_ in known)
+        known = {*padding, *subject.end_ids}
+        others += tokens.num_padding - sum(number for id_, number in tokens.padding_ids.items() if id_ in known)
         total += tokens.num_padding
         examples |= dict.fromkeys(id_ for id_ in tokens.padding_ids if id_ not in known)
     if others and examples:

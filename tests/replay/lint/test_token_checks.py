@@ -1,0 +1,168 @@
+"""What the checks say of tokens, each of a seeded fault, and nothing of the sound rows beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.replay.lint.recorded import IGNORED, PAD, make_pass, make_rows, say
+
+pytestmark = pytest.mark.quick
+Batch = dict[str, Tensor]
+
+
+def change(batch: Batch, **tensors: Tensor) -> Batch:
+    return {**batch, **tensors}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_nothing_is_said_of_sound_rows(left: bool) -> None:
+    passes = [
+        make_pass(make_rows([9, 12, 10], seed=10 * rank + number, left=left), rank=rank, number=number)
+        for rank in (0, 1)
+        for number in range(4)
+    ]
+    for settings in ({}, {"padding_id": PAD}, {"padding_id": PAD, "end_ids": frozenset({PAD}), "vocabulary": 500}):
+        assert say(passes, **settings) == []
+
+
+def shift(labels_BS: Tensor, places: int) -> Tensor:
+    """The labels of the tokens so many places later."""
+    return torch.nn.functional.pad(labels_BS[:, places:], (0, places), value=IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda rows: change(rows, labels=shift(rows["labels"], 1)), "labels: in all 2 training passes the labels are "
+         "the next tokens already: a model that shifts them itself makes each token predict the one after the next"),
+        (lambda rows: change(rows, labels=shift(rows["labels"], 2)), "the tokens two places later, so a model that "
+         "shifts them predicts three ahead"),
+        (lambda rows: change(rows, shift_labels=rows["labels"]), "shift_labels are the tokens themselves, so each "),
+        (lambda rows: change(rows, shift_labels=shift(rows["labels"], 2)), "shift_labels are the tokens two places"),
+        (lambda rows: change(rows, labels=rows["input_ids"]), "labels: 10 of 72 labels are of padding, outside the"),
+        (lambda rows: change(rows, labels=rows["labels"].masked_fill(rows["labels"] == IGNORED, -1)),
+         "labels: a label is -1, which is no token, and not -100"),
+        (lambda rows: change(rows, attention_mask=torch.ones_like(rows["attention_mask"])),
+         "padding: 4 of 6 rows begin or end in padding (id 0) that the attention mask calls real: 10 tokens"),
+        (lambda rows: change(rows, attention_mask=rows["attention_mask"].roll(-2, 1)),
+         "mask: 8 of 10 tokens outside the attention mask are no padding, such as id "),
+        (lambda rows: change(rows, input_ids=rows["input_ids"] + 100 * (rows["input_ids"] > 0)),
+         "and the model's config has a vocabulary of 500"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_said(fault: Callable[[Batch], Batch], said: str) -> None:
+    passes = [make_pass(fault(make_rows([9, 12, 10], seed=number)), number=number) for number in range(2)]
+    texts = say(passes, padding_id=PAD, vocabulary=500)
+    assert [text for text in texts if said in text], texts
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sound_labels_of_either_kind_are_not_said(offset: int) -> None:
+    rows = make_rows([20, 20])
+    labels = {"labels": rows.pop("labels")} if not offset else {"shift_labels": shift(rows.pop("labels"), 1)}
+    assert say([make_pass(rows | labels)]) == []
+
+
+def test_labels_of_one_repeated_token_tell_no_place() -> None:
+    rows = make_rows([20, 20])
+    ids_BS = torch.full_like(rows["input_ids"], 7)
+    assert say([make_pass({"input_ids": ids_BS, "labels": ids_BS})]) == []
+
+
+def end_rows_in(id_: int, numbers: list[int]) -> Batch:
+    """Rows of 20 tokens that end in so many of one id, all under the mask."""
+    rows = make_rows([20] * len(numbers))
+    for row, number in enumerate(numbers):
+        rows["input_ids"][row, 20 - number :] = id_
+    return {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "settings", "is_said"),
+    [
+        ([6, 0, 0], {"padding_id": 999}, True),
+        ([2, 2, 0], {"padding_id": 999}, True),
+        ([1, 1, 1], {"padding_id": 999}, True),  # a mask that is one token too long in every row
+        ([1, 0, 0], {"padding_id": 999}, False),  # that may be a token of the text
+        ([1, 2, 1], {"padding_id": 999, "end_ids": frozenset({999})}, False),  # texts end in it
+        ([9, 9, 1], {"padding_id": 999, "end_ids": frozenset({999})}, True),
+        ([9, 6, 0], {}, True),  # no config names it
+        ([9, 0, 0], {}, False),
+        ([9, 6, 0], {"padding_id": 3}, False),
+    ],
+)
+def test_padding_under_the_mask_is_told_from_ends_of_texts(
+    numbers: list[int], settings: dict[str, Any], is_said: bool
+) -> None:
+    texts = say([make_pass(end_rows_in(999, numbers))], **settings)
+    assert [text.partition(":")[0] for text in texts] == ["padding"] * is_said
+    assert all(", if that is padding" in text for text in texts if not settings)
+
+
+def test_padding_on_the_right_of_a_job_that_has_no_mask_is_not_said_and_on_the_left_it_is() -> None:
+    for left, topics in ((False, []), (True, ["padding"])):
+        rows = make_rows([20, 12, 14], left=left)
+        rows.pop("attention_mask")
+        assert [text.partition(":")[0] for text in say([make_pass(rows)], padding_id=PAD)] == topics
+
+
+def pack(position_ids: list[int]) -> Batch:
+    borders = torch.tensor([0, 5, 9, 14], dtype=torch.int32)
+    ids_BS = torch.arange(100, 114)[None]
+    return {"input_ids": ids_BS, "position_ids": torch.tensor([position_ids]), "cu_seq_lens_q": borders}
+
+
+@pytest.mark.parametrize(
+    ("position_ids", "said"),
+    [
+        ([*range(5), *range(4), *range(5)], []),
+        (list(range(14)), ["positions: position ids go on at 2 of 2 borders between packed documents"]),
+        ([0, 1, 2, 0, 1, *range(4), *range(5)], ["positions: position ids restart at 1 token inside documents"]),
+    ],
+)
+def test_positions_are_held_against_the_borders_that_the_job_named(position_ids: list[int], said: list[str]) -> None:
+    assert say([make_pass(pack(position_ids))]) == said
+
+
+def test_position_ids_that_count_the_padding_on_the_left_are_said() -> None:
+    rows = make_rows([20, 12], left=True)
+    sound = change(rows, position_ids=(rows["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    assert say([make_pass(sound)]) == []
+    texts = say([make_pass(change(rows, position_ids=torch.arange(20).expand(2, 20)))])
+    assert texts == ["positions: position ids count the padding of 1 row padded on the left"]
+
+
+def test_rows_that_come_again_are_said() -> None:
+    own = [make_pass(rank=rank, number=number) for rank in (0, 1) for number in (0, 1)]
+    assert say(own) == []
+    same = [make_pass(make_rows([9, 12, 10], seed=number), rank=rank, number=number) for rank, number in
+            ((0, 0), (1, 0), (0, 1), (1, 1))]  # fmt: skip
+    [text] = say(same)
+    assert text.startswith("rows: 6 of 6 rows came to several ranks (0, 1) in 2 steps: right for ranks of tensor")
+    twice = [make_pass(make_rows([9, 12, 10]), number=number, optimizer_step=0, step=None) for number in (0, 1)]
+    assert say(twice) == ["rows: 3 rows came again to the same rank before the step was over"]
+    each = [make_pass(make_rows([9, 12, 10]), number=number) for number in range(3)]
+    assert say(each) == ["rows: each of the 3 steps was fed the same rows"]
+
+
+def test_rows_of_several_epochs_and_rows_of_one_token_are_not_said() -> None:
+    epochs = [make_pass(make_rows([9, 12, 10], seed=number % 2), number=number) for number in range(4)]
+    assert say(epochs) == []
+    ones = [make_pass({"input_ids": torch.ones(2, 16, dtype=torch.int64)}, number=number) for number in range(4)]
+    assert say(ones) == []
+
+
+def test_a_template_that_all_rows_begin_with_is_said_where_it_has_labels() -> None:
+    def begin_alike(labelled: bool) -> list[str]:
+        rows = make_rows([20] * 5)
+        rows["input_ids"][:, :6] = torch.arange(900, 906)
+        rows["labels"] = rows["input_ids"].clone()
+        rows["labels"][:, : 0 if labelled else 8] = IGNORED
+        return say([make_pass(rows)])
+
+    assert begin_alike(False) == []
+    said = "labels: all 5 rows begin with the same 6 tokens, which have labels: is a prompt left in the loss?"
+    assert begin_alike(True) == [said]

@@ -1,0 +1,123 @@
+"""What the checks say of what was trained, each of a seeded fault, and nothing of the sound recording beside it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replay.verdict.pass_values import RecordedPass, WeightComparison
+from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
+
+pytestmark = pytest.mark.quick
+
+
+def make_passes(number: int = 3, *, rank: int = 0, **values: Any) -> list[RecordedPass]:
+    return [make_pass(rank=rank, number=place, **values) for place in range(number)]
+
+
+def test_nothing_is_said_of_a_sound_training() -> None:
+    assert say([*make_passes(), *make_passes(rank=1)], is_whole=True) == []
+
+
+def test_a_job_without_steps_is_said_only_of_a_whole_recording() -> None:
+    passes = make_passes(step=None, optimizer_step=0, weights=make_samples(make_sample()))
+    assert say(passes) == []
+    [text] = say(passes, is_whole=True)
+    assert text.startswith("trained: no optimizer step was recorded in 3 training passes, and none of 1 sampled ")
+
+
+def test_a_rate_of_0_is_said() -> None:
+    step = make_step(settings=({"lr": 0.0, "num_parameters": 1},))
+    assert say(make_passes(1, step=step)) == ["trained: the learning rate was 0 in the 1 recorded step"]
+
+
+def test_ranks_with_gradient_norms_of_their_own_are_said() -> None:
+    def say_of_norms(*norms: float, **values: Any) -> list[str]:
+        return say([make_pass(rank=rank, step=make_step(grad_norm=norm, **values)) for rank, norm in enumerate(norms)])
+
+    assert say_of_norms(1.09, 1.0900001) == []
+    assert say_of_norms(1.09, 0.71, is_part_of_norm=True) == []
+    said = (
+        "ranks: each rank had a gradient norm of its own in 1 of 1 step, as in step 1: 1.09 on rank 0, 0.71 on rank 1"
+    )
+    assert say_of_norms(1.09, 0.71) == [said]
+
+
+def test_norms_of_ranks_that_hold_parts_of_parameters_are_not_compared() -> None:
+    passes = [make_pass(rank=rank, step=make_step(grad_norm=1.0 + rank)) for rank in (0, 1)]
+    assert say([replace(recorded, weights=WeightComparison(is_sharded=True)) for recorded in passes]) == []
+    sliced = replace(make_sample(), shape=(4,))
+    of_tp = make_pass(rank=1, step=make_step(grad_norm=2.0), weights=make_samples(sliced))
+    assert say([passes[0], of_tp]) == []
+
+
+def test_parameters_that_never_had_a_gradient_are_said_by_pattern() -> None:
+    names = [f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("q", "v")]
+    weights = make_samples(*(make_sample(name) for name in names))
+    gradients = make_samples(*(make_sample(name) for name in names if "q" in name))
+    without = tuple(name for name in names if "v" in name)
+    step = make_step(gradients=gradients, without_gradient=without, settings=({"lr": 1.0, "num_parameters": 6},))
+    texts = say([make_pass(step=step, weights=weights)])
+    assert texts == ["gradients: 3 trainable parameters had no gradient in 1 step: layers.*.v.weight"]
+    later = make_step(1, gradients=weights, settings=step.settings)
+    assert say([make_pass(step=step, weights=weights), make_pass(number=1, step=later, weights=weights)]) == [
+        "trained: none of 6 sampled parameters moved in 2 recorded steps"
+    ]
+
+
+def test_dropout_that_a_model_in_eval_mode_does_not_do_is_said() -> None:
+    passes = make_passes(2, training={"model": False, "parts": []})
+    assert say(passes) == []  # there is no dropout
+    said = "dropout: the model was in eval mode in 2 of 2 training passes, so its attn_pdrop did nothing"
+    assert say(passes, dropout=["attn_pdrop"]) == [said]
+    assert say(make_passes(2, training={"model": True, "parts": []}), dropout=["attn_pdrop"]) == []
+    texts = say(make_passes(2, training={"model": True, "parts": ["h.0"]}), dropout=["attn_pdrop"])
+    assert texts == ["dropout: parts of the model were in eval mode while it trained: h.0"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "is_said"),
+    [
+        ("bfloat16", {}, True),
+        ("float32", {}, False),
+        ("bfloat16", {"library": "deepspeed"}, False),
+        ("bfloat16", {"optimizer": "SGD"}, False),
+        # of masters it is not known which parameters they are
+        ("bfloat16", {"settings": ({"lr": 1e-3, "num_parameters": 0},)}, False),
+    ],
+)
+def test_weights_in_bf16_that_adam_steps_without_masters_are_said(
+    dtype: str, values: dict[str, Any], is_said: bool
+) -> None:
+    passes = [
+        make_pass(number=number, step=make_step(number, **values), weights=make_samples(make_sample(
+            value=1.0 + number, dtype=dtype)))
+        for number in range(2)
+    ]  # fmt: skip
+    texts = say(passes)
+    assert [text.partition(":")[0] for text in texts] == ["precision"] * is_said
+
+
+def test_passes_that_went_into_a_step_and_were_not_kept_are_said_of_a_whole_recording() -> None:
+    passes = [make_pass(number=3, step=make_step(passes=(0, 1, 2, 3), shares=(0.25,) * 4))]
+    assert say(passes) == []
+    assert say(passes, is_whole=True, not_recorded={"given a cache of earlier tokens": 3}) == []
+    [text] = say(passes, is_whole=True)
+    assert text.startswith("passes: 3 of 4 training passes that went into recorded steps were not kept")
+
+
+def test_the_model_folders_other_config_is_said() -> None:
+    texts = say(make_passes(), config_differences=["rope_theta 1 in the job, 2 here"] * 5)
+    three = "; ".join(["rope_theta 1 in the job, 2 here"] * 3)
+    assert texts == [f"config: the model folder's is not the job's: {three} and 2 more"]
+
+
+def test_frozen_parameters_and_other_dtypes_are_facts() -> None:
+    names = [f"layers.{layer}.weight" for layer in range(3)]
+    samples = [make_sample(name, dtype="float32" if name.startswith("layers.1") else "bfloat16") for name in names]
+    passes = [make_pass(weights=make_samples(*samples, num_frozen=2), step=None)]
+    assert say(passes, frozen=["embed.weight", "head.weight"]) == [
+        "frozen: 2 of 5 parameters were not trained: embed.weight, head.weight",
+        "dtypes: sampled parameters are 2 bfloat16, 1 float32: layers.1.weight are other than the rest",
+    ]
+    assert say(passes, has_adapter=True) == []
