@@ -7,8 +7,15 @@ from itertools import groupby
 from pathlib import Path
 
 from capture.file_format.capture_file import read_recording_id
-from capture.file_format.listing import CaptureLocation, list_captures
+from capture.file_format.folder_layout import parse_rank
+from capture.file_format.listing import (
+    CaptureLocation,
+    list_single_pass_files,
+    locate_captures,
+    open_readable_segments,
+)
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.segment import Segment
 
 _RANKS_OWN_ID = re.compile(r"(?P<began>.+) of rank \d{1,9}")
 _TIME_IN_NAME = re.compile(r"\d{8}_\d{6}_\d{6}")
@@ -21,17 +28,25 @@ class FolderRecording:
     number    from 1, in the order in which the recordings began
     began     when it began, ISO 8601; None: its captures do not say
     ids       what its captures have for its id: of a job whose ranks could not agree, one of each rank
-    captures  by rank, in recorded order
+    files     its files of one pass each, and its segments, each by rank, in recorded order
     """
 
     number: int
     began: str | None
     ids: frozenset[str | None]
-    captures: Sequence[CaptureLocation]
+    files: Sequence[Path | Segment]
 
     @property
     def ranks(self) -> list[int]:
-        return sorted({capture.rank for capture in self.captures if capture.rank >= 0})
+        return sorted({rank for file in self.files if (rank := _find_rank(file)) >= 0})
+
+    @property
+    def num_passes(self) -> int:
+        return sum(file.num_passes if isinstance(file, Segment) else 1 for file in self.files)
+
+    def list_captures(self) -> list[CaptureLocation]:
+        """List its captures by rank, in recorded order within a rank."""
+        return locate_captures(self.files)
 
     def describe_begin(self) -> str:
         """Say when it began: `begun 2026-11-21T11:20:04+00:00`."""
@@ -40,21 +55,21 @@ class FolderRecording:
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Captures that are of one recording. `is_ranks_own`: each of its ids is one rank's own."""
+    """Files that are of one recording. `is_ranks_own`: each of its ids is one rank's own."""
 
     began: str | None
     is_ranks_own: bool
     ids: set[str | None]
-    captures: list[CaptureLocation] = field(default_factory=list)
+    files: list[Path | Segment] = field(default_factory=list)
 
     @property
     def ranks(self) -> set[int]:
-        return {capture.rank for capture in self.captures}
+        return set(map(_find_rank, self.files))
 
     @property
     def first_time(self) -> str:
         """Return the earliest time in the captures' names; empty if these have none."""
-        times = (_TIME_IN_NAME.search(capture.path.name) for capture in self.captures)
+        times = (_TIME_IN_NAME.search(_name_first_pass(file)) for file in self.files)
         return min((time[0] for time in times if time is not None), default="")
 
 
@@ -62,21 +77,24 @@ def list_recordings(folder: str | Path) -> list[FolderRecording]:
     """List the recordings in a folder in the order in which they began.
 
     Captures without an id, as importers write them, are one recording. Where the ranks of a job could not agree on an
-    id, those that began one after the other, each of another rank, are one recording. Raises CaptureError without a
-    folder.
+    id, those that began one after the other, each of another rank, are one recording. Of segments the heads and indexes
+    are read, of a rank's files of one pass the heads of the first and the last if these are of one recording. Raises
+    CaptureError without a folder.
     """
     by_id: dict[str | None, _Group] = {}
-    for _, captures in groupby(list_captures(folder), key=lambda capture: capture.rank):
-        for recording, capture in _pair_with_ids(list(captures)):
-            if recording not in by_id:
-                own = None if recording is None else _RANKS_OWN_ID.fullmatch(recording)
-                began = recording if own is None else own["began"]
-                by_id[recording] = _Group(began=began, is_ranks_own=own is not None, ids={recording})
-            by_id[recording].captures.append(capture)
+    segments = [segment for segment in open_readable_segments(folder) if segment.num_passes]
+    for files in (list_single_pass_files(folder), segments):
+        for _, rank_files in groupby(files, key=_find_rank):
+            for recording, file in _pair_with_ids(list(rank_files)):
+                if recording not in by_id:
+                    own = None if recording is None else _RANKS_OWN_ID.fullmatch(recording)
+                    began = recording if own is None else own["began"]
+                    by_id[recording] = _Group(began=began, is_ranks_own=own is not None, ids={recording})
+                by_id[recording].files.append(file)
     groups: list[_Group] = []
     for group in sorted(by_id.values(), key=lambda group: group.first_time):
         if groups and groups[-1].is_ranks_own and group.is_ranks_own and not groups[-1].ranks & group.ranks:
-            groups[-1].captures += group.captures
+            groups[-1].files += group.files
             groups[-1].ids |= group.ids
         else:
             groups.append(group)
@@ -85,34 +103,41 @@ def list_recordings(folder: str | Path) -> list[FolderRecording]:
             number=number,
             began=group.began,
             ids=frozenset(group.ids),
-            captures=sorted(group.captures, key=lambda capture: (capture.rank, capture.path.name)),
+            # The sort keeps the order of a rank's files.
+            files=sorted(group.files, key=lambda file: (isinstance(file, Segment), _find_rank(file))),
         )
         for number, group in enumerate(groups, 1)
     ]
 
 
-def _pair_with_ids(captures: Sequence[CaptureLocation]) -> Iterator[tuple[str | None, CaptureLocation]]:
-    """Pair the captures of one rank, in recorded order, with the ids of their recordings.
+def _find_rank(file: Path | Segment) -> int:
+    return parse_rank(file.path if isinstance(file, Segment) else file)
 
-    A rank has one recording into a folder after the other. So if the first and the last capture have the same id, all
+
+def _name_first_pass(file: Path | Segment) -> str:
+    return file.name_at(0) if isinstance(file, Segment) else file.name
+
+
+def _pair_with_ids(files: Sequence[Path | Segment]) -> Iterator[tuple[str | None, Path | Segment]]:
+    """Pair the files of one rank, in recorded order, with the ids of their recordings.
+
+    A rank has one recording into a folder after the other. So if the first and the last file have the same id, all
     have, and no other file is opened. A damaged file has the id of its neighbour.
     """
-    if (first := _read_ids(captures[:1])) and first == _read_ids(captures[-1:]):
-        return zip(first * len(captures), captures, strict=True)
-    by_place = {place: ids[0] for place in range(len(captures)) if (ids := _read_ids(captures[place : place + 1]))}
+    if (first := _read_ids(files[:1])) and first == _read_ids(files[-1:]) and isinstance(files[0], Path):
+        return zip(first * len(files), files, strict=True)
+    by_place = {place: ids[0] for place in range(len(files)) if (ids := _read_ids(files[place : place + 1]))}
     latest = next(iter(by_place.values()), None)
-    ids = [latest := by_place.get(place, latest) for place in range(len(captures))]
-    return zip(ids, captures, strict=True)
+    ids = [latest := by_place.get(place, latest) for place in range(len(files))]
+    return zip(ids, files, strict=True)
 
 
-def _read_ids(captures: Sequence[CaptureLocation]) -> list[str | None]:
-    """Read the ids of these captures' recordings, without those of damaged files."""
+def _read_ids(files: Sequence[Path | Segment]) -> list[str | None]:
+    """Read the ids of these files' recordings, without those of damaged files."""
     ids: list[str | None] = []
-    for capture in captures:
+    for file in files:
         try:
-            ids.append(
-                read_recording_id(capture.file) if isinstance(capture.file, Path) else capture.file.head.recording
-            )
+            ids.append(read_recording_id(file) if isinstance(file, Path) else file.head.recording)
         except CaptureError:
             continue
     return ids

@@ -1,6 +1,6 @@
 """List a folder's captures: files of one pass each, and the passes in segments, in the folder and in its ranks'."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -56,14 +56,19 @@ def list_captures(folder: str | Path) -> list[CaptureLocation]:
     A segment with a damaged head is left out: `capture check` and `replay inspect` name it. Raises CaptureError without
     a folder.
     """
-    files = [CaptureLocation(path) for path in list_single_pass_files(folder)]
-    segments = list(open_readable_segments(folder))
-    if not segments:
-        return files
-    passes = [CaptureLocation(segment, index) for segment in segments for index in range(segment.num_passes)]
-    if not files:
-        return passes
-    return sorted([*files, *passes], key=lambda capture: (capture.rank, capture.path.name))
+    return locate_captures([*list_single_pass_files(folder), *open_readable_segments(folder)])
+
+
+def locate_captures(files: Sequence[Path | Segment]) -> list[CaptureLocation]:
+    """List the captures in these files by rank, in recorded order, as the files of one pass and the segments are."""
+    captures = [
+        CaptureLocation(file, index)
+        for file in files
+        for index in range(file.num_passes if isinstance(file, Segment) else 1)
+    ]
+    if len({isinstance(file, Segment) for file in files}) < 2:
+        return captures
+    return sorted(captures, key=lambda capture: (capture.rank, capture.path.name))
 
 
 def open_readable_segments(folder: str | Path) -> Iterator[Segment]:

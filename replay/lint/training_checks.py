@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from capture.file_format.name_patterns import format_patterns
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.lint.remark import LintRemark, LintSubject, Weight
@@ -15,6 +17,9 @@ from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 _MAX_NAMED = 3
 _ADAMS = ("Adam", "AdamW")
 _BF16 = "bfloat16"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Fewer moments than these may be numbers of bf16 by chance.
+_MIN_MOMENTS = 4
 
 
 def check_training(subject: LintSubject) -> Iterator[LintRemark]:
@@ -120,20 +125,35 @@ def _check_mode(subject: LintSubject) -> Iterator[LintRemark]:
 
 
 def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where torch's Adam stepped weights in bf16 themselves: what is added to them is rounded to 2^-8."""
+    """Say so where torch's Adam stepped weights in bf16 themselves: what is added to them is rounded to 2^-8.
+
+    Its moments have the dtype of what it steps, and that of masters is fp32: so masters are told by moments that bf16
+    does not hold.
+    """
     trained = [recorded for recorded in subject.trained if recorded.step_after is not None]
     dtypes = {sample.dtype for recorded in trained for sample in recorded.samples}
     steps = _list_steps(subject)
     is_torch = all(step.library == "torch" and step.optimizer in _ADAMS for step in steps)
-    # The number of a group is 0 where the optimizer holds other tensors than the model's parameters, such as masters.
-    steps_the_model = all(group["num_parameters"] > 0 for step in steps for group in step.settings)
-    if steps and dtypes == {_BF16} and is_torch and steps_the_model and steps[0].settings:
+    moments = [
+        value
+        for step in steps
+        for sample in step.state
+        for name in _MOMENTS
+        for value in sample.values.get(name, ())
+        if value
+    ]
+    if is_torch and dtypes == {_BF16} and len(moments) >= _MIN_MOMENTS and _are_in_bf16(moments):
         yield LintRemark(
             topic="precision",
             text=f"{steps[0].optimizer} stepped bfloat16 weights without fp32 masters: a change of a weight by less "
             "than 2^-9 of it is lost",
             weight=Weight.PRECISION,
         )
+
+
+def _are_in_bf16(values: Sequence[float]) -> bool:
+    in_fp32 = torch.tensor(values, dtype=torch.float32)
+    return torch.equal(in_fp32.bfloat16().float(), in_fp32)
 
 
 def _check_missing_passes(subject: LintSubject) -> Iterator[LintRemark]:

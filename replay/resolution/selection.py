@@ -237,7 +237,7 @@ def select(
         recording = ChosenRecording(
             number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin(), ids=chosen.ids
         )
-        files = list(chosen.captures)
+        files = chosen.list_captures()
         missing = _count_not_recorded(folder, recordings, chosen)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
     num_left_over = sum(map(len, left_over))

@@ -8,9 +8,11 @@ from pathlib import Path
 from actor_init.dropout_settings import find_acting_dropouts
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import read_call
+from capture.file_format.folder_layout import parse_rank
 from capture.file_format.folder_recordings import FolderRecording
-from capture.file_format.listing import CaptureLocation, format_ranges
+from capture.file_format.listing import CaptureLocation, format_ranges, locate_captures
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.segment import Segment
 from replay.lint.lint import lint, read_config_ids
 from replay.lint.remark import LintRemark, LintSubject
 from replay.options.spec import LossName
@@ -39,7 +41,7 @@ def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mappi
 
     not_recorded  numbers of training passes that the recording could not keep, by the reason
     """
-    captures = _choose_captures(recording.captures)
+    captures = _choose_captures(recording)
     passes = [recorded for capture in captures if (recorded := _read_pass(capture)) is not None]
     try:
         config = read_actor_config(folder) or {}
@@ -52,7 +54,7 @@ def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mappi
     is_in_eval = any(mode is not None and (not mode["model"] or mode["parts"]) for mode in (p.training for p in passes))
     subject = LintSubject(
         passes=passes,
-        is_whole=len(passes) == len(recording.captures),
+        is_whole=len(passes) == recording.num_passes,
         padding_id=padding_id,
         end_ids=end_ids,
         vocabulary=vocabulary,
@@ -64,14 +66,17 @@ def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mappi
     return Linting(recording=recording.number, remarks=lint(subject), read=_describe_passes(captures, recording))
 
 
-def _choose_captures(captures: Sequence[CaptureLocation]) -> list[CaptureLocation]:
+def _choose_captures(recording: FolderRecording) -> list[CaptureLocation]:
     """Choose the first passes of each rank, as many of one rank as of another."""
-    by_rank: dict[int, list[CaptureLocation]] = defaultdict(list)
-    for capture in captures:
-        by_rank[capture.rank].append(capture)
-    ranks = list(by_rank.values())[:MAX_CHECKED]
-    num_each = MAX_CHECKED // max(1, len(ranks))
-    return [capture for rank_captures in ranks for capture in rank_captures[:num_each]]
+    by_rank: dict[int, list[Path | Segment]] = defaultdict(list)
+    for file in recording.files:
+        by_rank[parse_rank(file.path if isinstance(file, Segment) else file)].append(file)
+    num_each = max(1, MAX_CHECKED // len(by_rank))
+    chosen: list[CaptureLocation] = []
+    for files in list(by_rank.values())[:MAX_CHECKED]:
+        # Each file has a pass at least.
+        chosen += locate_captures(files[:num_each])[:num_each]
+    return chosen
 
 
 def _read_pass(capture: CaptureLocation) -> RecordedPass | None:
@@ -89,8 +94,8 @@ def _read_pass(capture: CaptureLocation) -> RecordedPass | None:
 
 
 def _describe_passes(captures: Sequence[CaptureLocation], recording: FolderRecording) -> str:
-    if len(captures) == len(recording.captures):
+    if len(captures) == recording.num_passes:
         return f"all {pluralise(len(captures), 'pass')}"
     ranks = format_ranges({capture.rank for capture in captures if capture.rank >= 0})
     of_ranks = f", the first of ranks {ranks}" if ranks else ""
-    return f"{len(captures)} of {pluralise(len(recording.captures), 'pass')}{of_ranks}"
+    return f"{len(captures)} of {pluralise(recording.num_passes, 'pass')}{of_ranks}"

@@ -31,17 +31,13 @@ def describe_recording(recording: FolderRecording, steps_by_id: Mapping[str | No
 
     steps_by_id  the numbers of the steps that were recorded, by the id of the captures' recording
     """
-    files = {
-        capture.file.path if isinstance(capture.file, Segment) else capture.file: capture.file
-        for capture in recording.captures
-    }
-    hosts = [file.head.host for file in files.values() if isinstance(file, Segment)]
+    hosts = [file.head.host for file in recording.files if isinstance(file, Segment)]
     return RecordingFacts(
         number=recording.number,
         began=recording.began,
         ranks=recording.ranks,
-        num_passes=len(recording.captures),
+        num_passes=recording.num_passes,
         num_steps=len({step for id in recording.ids for step in steps_by_id.get(id, ())}),
-        num_files=len(files),
-        num_hosts=len(set(hosts)) if len(hosts) == len(files) else None,
+        num_files=len(recording.files),
+        num_hosts=len(set(hosts)) if len(hosts) == len(recording.files) else None,
     )

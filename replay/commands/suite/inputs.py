@@ -190,7 +190,7 @@ def prepare_inputs(spec: SuiteSpec, folder: Path, inputs_a_step: int) -> SuiteIn
 def _copy_captures(dataset: Path, folder: Path, most: int) -> tuple[int, LossName, str]:
     num_copied = 0
     recordings = list_recordings(dataset)
-    for path in [capture.path for capture in recordings[-1].captures] if recordings else []:
+    for path in [capture.path for capture in recordings[-1].list_captures()] if recordings else []:
         try:
             trains = read_micro_batch(path).trains
         except CaptureError as error:

@@ -33,7 +33,7 @@ def write(folder: Path, recording: str | None, **values: int) -> Path:
 
 
 def summarize(recordings: list[FolderRecording]) -> list[tuple[int, str | None, list[int], int]]:
-    return [(recording.number, recording.began, recording.ranks, len(recording.captures)) for recording in recordings]
+    return [(recording.number, recording.began, recording.ranks, recording.num_passes) for recording in recordings]
 
 
 @pytest.mark.parametrize("in_segments", [False, True])
@@ -63,7 +63,7 @@ def test_ranks_that_could_not_agree_on_an_id_are_one_recording_until_one_begins_
     recordings = list_recordings(tmp_path)
     assert summarize(recordings) == [(1, "0", [0, 1], 2), (2, "10", [0, 1], 2)]
     assert recordings[1].ids == {"10 of rank 0", "10 of rank 1"}
-    assert [capture.rank for capture in recordings[0].captures] == [0, 1]
+    assert [capture.rank for capture in recordings[0].list_captures()] == [0, 1]
 
 
 def test_recordings_of_other_ranks_are_not_put_together_where_they_had_an_id_in_common(tmp_path: Path) -> None:

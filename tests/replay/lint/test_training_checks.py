@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from capture.file_format.optimizer_state import StateSample
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
 
@@ -76,24 +77,30 @@ def test_dropout_that_a_model_in_eval_mode_does_not_do_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "values", "is_said"),
+    ("dtype", "moment", "values", "is_said"),
     [
-        ("bfloat16", {}, True),
-        ("float32", {}, False),
-        ("bfloat16", {"library": "deepspeed"}, False),
-        ("bfloat16", {"optimizer": "SGD"}, False),
-        # of masters it is not known which parameters they are
-        ("bfloat16", {"settings": ({"lr": 1e-3, "num_parameters": 0},)}, False),
+        ("bfloat16", 0.5, {}, True),
+        ("float32", 0.5, {}, False),
+        ("bfloat16", 0.1, {}, False),  # of masters: bf16 does not hold it
+        ("bfloat16", 0.0, {}, False),  # which tells nothing
+        ("bfloat16", 0.5, {"library": "deepspeed"}, False),
+        ("bfloat16", 0.5, {"optimizer": "SGD"}, False),
     ],
 )
 def test_weights_in_bf16_that_adam_steps_without_masters_are_said(
-    dtype: str, values: dict[str, Any], is_said: bool
+    dtype: str, moment: float, values: dict[str, Any], is_said: bool
 ) -> None:
+    name = "layers.0.weight"
+    moments = {"exp_avg": (moment,) * 3, "exp_avg_sq": (moment,) * 3}
+    state = (StateSample(name=name, shape=(8,), start=0, values=moments),)
     passes = [
-        make_pass(number=number, step=make_step(number, **values), weights=make_samples(make_sample(
-            value=1.0 + number, dtype=dtype)))
+        make_pass(
+            number=number,
+            step=make_step(number, state=state, **values),
+            weights=make_samples(make_sample(name, 1.0 + number, dtype)),
+        )
         for number in range(2)
-    ]  # fmt: skip
+    ]
     texts = say(passes)
     assert [text.partition(":")[0] for text in texts] == ["precision"] * is_said
 

@@ -1,0 +1,41 @@
+"""The notes under a verdict: what the checks remark on the passes of a real job, which changes no outcome."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from capture import recording
+from replay.command_line.cli import main as replay_main
+from tests.replay.verdict.test_judge import FP32, replay_captures
+from tests.trainers.common import make_batches, make_model
+
+
+def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows end in two tokens of padding that the mask calls real, and are the same in each step."""
+    model = make_model(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = make_batches(1)[0]
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    batch["input_ids"][:, 6:] = 0
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    code, verdict, _ = replay_captures(tmp_path, tmp_path / "logs", *FP32, "--verdict", "strict")
+    assert (code, verdict["outcome"]) == (0, "REPRODUCED")
+    said = capsys.readouterr().out
+    notes = [line for line in said.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note       padding: 6 of 6 rows begin or end in padding (id 0, if that is padding) that the attention mask "
+        "calls real: 24 tokens",
+        "note       rows: each of the 3 steps was fed the same rows",
+    ]
+    assert "trained    the learning rate was 0 in all 3 recorded steps" in said  # which is no note too
+    assert replay_main(["inspect", str(tmp_path / "captures")]) == 0
+    said = capsys.readouterr().out
+    assert "checked    all 3 passes\ntrained    the learning rate was 0" in said
+    assert "\npadding    6 of 6 rows" in said
