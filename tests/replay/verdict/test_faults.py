@@ -240,7 +240,8 @@ def test_a_dropout_model_that_trained_in_eval_mode_is_named_whatever_the_rows(
         verdict = verdict_on(job, tmp_path / str(number), "--dtype", "fp32", *typed)
         assert verdict["outcome"] == "DIFFERS"
         assert "the job's forward, in eval mode, drew no random numbers" in headline(capsys.readouterr().out)
-        assert [finding["status"] for finding in verdict["passes"][0]["findings"]] == ["differs", *["not judged"] * 2]
+        status, *others = (finding["status"] for finding in verdict["passes"][0]["findings"])
+        assert (status, set(others)) == ("differs", {"not judged"})
 
 
 def test_a_step_whose_gradient_was_not_judged_makes_no_later_pass_differ(tmp_path: Path, one_world: None) -> None:
