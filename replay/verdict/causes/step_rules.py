@@ -3,13 +3,14 @@
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import WRONG, CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.optimizer_facts import StateFactKind, count_stepped_parameters, find_facts_of_ranks
-from replay.verdict.pass_values import MOVED, OPTIMIZER
+from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
 
 # A step that is another one explains the weights after it, and every number of later passes.
-EXPLAINED = (OPTIMIZER, MOVED, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
+OF_STEP = (OPTIMIZER, OPTIMIZER_STATE, MOVED)
+EXPLAINED = (*OF_STEP, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
 RATE = "learning rate"
 MISCOUNTS = {
     StateFactKind.COUNTS_TOO_FEW: CauseName.STEPS_SKIPPED,
@@ -28,6 +29,10 @@ def find_other_state(evidence: Evidence) -> Cause | None:
     ]
     ranks = sorted({rank for rank, _ in steps})
     facts = find_facts_of_ranks([[step for other, step in steps if other == rank] for rank in ranks])
+    facts = [fact for fact in facts if _is_followed_by_wrong_number(evidence, fact.step)]
+    if evidence.settings.loaded_counts is not None:
+        # The replay was given the state that the job began with.
+        facts = [fact for fact in facts if fact.kind is not StateFactKind.BEGINS_WITH_STATE]
     if not facts:
         return None
     # An optimizer that counts otherwise than it steps may look at its first step as if it had an older state.
@@ -38,6 +43,20 @@ def find_other_state(evidence: Evidence) -> Cause | None:
         CauseName.OPTIMIZER_STATE: "load the optimizer's state with the weights; or --optimizer-state PATH here",
     }
     return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=advice[name], explains=EXPLAINED)
+
+
+def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
+    """Tell whether the first wrong number of the run may come of this step of the job: none before it does."""
+    first = evidence.first_wrong
+    if first is None:
+        return False
+    if first.optimizer_step is not None:
+        is_of_step = any(finding.status in WRONG and finding.name in OF_STEP for finding in first.findings)
+        return first.optimizer_step > step or (first.optimizer_step == step and is_of_step)
+    counts = [
+        compared.recorded.num_steps_before for compared in evidence.passes if compared.record.index == first.index
+    ]
+    return not counts or counts[0] is None or counts[0] > step
 
 
 def find_other_optimizer(evidence: Evidence) -> Cause | None:
