@@ -50,6 +50,7 @@ from replay.verdict.causes.trial import (
     match_findings,
     needs_confirmation,
 )
+from replay.verdict.causes.trial_rules import LIKELY_GAIN
 from replay.verdict.findings import Finding, VerdictSettings, compare_pass
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
@@ -173,6 +174,11 @@ class PassTrials:
         has_agreeing = any(finding.agrees and finding.name != LOSS for finding in self.unchanged)
         return has_agreeing and wrong <= {LOSS}
 
+    @property
+    def _has_judged_log_probs(self) -> bool:
+        """Did the job record more of the forward than its loss?"""
+        return any(finding.name != LOSS and finding.difference is not None for finding in self.unchanged)
+
     def _run_on(self, actor: TrialActor, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the trials that need no other actor. All ranks must call this."""
         raw_BA = actor.compute(feed_as_captured(self.rows))
@@ -182,10 +188,15 @@ class PassTrials:
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
-        if all(self._gather(self._has_right_forward or not self._is_wrong)):
-            return self._confirm(actor, self._try_losses(actor, raw_BA))
-        self._needs_other_actors = True
-        return [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor)]
+        is_right = all(self._gather(self._has_right_forward or not self._is_wrong))
+        has_log_probs = any(self._gather(self._has_judged_log_probs))
+        results: list[TrialResult] = []
+        if is_right or not has_log_probs:
+            results = self._confirm(actor, self._try_losses(actor, raw_BA))
+        if not is_right:
+            self._needs_other_actors = True
+            results += [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor)]
+        return results
 
     def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
         """Hold the rows as the job had them against the job: the replay's own pass gave other numbers of them."""
@@ -199,8 +210,10 @@ class PassTrials:
         is_compiled = own_spec.actor.compile is not Compile.OFF
         own_form = f"{'compiled' if is_compiled else own_spec.kernel}{', packed' if own_spec.actor.packs else ''}"
         self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
+        match = match_findings(self.unchanged, self.evaluator.find(raw_BA))
         trial = OwnTrial(
-            match=match_findings(self.unchanged, self.evaluator.find(raw_BA)),
+            # Which part of the replay errs is not known, so this is no more than probable.
+            match=replace(match, gain=min(match.gain, LIKELY_GAIN)),
             cause=CauseName.KERNEL,
             says=f"the replay itself ({own_form}) computes other numbers than the same rows padded, uncompiled and by "
             f"{spec.kernel}, which are the job's",
@@ -262,9 +275,8 @@ class PassTrials:
         if self._has_other_numbers(raw_BA, self.own_pass):
             return None
         self.unchanged = self.evaluator.find(raw_BA)
-        if not all(self._gather(self._has_right_forward or not self._is_wrong)):
-            return None
-        return self._try_losses(actor, raw_BA)
+        is_right = self._has_right_forward or not self._is_wrong or not self._has_judged_log_probs
+        return self._try_losses(actor, raw_BA) if all(self._gather(is_right)) else None
 
     def _measure_logits(self, actor: TrialActor) -> LogitStatistics | None:
         """Measure whole logits; None where they do not fit, on any rank."""

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from capture import recording
+from capture import capture_files, recording
+from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
 from replay.runner.trials import find_pass_to_try, find_passes_to_confirm
 from replay.tolerances.job_bounds import GRADIENT, LOSS
@@ -39,7 +41,8 @@ def train(folder: Path, break_model: Break, dtype: torch.dtype = torch.float32, 
 
 def replay(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
     """Return run.json's verdict."""
-    command = ["--inputs", str(job / "captures"), "--model", str(job / "model"), "--log-folder", str(logs)]
+    command = ["--model", str(job / "model"), "--log-folder", str(logs)]
+    command += [] if "--inputs" in typed else ["--inputs", str(job / "captures")]
     assert replay_main([*command, "--loss", "sft", "--backend", "ddp", *typed]) in (0, 1)
     [run] = logs.glob("*/run.json")
     verdict: dict[str, Any] = json.loads(run.read_text())["verdict"]
@@ -82,6 +85,22 @@ def test_where_a_loss_may_agree_by_chance_further_passes_decide(tmp_path: Path, 
     assert (verdict["causes"][0]["name"], verdict["causes"][0]["sureness"]) == (CauseName.OTHER_TOKENS, "is")
     assert "it is over all 18 tokens of the rows" in verdict["causes"][0]["sentence"]
     assert verdict["trials"]["confirmed_by"]
+
+
+def test_of_a_recording_with_losses_alone_losses_and_masks_are_tried(tmp_path: Path, one_world: None) -> None:
+    """As an importer writes it: nothing tells whether the forward is right."""
+    job, bare = train(tmp_path, faults.shifted_twice), tmp_path / "bare"
+    bare.mkdir()
+    for path in capture_files(job / "captures"):
+        call = read_call(path)
+        outputs = {name: value for name, value in call.outputs.items() if not name.startswith("token_log_probs")}
+        replace(call, outputs=outputs).write(bare)
+
+    verdict = replay(job, tmp_path / "logs", "--inputs", str(bare))
+
+    names = [result["name"] for result in verdict["trials"]["results"]]
+    assert {"shifted twice", "not causal", "positions: from 1"} <= set(names)
+    assert (verdict["causes"][0]["name"], verdict["causes"][0]["sureness"]) == (CauseName.OTHER_TOKENS, "is")
 
 
 def test_a_fault_that_no_hypothesis_has_is_no_trials_cause(tmp_path: Path, one_world: None) -> None:
