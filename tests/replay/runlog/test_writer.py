@@ -149,7 +149,7 @@ def test_a_line_has_the_fields_of_all_sections_side_by_side(logbook: Logbook) ->
     line = strictly((logbook.folder / "rank0.jsonl").read_text())
     parts = [line[name] for name in ("index", "real_tokens", "seconds_again", "loss", "new_graphs", "first_uses")]
     assert parts == [3, 80, 0.5, 1.25, 2, []]
-    assert [name for name, value in line.items() if isinstance(value, dict)] == ["phases"]
+    assert [name for name, value in line.items() if isinstance(value, dict)] == ["phases", "flips_by_router"]
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_passed_over(logbook: Logbook) -> None:
