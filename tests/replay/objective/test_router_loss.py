@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -15,6 +16,7 @@ from replay.command_line.cli import main
 from replay.objective.router_loss import RouterLossTerm, find_router_loss
 from tests.helpers.families import tiny_config, tiny_model
 
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -104,7 +106,11 @@ def test_where_it_cannot_be_computed_the_loss_is_not_said_to_differ(
     assert "which the replay does not compute: which logits the model takes is not known" in verdict["reason"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "dbrx", "jetmoe", "phimoe"])
+# Which logits these take is known since they record them as the others do.
+LATER_FAMILIES = ["granitemoe", "dbrx"] if RELEASE >= (5, 23) else []
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "gpt_oss", "jetmoe", "phimoe", *LATER_FAMILIES])
 def test_the_term_is_what_the_model_adds(family: str) -> None:
     config = tiny_config(family)
     name = "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
