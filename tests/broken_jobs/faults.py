@@ -94,6 +94,20 @@ def several(*patches: ModelPatch) -> ModelPatch:
     return breaks
 
 
+def experts_with_lowest_scores(model: Any) -> None:
+    """Have each router of the model choose by the negated logits, and weigh by their softmax as ever."""
+    for gate in (module for name, module in model.named_modules() if name.endswith(".gate")):
+
+        def choose(hidden: Tensor, gate: Any = gate) -> tuple[Tensor, Tensor, Tensor]:
+            logits = nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            probabilities = logits.float().softmax(dim=-1)
+            index = torch.topk(-probabilities, gate.top_k, dim=-1).indices
+            weights = probabilities.gather(1, index)
+            return logits, weights / weights.sum(dim=-1, keepdim=True), index
+
+        gate.forward = choose
+
+
 # Gradients on their way to the optimizer
 
 

@@ -27,6 +27,8 @@ DROPOUT_TRAINER = Setup(model="gpt2", config=_gpt2_rate(0.1), accumulation=2, nu
 LORA_DROPOUT = Setup(lora=True, lora_dropout=0.1)
 LEFT_AUTOCAST = Setup(layout=Layout.LEFT, dtype=Dtype.AUTOCAST)
 GPT2_LEFT_AUTOCAST = Setup(model="gpt2", layout=Layout.LEFT, passes_position_ids=True, dtype=Dtype.AUTOCAST)
+MIXTRAL = Setup(model="mixtral", config={"output_router_logits": False})
+ROUTER_LOSS = Setup(model="mixtral", config={"output_router_logits": True, "router_aux_loss_coef": 0.1})
 LLAMA_LEFT = Setup(layout=Layout.LEFT)
 FOUR = Setup(num_steps=4)
 WARMUP = Setup(num_steps=4, schedule="warmup")
@@ -41,6 +43,13 @@ ADAMW = {"replays": (("--step", "--optimizer", "adamw", "--learning-rate", "0.00
 ADAMW_WARMUP = {"replays": (("--step", "--optimizer", "adamw", "--learning-rate", "0.001", "--lr-warmup-steps", "2"),)}
 
 _BROKEN = [
+    *broken_jobs(
+        FaultClass.KERNEL,
+        ("experts-with-lowest-scores", PLAIN, (C.ROUTES, C.MODEL_CODE),
+         "each token goes to the experts with the lowest scores", MIXTRAL, Fault(model=f.experts_with_lowest_scores)),
+        ("router-loss-doubled", PLAIN, C.ROUTER_LOSS, "the routers' loss counts twice what the config says",
+         ROUTER_LOSS, Fault(model=f.attribute_set("router_aux_loss_coef", 0.2))),
+    ),
     *broken_jobs(
         FaultClass.DROPOUT,
         # The rate is a value of the config, and it is the rate of the dropout.

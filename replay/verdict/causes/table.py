@@ -13,6 +13,7 @@ from replay.verdict.causes import (
     gradient_rules,
     mix_rules,
     model_rules,
+    route_rules,
     step_rules,
     trial_rules,
     weight_rules,
@@ -23,6 +24,7 @@ from replay.verdict.causes.evidence import CauseRule, Evidence
 RULES = (
     *weight_rules.RULES,
     *step_rules.RULES,
+    *route_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
     *dtype_rules.RULES,

@@ -1,0 +1,72 @@
+"""Tell what is wrong with the routers of a mixture of experts: whom they choose, and what their loss counts."""
+
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.model_rules import ALL_FINDINGS
+from replay.verdict.route_findings import ROUTES, name_layer
+
+
+def find_other_routes(evidence: Evidence) -> Cause | None:
+    """Name the first layer whose router chooses other experts than its scores do here.
+
+    With the job's routes a forward of the right scores agrees. Where numbers of the forward are wrong besides, what
+    comes before the router may be the cause, too.
+    """
+    found = evidence.find_wrong(ROUTES)
+    if found is None:
+        return None
+    verdict, finding = found
+    is_alone = {wrong.name for other, wrong in evidence.wrong if other is verdict} == {ROUTES}
+    where = name_layer(finding.where or "")
+    return Cause(
+        name=CauseName.ROUTES,
+        sureness=Sureness.PROBABLY if is_alone else Sureness.MAY_BE,
+        sentence=f"the job's router of {where} sends {finding.replayed:.0%} of the tokens to other experts than the "
+        f"scores here do, {name_time(verdict)}",
+        try_next="compare the router's code, bias and config in the job with the model's",
+        explains=(ROUTES, *ALL_FINDINGS),
+    )
+
+
+def find_other_router_loss(evidence: Evidence) -> Cause | None:
+    """Tell how many times its coefficient the routers' loss counts in the job, where the loss alone is wrong."""
+    found = evidence.find_wrong(LOSS)
+    if found is None or not evidence.is_forward_wrong:
+        return None
+    verdict, finding = found
+    if {wrong.name for other, wrong in evidence.wrong if other is verdict} != {LOSS} or finding.replayed is None:
+        return None
+    terms = [
+        compared.record.routes.router_loss
+        for compared in evidence.passes
+        if (compared.record.index, compared.record.rank) == (verdict.index, verdict.rank)
+    ]
+    if not terms or not terms[0]:
+        return None
+    factor = (finding.recorded - finding.replayed + terms[0]) / terms[0]
+    return Cause(
+        name=CauseName.ROUTER_LOSS,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the routers' loss counts {factor:.3g} times what its coefficient here gives, {name_time(verdict)}",
+        try_next="compare the job's router_aux_loss_coef with the config's",
+        explains=(LOSS, GRAD_NORM, GRADIENT),
+    )
+
+
+RULES = (
+    CauseRule(
+        name=CauseName.ROUTES,
+        find=find_other_routes,
+        means="a router chooses other experts than its scores here, beyond a tie",
+        told_by="the experts of each token, recorded in each pass, beside those that the scores here choose",
+        job="experts-with-lowest-scores",
+    ),
+    CauseRule(
+        name=CauseName.ROUTER_LOSS,
+        find=find_other_router_loss,
+        means="the routers' loss counts more or less than its coefficient",
+        told_by="the loss, which alone is off, and the routers' loss by the model's own function",
+        job="router-loss-doubled",
+    ),
+)

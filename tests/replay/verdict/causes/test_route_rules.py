@@ -1,0 +1,60 @@
+"""Which cause explains a router that chooses otherwise, and a routers' loss that counts otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from replay.runlog.records import RoutesSection
+from replay.tolerances.job_bounds import LOSS, TOKENS
+from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
+from replay.verdict.findings import make_finding
+from replay.verdict.route_findings import ROUTES
+from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_verdict, make_window
+
+pytestmark = pytest.mark.quick
+
+
+def make_route_evidence(*others: str) -> Evidence:
+    """Evidence of a router of layer 3 that sends half of the tokens elsewhere, and of other wrong numbers."""
+    where = "model.layers.3.mlp.gate"
+    findings = [make_finding(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, counts=False, where=where)]
+    findings += [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in others]
+    return replace(make_forward_evidence(), verdicts=[make_verdict(1, findings)])
+
+
+def test_a_router_alone_probably_is_the_cause() -> None:
+    cause = find_other_routes(make_route_evidence())
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.ROUTES, Sureness.PROBABLY)
+    assert cause.sentence == (
+        "the job's router of layer 3 sends 50% of the tokens to other experts than the scores here do, since pass 2"
+    )
+
+
+def test_beside_a_wrong_forward_it_may_be_a_consequence() -> None:
+    cause = find_other_routes(make_route_evidence(TOKENS))
+    assert cause is not None
+    assert cause.sureness is Sureness.MAY_BE
+    assert find_other_routes(make_forward_evidence(TOKENS)) is None
+
+
+def make_loss_evidence(term: float | None, *wrong: str) -> Evidence:
+    """Evidence of a loss of 2 in the job and 1 here, of which `term` is the routers'."""
+    gradients = draw_gradients()
+    [compared] = make_window([gradients], gradients)
+    record = replace(compared.record, routes=RoutesSection(router_loss=term))
+    return replace(make_forward_evidence(*wrong), passes=[replace(compared, record=record)])
+
+
+def test_a_loss_that_alone_is_wrong_tells_how_often_the_routers_count() -> None:
+    cause = find_other_router_loss(make_loss_evidence(0.5, LOSS))
+    assert cause is not None
+    assert cause.name is CauseName.ROUTER_LOSS
+    assert cause.sentence == "the routers' loss counts 3 times what its coefficient here gives, since pass 1"
+
+
+def test_without_a_routers_loss_or_with_wrong_tokens_it_is_another_cause() -> None:
+    assert find_other_router_loss(make_loss_evidence(None, LOSS)) is None
+    assert find_other_router_loss(make_loss_evidence(0.5, LOSS, TOKENS)) is None
