@@ -57,7 +57,10 @@ def _name_passes(report: TrialReport) -> str:
 
 
 def _choose_sureness(best: TrialResult, report: TrialReport, *, has_rival: bool) -> Sureness:
-    if best.num_values >= MANY_VALUES * (1 + len(report.confirmed_by)) or best.is_stated:
+    if best.is_stated:
+        # That the job has this change is recorded; the trial shows that it is what makes the numbers wrong.
+        is_sure = is_likely = best.gain >= LIKELY_GAIN
+    elif best.num_values >= MANY_VALUES * (1 + len(report.confirmed_by)):
         is_sure, is_likely = best.gain >= SURE_GAIN, best.gain >= LIKELY_GAIN
     else:
         num_trials, gain_a_pass = len(report.results), best.gain ** (1 / (1 + len(report.confirmed_by)))
@@ -83,7 +86,7 @@ RULES = (
         CauseName.ADAPTER_SCALE,
         means="the job's adapter acts with another scale, or not at all",
         told_by="the pass run again with the adapter scaled gives the job's numbers",
-        job="adapter-twice",
+        job="lora-dropout-adapter-twice",
     ),
     _make_rule(
         CauseName.KERNEL,

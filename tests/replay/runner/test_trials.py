@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from actor_init.inputs.packing import ActorInputs
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
+from replay.runner import replayer
+from replay.runner.run_pass import prepare_actor_inputs
 from replay.runner.trials import find_pass_to_try, find_passes_to_confirm
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
@@ -110,6 +113,24 @@ def test_a_fault_that_no_hypothesis_has_is_no_trials_cause(tmp_path: Path, one_w
     results = verdict["trials"]["results"]
     assert len(results) > 5
     assert not any(result["agrees"] for result in results)
+
+
+def test_a_replay_that_errs_itself_is_told_from_a_broken_job(
+    tmp_path: Path, one_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packed rows have wrong positions; the rows as the job had them give the job's numbers."""
+
+    def prepare_wrongly(*arguments: Any) -> ActorInputs:
+        inputs = prepare_actor_inputs(*arguments)
+        return replace(inputs, position_ids=inputs.position_ids * 2)
+
+    job = train(tmp_path, lambda model: None)
+    monkeypatch.setattr(replayer, "prepare_actor_inputs", prepare_wrongly)
+
+    verdict = replay(job, tmp_path / "logs")
+
+    assert (verdict["causes"][0]["name"], verdict["causes"][0]["sureness"]) == (CauseName.KERNEL, "probably")
+    assert "the replay itself (sdpa, packed) computes other numbers" in verdict["causes"][0]["sentence"]
 
 
 def test_a_sound_job_runs_no_trial(tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,11 @@ def test_what_is_sure_needs_no_further_pass() -> None:
     assert not needs_confirmation([make_result("sum", agrees=False)])
 
 
+def test_what_the_recording_states_need_not_come_as_near() -> None:
+    assert name_causes(make_result(gain=4.0, is_stated=True)) == [(CauseName.MASK, Sureness.IS)]
+    assert name_causes(make_result(gain=2.0, is_stated=True)) == [(CauseName.MASK, Sureness.MAY_BE)]
+
+
 def test_no_trial_agrees() -> None:
     assert not name_causes(make_result(agrees=False))
 
