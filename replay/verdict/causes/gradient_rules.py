@@ -2,171 +2,25 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from replay.output.text import pluralise
-from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
-from replay.verdict.causes.model_rules import FORWARD_FINDINGS, GRADIENT_KINDS
-from replay.verdict.findings import list_dtypes
-from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
-from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, collect_gradient_evidence, compute_job_weights
-from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, WEIGHTING, match_parameter_name
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.model_rules import GRADIENT_KINDS
+from replay.verdict.causes.wrong_gradient import (
+    GRADIENT_FINDINGS,
+    SAME_RATIO,
+    WrongGradient,
+    find_factor,
+    find_wrong_gradient,
+    name_parameters,
+)
+from replay.verdict.gradient_evidence import ComparedGradient
+from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
+from replay.verdict.pass_values import MOVED, WEIGHTING
 
-GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES)
-# A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
-SAME_RATIO = {False: 1e-3, True: 0.08}
-SAME_COSINE = {False: 0.9999, True: 0.9}
 # A loss scale of fp16 is a power of 2, and rarely less.
 LEAST_LOSS_SCALE = 64.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrongGradient:
-    """The first window whose gradient is another one, with the gradients of its parameters.
-
-    is_coarse  rounding in a 16-bit dtype lies between the two
-    """
-
-    verdict: PassVerdict
-    window: Sequence[ComparedPass]
-    gradient: GradientEvidence
-    is_coarse: bool
-
-    def is_scaled(self, parameter: ComparedGradient) -> bool:
-        """Tell whether a parameter's gradient is the replay's times a number."""
-        return parameter.cosine is None or abs(parameter.cosine) >= SAME_COSINE[self.is_coarse]
-
-    def is_same(self, parameter: ComparedGradient) -> bool:
-        """Tell whether a parameter's gradient is the replay's."""
-        factor = find_factor(parameter)
-        return factor is not None and abs(factor - 1) <= SAME_RATIO[self.is_coarse] and self.is_scaled(parameter)
-
-
-def find_factor(parameter: ComparedGradient) -> float | None:
-    """Find the number that the replay's gradient of a parameter is multiplied by in the job, if it is one number."""
-    if parameter.ratio is None:
-        return None
-    return -parameter.ratio if (parameter.cosine or 0.0) < 0 else parameter.ratio
-
-
-def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
-    """Find the first window whose gradient differs, if the job recorded enough of it."""
-    wrong = evidence.find_wrong(*GRADIENT_FINDINGS)
-    if wrong is None or evidence.is_forward_wrong:
-        return None
-    verdict, _ = wrong
-    window = evidence.find_window(verdict)
-    gradient = None if window is None else collect_gradient_evidence(window)
-    if window is None or gradient is None or not gradient.parameters:
-        return None
-    dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
-    return WrongGradient(verdict=verdict, window=window, gradient=gradient, is_coarse=is_coarse(dtypes))
-
-
-def name_parameters(names: Sequence[str], all_names: Sequence[str]) -> str:
-    """Name parameters in few words: by their module where all of it is meant, else by their kind where all of that is.
-
-    A kind is `model.layers.*.mlp.up_proj.weight`, which many layers have.
-    """
-    if len(names) == len(all_names):
-        return f"all {pluralise(len(all_names), 'parameter')}" if len(all_names) > 1 else names[0]
-    modules = list(dict.fromkeys(_find_whole_module(name, names, all_names) for name in names))
-    sizes: dict[str, int] = {}
-    for name in all_names:
-        sizes[name_kind(name)] = sizes.get(name_kind(name), 0) + 1
-    by_kind: dict[str, list[str]] = {}
-    for name in names:
-        by_kind.setdefault(name_kind(name), []).append(name)
-    kinds = [
-        text
-        for kind, members in by_kind.items()
-        for text in ([kind] if len(members) == sizes[kind] and len(members) > 1 else members)
-    ]
-    return name_some(modules if len(modules) < len(kinds) else kinds, 3)
-
-
-def _find_whole_module(name: str, names: Sequence[str], all_names: Sequence[str]) -> str:
-    """Find the outermost module of a parameter all of whose parameters, two at least, are among `names`."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        module = ".".join(parts[:end])
-        members = [other for other in all_names if other.startswith(f"{module}.")]
-        if len(members) > 1 and set(members) <= set(names):
-            return module
-    return name
-
-
-def find_missing_gradient(evidence: Evidence) -> Cause | None:
-    """Name the trained parameters that had no gradient in the job and have one here."""
-    wrong = evidence.find_wrong(MISSING_GRADIENT)
-    if wrong is None:
-        return _find_zero_gradient(evidence)
-    verdict, finding = wrong
-    missing, names = _list_missing(evidence.find_window(verdict) or ())
-    what = name_parameters(missing, names) if missing else str(finding.where)
-    if evidence.is_forward_wrong:
-        # Whatever is detached computes the same, so here these parameters take no part at all.
-        return Cause(
-            name=CauseName.MODEL_CODE,
-            sureness=Sureness.PROBABLY,
-            sentence=f"{what} takes no part in the job's forward, {name_time(verdict)}: no gradient reaches it, and "
-            "the forward gives other numbers than with it",
-            try_next="look for a module that is skipped, or replaced, in the job's model",
-            explains=(*FORWARD_FINDINGS, *GRADIENT_FINDINGS),
-        )
-    module = _find_module_without_gradient(missing, names)
-    place = "" if module is None or module in what else f"; the gradient ends in {module}"
-    return Cause(
-        name=CauseName.NO_GRADIENT,
-        sureness=Sureness.IS,
-        sentence=f"no gradient reaches {what} in the job, {name_time(verdict)}{place}",
-        try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the loss",
-        explains=GRADIENT_FINDINGS,
-    )
-
-
-def _list_missing(window: Sequence[ComparedPass]) -> tuple[list[str], list[str]]:
-    """List the parameters without a gradient in the job, and all that have one in the replay, in the model's order."""
-    gradients = [compared.replayed.gradient for compared in window if compared.replayed.gradient is not None]
-    names = list(gradients[0].norms) if gradients else []
-    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
-    missing = {match_parameter_name(job_name, names) for step in steps for job_name in step.without_gradient}
-    return [name for name in names if name in missing], names
-
-
-def _find_module_without_gradient(missing: Sequence[str], names: Sequence[str]) -> str | None:
-    """Find the module of most parameters, two at least, none of which has a gradient; of equal ones the last."""
-    best: tuple[int, str] | None = None
-    for name in missing:
-        parts = name.split(".")[:-1]
-        for end in range(1, len(parts) + 1):
-            members = [other for other in names if other.startswith(f"{'.'.join(parts[:end])}.")]
-            if len(members) > 1 and set(members) <= set(missing) and (best is None or len(members) >= best[0]):
-                best = len(members), ".".join(parts[:end])
-    return None if best is None else best[1]
-
-
-def _find_zero_gradient(evidence: Evidence) -> Cause | None:
-    """Name the parameters whose gradient is zero in the job alone, while others are as here."""
-    wrong = find_wrong_gradient(evidence)
-    if wrong is None:
-        return None
-    parameters = wrong.gradient.parameters
-    zero = [name for name, parameter in parameters.items() if parameter.job_norm == 0 and parameter.replay_norm]
-    if not zero:
-        return None
-    return Cause(
-        name=CauseName.NO_GRADIENT,
-        sureness=Sureness.IS,
-        sentence=f"the gradient of {name_parameters(zero, list(parameters))} is zero in the job, "
-        f"{name_time(wrong.verdict)}, and is not here",
-        try_next="look for detach(), no_grad, .data or a factor of 0 on the way from these parameters to the loss",
-        explains=GRADIENT_FINDINGS,
-    )
 
 
 def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
@@ -246,6 +100,19 @@ def _explain_factor(factor: float) -> str:
     return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
 
 
+def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> bool:
+    """Tell whether a factor may be that of a wrong reduction over the ranks, and not one on the gradients."""
+    num_ranks = window[0].recorded.world_size or 1
+    return num_ranks > 1 and any(math.isclose(factor, number, rel_tol=0.1) for number in (num_ranks, 1 / num_ranks))
+
+
+def _clips_under_scale(window: Sequence[ComparedPass]) -> bool:
+    """Tell whether a job of fp16, whose losses are scaled, clipped the gradient of this window."""
+    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
+    has_fp16 = any("float16" in compared.recorded.dtypes for compared in window)
+    return has_fp16 and any(step.max_norm for step in steps)
+
+
 def find_uniform_factor(wrong: WrongGradient) -> float | None:
     """Find the number that every gradient is multiplied by in the job; None if it is not one number for all."""
     factors = [find_factor(parameter) for parameter in wrong.gradient.parameters.values() if parameter.replay_norm]
@@ -288,9 +155,18 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     if uniform is not None:
         if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
             return None
+        if _explain_factor(uniform) and _clips_under_scale(wrong.window):
+            return Cause(
+                name=CauseName.CLIPPED_EARLY,
+                sureness=Sureness.PROBABLY,
+                sentence=f"the job clips its gradients while they are multiplied by the loss scale: each is "
+                f"{uniform:.6g} times that of the loss, {name_time(wrong.verdict)}",
+                try_next="call GradScaler.unscale_(optimizer) before the clipping",
+                explains=GRADIENT_FINDINGS,
+            )
         return Cause(
             name=CauseName.GRADIENTS_SCALED,
-            sureness=Sureness.PROBABLY if (wrong.window[0].recorded.world_size or 1) > 1 else Sureness.IS,
+            sureness=Sureness.PROBABLY if _may_come_of_reduction(uniform, wrong.window) else Sureness.IS,
             sentence=f"each gradient is {uniform:.4g} times that of the loss{_explain_factor(uniform)}, "
             f"{name_time(wrong.verdict)}",
             try_next="look for what multiplies gradients: a hook, a loss scale that is left in, a division",
@@ -370,19 +246,24 @@ def find_earlier_gradients(evidence: Evidence) -> Cause | None:
 def _pair_with_earlier(
     window: Sequence[ComparedPass], before: Sequence[ComparedPass]
 ) -> list[tuple[float, float, float]]:
-    """Pair each signed element of the job with the replay's of this window and of the window before."""
+    """Pair each signed element of the job's gradient with the replay's, and with the job's own of the step before."""
     own_values = _list_signatures(window)
-    earlier_values = _list_signatures(before)
+    earlier = {
+        (compared.recorded.rank, signature.name, signature.start): signature.values
+        for compared in before
+        if compared.recorded.step_after is not None
+        for signature in compared.recorded.step_after.signatures
+    }
     triples: list[tuple[float, float, float]] = []
     for compared in window:
         step = compared.recorded.step_after
         for signature in step.signatures if step is not None else ():
-            for key, values in own_values.items():
-                name, start = key
-                if start != signature.start or not _is_named(signature.name, name) or key not in earlier_values:
+            earlier_values = earlier.get((compared.recorded.rank, signature.name, signature.start), ())
+            for (name, start), values in own_values.items():
+                if start != signature.start or not _is_named(signature.name, name):
                     continue
-                if len(values) == len(signature.values) == len(earlier_values[key]):
-                    triples += zip(signature.values, values, earlier_values[key], strict=True)
+                if len(values) == len(signature.values) == len(earlier_values):
+                    triples += zip(signature.values, values, earlier_values, strict=True)
     return triples
 
 
@@ -458,13 +339,6 @@ def find_lost_steps(evidence: Evidence) -> Cause | None:
 
 
 RULES = (
-    CauseRule(
-        name=CauseName.NO_GRADIENT,
-        find=find_missing_gradient,
-        means="trained parameters have no gradient in the job, or a gradient of zero: something is detached or unused",
-        told_by="the names of parameters without a gradient, and the norm of each gradient, recorded at each step",
-        job="o-proj-detached",
-    ),
     CauseRule(
         name=CauseName.NOT_REDUCED,
         find=find_ranks_own_gradients,

@@ -12,6 +12,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import MASKS
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT
 
 Kind = ModelDifferenceKind
@@ -33,10 +34,9 @@ FORWARD_KINDS = (
     Kind.DTYPE,
 )
 LOSS_KINDS = (Kind.LOSS_FUNCTION, Kind.FORWARD, Kind.FUNCTION, Kind.HOOK, Kind.CONFIG)
-GRADIENT_KINDS = (
-    Kind.WRAPPER,
-    Kind.FROZEN,
-    Kind.TIED,
+# What the recording states of the gradient itself, and code that may have changed it on its way.
+STATED_GRADIENT_KINDS = (Kind.WRAPPER, Kind.FROZEN, Kind.TIED)
+GRADIENT_CODE_KINDS = (
     Kind.PARAMETER_HOOK,
     Kind.HOOK,
     Kind.FORWARD,
@@ -44,6 +44,7 @@ GRADIENT_KINDS = (
     Kind.ATTENTION_FUNCTION,
     Kind.CLASS,
 )
+GRADIENT_KINDS = (*STATED_GRADIENT_KINDS, *GRADIENT_CODE_KINDS)
 # What these state cannot be without effect on a forward.
 CERTAIN_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER, Kind.TIED, Kind.MODULE)
 # The same of a gradient.
@@ -118,13 +119,31 @@ def find_model_difference(evidence: Evidence) -> Cause | None:
     wrong_names = {finding.name for verdict, finding in evidence.wrong if verdict is first}
     is_forward = evidence.is_forward_wrong
     is_loss_alone = is_forward and wrong_names == {LOSS} and _were_tokens_judged(evidence)
-    kinds: Sequence[Kind] = LOSS_KINDS if is_loss_alone else FORWARD_KINDS if is_forward else GRADIENT_KINDS
+    kinds: Sequence[Kind] = LOSS_KINDS if is_loss_alone else FORWARD_KINDS if is_forward else STATED_GRADIENT_KINDS
+    if is_forward and _has_stepped_before(evidence):
+        # A parameter that is frozen stays behind, so the forward after a step is another one.
+        kinds = (Kind.FROZEN, *kinds)
+    return _name_difference(evidence, first, differences, kinds)
+
+
+def find_gradient_code(evidence: Evidence) -> Cause | None:
+    """Name the code that may have changed a wrong gradient on its way, if the recording states any."""
+    first = evidence.first_wrong
+    if first is None or evidence.is_forward_wrong:
+        return None
+    return _name_difference(evidence, first, evidence.settings.model_differences, GRADIENT_CODE_KINDS)
+
+
+def _name_difference(
+    evidence: Evidence, first: PassVerdict, differences: Sequence[ModelDifference], kinds: Sequence[Kind]
+) -> Cause | None:
+    """Name the difference of the first of these kinds that there is; None without one."""
     fitting = [difference for difference in differences if difference.kind in kinds]
     if not fitting:
         return None
     fitting.sort(key=lambda difference: kinds.index(difference.kind))
-    chosen = fitting[0]
-    certain_kinds = CERTAIN_KINDS if is_forward else CERTAIN_GRADIENT_KINDS
+    chosen, is_forward = fitting[0], evidence.is_forward_wrong
+    certain_kinds = (*CERTAIN_KINDS, Kind.FROZEN) if is_forward else CERTAIN_GRADIENT_KINDS
     is_certain = len(fitting) == 1 and chosen.kind in certain_kinds
     more = f"; {len(fitting) - 1} more such differences are in run.json" if fitting[1:] else ""
     return Cause(
@@ -134,6 +153,13 @@ def find_model_difference(evidence: Evidence) -> Cause | None:
         try_next="replay the job's own code with --model FILE.py:function, or take the change out of the job",
         explains=ALL_FINDINGS,
     )
+
+
+def _has_stepped_before(evidence: Evidence) -> bool:
+    """Tell whether the replay took a step before the first wrong number."""
+    first = evidence.first_wrong
+    has_ended = first is not None and any(window[-1].record.index < first.index for window in evidence.windows)
+    return has_ended and evidence.settings.steps is not None
 
 
 def _were_tokens_judged(evidence: Evidence) -> bool:
@@ -243,6 +269,13 @@ FIRST_RULES = (
     ),
 )
 LAST_RULES = (
+    CauseRule(
+        name=CauseName.GRADIENTS_CHANGED,
+        find=find_gradient_code,
+        means="code of the job may have changed the gradient: a hook, or a forward of its own",
+        told_by="what the recording states of hooks and forwards",
+        job="embedding-by-frequency",
+    ),
     CauseRule(
         name=CauseName.VERSIONS,
         find=find_other_versions,

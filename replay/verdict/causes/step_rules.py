@@ -11,7 +11,7 @@ from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
 # A step that is another one explains the weights after it, and every number of later passes.
 OF_STEP = (OPTIMIZER, OPTIMIZER_STATE, MOVED)
 EXPLAINED = (*OF_STEP, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
-RATE = "learning rate"
+RATE, CLIPPED = "learning rate", "clipped to "
 MISCOUNTS = {
     StateFactKind.COUNTS_TOO_FEW: CauseName.STEPS_SKIPPED,
     StateFactKind.COUNTS_TOO_MANY: CauseName.STEPS_SKIPPED,
@@ -72,8 +72,11 @@ def find_other_optimizer(evidence: Evidence) -> Cause | None:
     is_schedule = is_rate_alone and (len(wrong) < len(evidence.windows) or len({str(f.said) for _, f in wrong}) > 1)
     if not all(" in the job, " in difference for difference in differences):
         return None
+    name = CauseName.SCHEDULE if is_schedule else CauseName.OPTIMIZER
+    if all(difference.startswith(CLIPPED) for difference in differences):
+        name = CauseName.CLIPPING
     return Cause(
-        name=CauseName.SCHEDULE if is_schedule else CauseName.OPTIMIZER,
+        name=name,
         sureness=Sureness.IS,
         sentence=f"{said}, {name_time(verdict)}",
         try_next="without these options the replay steps with the job's own settings",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from replay.verdict.causes import (
     dtype_rules,
     gradient_rules,
+    missing_rules,
     mix_rules,
     model_rules,
     route_rules,
@@ -27,6 +28,7 @@ RULES = (
     *route_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,
+    *missing_rules.RULES,
     *dtype_rules.RULES,
     *mix_rules.RULES,
     *gradient_rules.RULES,

@@ -1,0 +1,95 @@
+"""Find the first gradient of a run that is not the job's, and compare it parameter by parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replay.output.text import pluralise
+from replay.tolerances.difference import is_coarse
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.verdict.causes.evidence import Evidence, name_some
+from replay.verdict.findings import list_dtypes
+from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
+from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence
+from replay.verdict.outcomes import PassVerdict
+from replay.verdict.pass_values import MISSING_GRADIENT
+
+GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES)
+# A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
+SAME_RATIO = {False: 1e-3, True: 0.08}
+SAME_COSINE = {False: 0.9999, True: 0.9}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrongGradient:
+    """The first window whose gradient is another one, with the gradients of its parameters.
+
+    is_coarse  rounding in a 16-bit dtype lies between the two
+    """
+
+    verdict: PassVerdict
+    window: Sequence[ComparedPass]
+    gradient: GradientEvidence
+    is_coarse: bool
+
+    def is_scaled(self, parameter: ComparedGradient) -> bool:
+        """Tell whether a parameter's gradient is the replay's times a number."""
+        return parameter.cosine is None or abs(parameter.cosine) >= SAME_COSINE[self.is_coarse]
+
+    def is_same(self, parameter: ComparedGradient) -> bool:
+        """Tell whether a parameter's gradient is the replay's."""
+        factor = find_factor(parameter)
+        return factor is not None and abs(factor - 1) <= SAME_RATIO[self.is_coarse] and self.is_scaled(parameter)
+
+
+def find_factor(parameter: ComparedGradient) -> float | None:
+    """Find the number that the replay's gradient of a parameter is multiplied by in the job, if it is one number."""
+    if parameter.ratio is None:
+        return None
+    return -parameter.ratio if (parameter.cosine or 0.0) < 0 else parameter.ratio
+
+
+def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
+    """Find the first window whose gradient differs, if the job recorded enough of it."""
+    wrong = evidence.find_wrong(*GRADIENT_FINDINGS)
+    if wrong is None or evidence.is_forward_wrong:
+        return None
+    verdict, _ = wrong
+    window = evidence.find_window(verdict)
+    gradient = None if window is None else collect_gradient_evidence(window)
+    if window is None or gradient is None or not gradient.parameters:
+        return None
+    dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
+    return WrongGradient(verdict=verdict, window=window, gradient=gradient, is_coarse=is_coarse(dtypes))
+
+
+def name_parameters(names: Sequence[str], all_names: Sequence[str]) -> str:
+    """Name parameters in few words: by their module where all of it is meant, else by their kind where all of that is.
+
+    A kind is `model.layers.*.mlp.up_proj.weight`, which many layers have.
+    """
+    if len(names) == len(all_names):
+        return f"all {pluralise(len(all_names), 'parameter')}" if len(all_names) > 1 else names[0]
+    modules = list(dict.fromkeys(_find_whole_module(name, names, all_names) for name in names))
+    sizes: dict[str, int] = {}
+    for name in all_names:
+        sizes[name_kind(name)] = sizes.get(name_kind(name), 0) + 1
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        by_kind.setdefault(name_kind(name), []).append(name)
+    kinds = [
+        text
+        for kind, members in by_kind.items()
+        for text in ([kind] if len(members) == sizes[kind] and len(members) > 1 else members)
+    ]
+    return name_some(modules if len(modules) < len(kinds) else kinds, 3)
+
+
+def _find_whole_module(name: str, names: Sequence[str], all_names: Sequence[str]) -> str:
+    """Find the outermost module of a parameter all of whose parameters, two at least, are among `names`."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        module = ".".join(parts[:end])
+        members = [other for other in all_names if other.startswith(f"{module}.")]
+        if len(members) > 1 and set(members) <= set(names):
+            return module
+    return name
