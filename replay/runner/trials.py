@@ -44,6 +44,22 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
     return None if steps and has_stepped else first.index
 
 
+def may_have_other_weights(passes: Sequence[PassEvidence], index: int) -> bool:
+    """Tell whether the job had stepped before pass `index`, and nothing shows that the replay has those weights."""
+    steps_before = [
+        recorded.num_steps_before
+        for _, recorded, _ in passes
+        if recorded is not None and recorded.num_steps_before is not None
+    ]
+    return any(
+        recorded.num_steps_before is not None
+        and recorded.num_steps_before > min(steps_before)
+        and not recorded.weights.are_same
+        for record, recorded, _ in passes
+        if record.index == index and recorded is not None
+    )
+
+
 def find_passes_to_confirm(
     verdict: Verdict, passes: Sequence[PassEvidence], index: int, *, steps: bool
 ) -> Sequence[int]:
@@ -57,7 +73,8 @@ def find_passes_to_confirm(
     # A pass whose number is below that of the first step's last pass ran before the step.
     first_step = min((record.index for record, _, _ in passes if record.result.grad_norm is not None), default=None)
     is_before = {other for other in wrong if not steps or first_step is None or other <= first_step}
-    return sorted(is_before - {index})[:MAX_CONFIRMING]
+    others = [other for other in sorted(is_before - {index}) if not may_have_other_weights(passes, other)]
+    return others[:MAX_CONFIRMING]
 
 
 def run_trials(
@@ -68,7 +85,7 @@ def run_trials(
     All ranks must call this. On several ranks it raises what opening an actor raises.
     """
     index = find_pass_to_try(verdict, passes, steps=repeater.spec.measure.steps)
-    if index is None:
+    if index is None or may_have_other_weights(passes, index):
         return None
     own_passes = {replayed.record.index: replayed for replayed in passes if replayed.record.rank == repeater.world.rank}
     own_pass = own_passes.get(index)

@@ -15,13 +15,13 @@ from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
 from replay.runner import replayer
 from replay.runner.run_pass import prepare_actor_inputs
-from replay.runner.trials import find_pass_to_try, find_passes_to_confirm
+from replay.runner.trials import find_pass_to_try, find_passes_to_confirm, may_have_other_weights
 from replay.tolerances.job_bounds import GRADIENT, LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
-from replay.verdict.pass_values import ReplayedPass
+from replay.verdict.pass_values import RecordedPass, ReplayedPass, WeightComparison
 from tests.broken_jobs import faults
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
@@ -202,3 +202,28 @@ def test_further_passes_of_the_same_weights_whose_loss_is_wrong_too() -> None:
     assert find_passes_to_confirm(verdict, make_passes(6), 0, steps=False) == [2, 3, 4]
     # Each pass of these ends a window, so under --step the weights are other ones from the second pass on.
     assert find_passes_to_confirm(verdict, make_passes(6), 0, steps=True) == []
+
+
+def test_a_pass_behind_a_step_of_the_job_is_tried_only_on_weights_that_are_its_own() -> None:
+    same = WeightComparison(compared=("a",), num_parameters=1)
+    empty = RecordedPass(
+        rank=0,
+        forward=0,
+        world_size=1,
+        trains=True,
+        claims=(),
+        weights=same,
+        num_frozen=0,
+        dtypes=(),
+        num_steps_before=3,
+    )
+    doubted = replace(empty, num_steps_before=4, weights=replace(same, doubt="the job had an adapter"))
+    still = replace(empty, num_steps_before=4)
+    recordings = [empty, doubted, still]
+    passes = [PassEvidence(record(index), recorded, ReplayedPass()) for index, recorded in enumerate(recordings)]
+
+    # The first pass may be doubted: the model folder is of its weights, as far as is known.
+    first = [PassEvidence(record(0), replace(doubted, num_steps_before=3), ReplayedPass())]
+
+    assert [may_have_other_weights(passes, index) for index in range(3)] == [False, True, False]
+    assert not may_have_other_weights(first, 0)
