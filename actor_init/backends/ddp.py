@@ -147,6 +147,11 @@ class DDPBackend(TorchBackend):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().to(TORCH_DTYPES[self.spec.dtype])
 
+    def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                yield name, parameter.detach()
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:

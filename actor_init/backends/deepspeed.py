@@ -228,6 +228,9 @@ class DeepSpeedBackend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return gather_weights(self.model)
 
+    def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return gather_masters(self.model, names)
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return gather_gradients(self.model, self.loss_scale())
 
@@ -354,6 +357,16 @@ def gather_whole(tensor: Tensor) -> Tensor:
 def gather_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, gather_whole(parameter)
+
+
+def gather_masters(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters from the fp32 partitions that the optimizer steps; those that it has no copy of as they are."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, parameter in model.named_parameters():
+        if name in names:
+            master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            yield name, gather_whole(parameter) if master is None else gather_over_tp(parameter, master)
 
 
 def gather_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str, Tensor]]:

@@ -178,6 +178,11 @@ class FSDP2Backend(TorchBackend):
         for name, parameter in self.model.named_parameters():
             yield name, _gather_whole(parameter.detach()).to(TORCH_DTYPES[self.spec.dtype])
 
+    def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if name in names:
+                yield name, _gather_whole(parameter.detach())
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:

@@ -69,6 +69,13 @@ class Backend(Protocol):
         """Yield each parameter by name, whole, in the compute dtype. All ranks must iterate, one at a time."""
         ...
 
+    def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these parameters by name, whole, as the optimizer steps them: in fp32 where it has fp32 masters.
+
+        All ranks must iterate over the same names.
+        """
+        ...
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's whole gradient by name, averaged, fp32, without the loss scale; skips those without
         one.

@@ -261,6 +261,7 @@ class Replayer:
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
         num_steps = self.follower.num_steps
+        stepped = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
 
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
@@ -288,6 +289,7 @@ class Replayer:
             has_job_layout=generators.has_moved and self._has_job_layout(inputs, batch),
             flips=outcome.flips,
             has_job_routes=self._routing.has_job_routes(outcome.flips),
+            stepped=stepped,
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)

@@ -6,18 +6,23 @@ neither a result nor a pass from the run, so it is left out where anything speak
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.backends import find_declaration
 from actor_init.model import count_parameters
 from actor_init.world import World
+from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
 from replay.output.text import format_gibibytes
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs
+from replay.verdict.pass_values import SteppedSample
+from replay.verdict.weight_check import WeightChecker
 
 MEMORY_INFO = Path("/proc/meminfo")
 # Of the memory that is free when the optimizer steps first, its state may take this share: passes differ in size.
@@ -75,6 +80,41 @@ class StepFollower:
         """Begin again: the actor was opened anew, with the weights that the run began with."""
         self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
         self.why_stopped = self.why_stopped or why
+
+    def sample_weights(
+        self, backend: Backend, recorded: ParameterSamples | None, checker: WeightChecker
+    ) -> list[SteppedSample]:
+        """Take the weights where the job sampled them before a pass. All ranks must call this.
+
+        Before the first step the weights are those of the model's files, and nothing is taken.
+        """
+        if not self.num_steps:
+            return []
+        samples = checker.match_samples(recorded) if recorded is not None else {}
+        names = {name for rank_names in self.world.gather(list(samples)) for name in rank_names}
+        taken: dict[str, Tensor] = {}
+        for name, weight in backend.masters(names):
+            if (sample := samples.get(name)) is not None:
+                taken[name] = weight.reshape(-1)[sample.start : sample.start + len(sample.values)].double()
+        # One copy for all of them: each would wait for the device.
+        flat = torch.cat(list(taken.values())).tolist() if taken else []
+        sizes = [tensor.numel() for tensor in taken.values()]
+        values = {
+            name: tuple(flat[end - size : end]) for name, size, end in zip(taken, sizes, accumulate(sizes), strict=True)
+        }
+        initial = checker.read_initial_values(samples)
+        return [
+            SteppedSample(
+                name=name,
+                dtype=sample.dtype,
+                start=sample.start,
+                job_values=sample.values,
+                replay_values=values[name],
+                initial_values=tuple(initial[name]),
+            )
+            for name, sample in samples.items()
+            if name in values and name in initial and sample.values
+        ]
 
     def clean_cost(self, cost: CostSection) -> CostSection:
         """Return what a pass cost without the optimizer's state, if nobody asked for steps."""

@@ -24,6 +24,7 @@ from replay.tolerances.difference import find_outlier_factor, relative_differenc
 LOSS, LOG_PROBS, GRAD_NORM = "loss", "log-probs", "gradient norm"
 TOKENS, ACTION_TOKENS = "token log-probs", "log-probs by token"
 GRADIENT = "gradient samples"
+STEPPED = "weights behind a step"
 TOKENS_RMS = "token log-probs, root mean square"
 GRADIENT_NORMS = "gradient norm by parameter"
 GRADIENT_RMS = "gradient samples, root mean square"
@@ -69,6 +70,10 @@ HIDING_BOUND = 0.5
 # An optimizer's state may be so many times as far off as a gradient: it averages those of many steps, whose own errors
 # differ, and in which the gradients may cancel.
 STATE_FACTOR = 4.0
+# How far a weight may be off behind a step, relative to how far the step moved it, as so many times the bound of
+# gradient samples: half of a gradient's elements are at least two thirds of its root mean square, and Adam's moments
+# take them up twice, as they are and squared.
+UPDATE_FACTOR = 4.0
 # A measured floor of any quantity is multiplied by at least this.
 LEAST_FACTOR = 4.0
 # The floor of TOKENS_RMS is multiplied by this: a mean square over hundreds of tokens hardly varies.

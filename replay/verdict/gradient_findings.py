@@ -53,6 +53,7 @@ class ComparedPass:
     previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
     masks                   what the ends of the random generators tell of the dropout masks
     has_job_dropout_masks   the replay drew the job's masks, as these ends show, or, without them, its numbers
+    step_findings           of the weights behind the step that the window took which this pass ends
     """
 
     record: PassRecord
@@ -63,6 +64,7 @@ class ComparedPass:
     previous_pass_has_grad_norm: bool
     masks: MaskComparison = MaskComparison()
     has_job_dropout_masks: bool = False
+    step_findings: Sequence[Finding] = ()
 
     @property
     def loss(self) -> Finding | None:
@@ -150,7 +152,7 @@ def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, nu
     """
     members = [(compared_pass.recorded, compared_pass.replayed) for compared_pass in window]
     step = [*_compare_optimizer(window, settings, number), *compare_states(members, window[-1].record.index, settings)]
-    return [*_compare_judged_gradient(window, settings), *step]
+    return [*_compare_judged_gradient(window, settings), *step, *window[-1].step_findings]
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:

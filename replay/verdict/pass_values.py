@@ -403,6 +403,22 @@ def is_mixture(parameters: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SteppedSample:
+    """Neighbouring elements of a parameter before a pass behind steps: in the job, here, and where the replay began.
+
+    name   of the parameter in the replay
+    dtype  that the job stored them in
+    """
+
+    name: str
+    dtype: str
+    start: int
+    job_values: tuple[float, ...]
+    replay_values: tuple[float, ...]
+    initial_values: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedPass:
     """What a replay computed of one pass.
 
@@ -416,6 +432,7 @@ class ReplayedPass:
                       drew no random numbers
     flips             of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
+    stepped           the weights before a pass behind steps, where the job sampled them
     """
 
     token_log_probs: Sequence[float | None] = ()
@@ -427,6 +444,7 @@ class ReplayedPass:
     has_job_layout: bool = False
     flips: Sequence[RouterFlips] = ()
     has_job_routes: bool = False
+    stepped: Sequence[SteppedSample] = ()
 
 
 def list_action_log_probs(log_probs_BA: Tensor, has_BA: Tensor, *, is_reversed: bool) -> list[float | None]:

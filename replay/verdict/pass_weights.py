@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, report_unmoved_weights
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, list_dtypes, report_unmoved_weights
 from replay.verdict.gradient_findings import (
     ComparedPass,
     explain_unjudged_gradient,
@@ -18,6 +18,7 @@ from replay.verdict.gradient_findings import (
 )
 from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.stepped_weights import compare_stepped_weights
 
 
 def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
@@ -140,13 +141,26 @@ def follow_weights_through_steps(
         list_step_differences(window, settings, number) or explain_unjudged_gradient(window, settings, number)
         for number, window in enumerate(steps)
     ]
+    stepped = compare_stepped_weights(steps, compared_passes, settings)
+    other_step = next((number for number, finding in stepped.items() if finding.status is FindingStatus.DIFFERS), None)
+    by_end = {
+        (steps[number][-1].record.index, steps[number][-1].record.rank): finding for number, finding in stepped.items()
+    }
     followed = []
     for compared_pass in compared_passes:
         num_steps = compared_pass.record.result.num_steps
+        if (finding := by_end.get((compared_pass.record.index, compared_pass.record.rank))) is not None:
+            compared_pass = replace(compared_pass, step_findings=[finding])
         if not num_steps:
             followed.append(compared_pass)
             continue
-        doubt = next((step_reasons[0] for step_reasons in reasons[:num_steps] if step_reasons), None)
+        if other_step is not None and other_step < num_steps:
+            differing = compared_pass.recorded.weights.differing or initial.compared
+            followed.append(replace(compared_pass, weights=replace(initial, differing=differing)))
+            continue
+        # Weights that agree behind a step leave no doubt of the steps before.
+        num_proven = max((number + 1 for number in stepped if number < num_steps and stepped[number].counts), default=0)
+        doubt = next((step_reasons[0] for step_reasons in reasons[num_proven:num_steps] if step_reasons), None)
         other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps)
         if other_count is not None and settings.steps_unasked:
             # The steps were followed no further, and the weights are those of an earlier step.

@@ -5,7 +5,7 @@ not matter how the actor shards them, and nothing has to be gathered.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from torch import Tensor
@@ -71,6 +71,14 @@ class WeightChecker:
         """Return the samples by this model's names; those of parameters that it does not have are left out."""
         by_name = {self._match_name(sample): sample for sample in fingerprint.samples}
         return {name: sample for name, sample in by_name.items() if name is not None}
+
+    def read_initial_values(self, samples: Mapping[str, Sample]) -> dict[str, list[float]]:
+        """Read the elements of the samples from where this model's weights come from; those that can be read so."""
+        found = {
+            name: self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
+            for name, sample in samples.items()
+        }
+        return {name: values.double().tolist() for name, values in found.items() if values is not None}
 
     def match_signatures(self, signatures: Iterable[GradientSignature]) -> dict[str, GradientSignature]:
         """Return the signatures by this model's names; those of parameters that it does not have are left out."""

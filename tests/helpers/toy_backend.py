@@ -107,6 +107,9 @@ class ToyBackend:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return (named for named in self.weights() if named[0] in names)
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Summed here, on a copy: `end_window` sums what backward left."""
         for name, parameter in self.model.named_parameters():

@@ -1,0 +1,116 @@
+"""Hold the weights that a replay has behind the job's steps against those that the job had there.
+
+A capture samples the weights before each pass, and the replay takes the same elements of what its optimizer steps. What
+a step did is how far an element is from where the replay began. An update that is not the optimizer's own (an average
+swapped in, weights reloaded, steps left out or taken twice) shows at the step where it happens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from replay.tolerances.difference import roundoff
+from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STEPPED, UPDATE_FACTOR
+from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, list_dtypes, make_finding
+from replay.verdict.gradient_findings import ComparedPass, compare_window
+from replay.verdict.pass_values import SteppedSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ParameterDrift:
+    """How far a parameter is from the job's, as a share of how far the replay's steps moved it.
+
+    rounding  how far storing it in the job's dtype may move it, as such a share
+    """
+
+    drift: float
+    rounding: float
+    worst: SteppedSample
+
+
+def compare_stepped_weights(
+    steps: Sequence[Sequence[ComparedPass]], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> dict[int, Finding]:
+    """Compare the weights behind each step of the replay whose gradient agrees with the job's, up to one that differs.
+
+    steps  the windows that ended with a step, in their order
+
+    Returns the finding of each step that could be compared, by its number from 0.
+    """
+    found: dict[int, Finding] = {}
+    for number, window in enumerate(steps):
+        findings = compare_window(window, settings, number)
+        if any(not finding.agrees and finding.status is not FindingStatus.NOT_JUDGED for finding in findings):
+            # The update follows from another gradient, or from other settings, and so do all later ones.
+            return found
+        if not any(finding.agrees and finding.counts for finding in findings):
+            continue
+        samples = [
+            sample
+            for compared_pass in compared_passes
+            if compared_pass.record.result.num_steps == number + 1 and _is_step_of_job(compared_pass, window, number)
+            for sample in compared_pass.replayed.stepped
+        ]
+        finding = _compare(samples, window, settings)
+        if finding is not None:
+            found[number] = finding
+        if finding is not None and finding.status is FindingStatus.DIFFERS:
+            return found
+    return found
+
+
+def _is_step_of_job(compared_pass: ComparedPass, window: Sequence[ComparedPass], number: int) -> bool:
+    """Had the job taken one step since the window's passes?"""
+    before, behind = window[0].recorded.num_steps_before, compared_pass.recorded.num_steps_before
+    return before is not None and behind == before + 1
+
+
+def _compare(
+    samples: Sequence[SteppedSample], window: Sequence[ComparedPass], settings: VerdictSettings
+) -> Finding | None:
+    gradient = next((member.replayed.gradient for member in window if member.replayed.gradient is not None), None)
+    if gradient is None:
+        return None
+    sizes = {name: norm / math.sqrt(max(gradient.sizes[name], 1)) for name, norm in gradient.norms.items()}
+    largest = max(sizes.values(), default=0.0)
+    # A gradient that is 0 but for rounding, as of a bias of keys, has any sign, and Adam steps by its sign alone.
+    drifts = [
+        drift
+        for sample in samples
+        if sizes.get(sample.name, 0.0) >= LEAST_RMS * largest > 0 and (drift := _measure_drift(sample)) is not None
+    ]
+    if not drifts:
+        return None
+    dtypes = [dtype for member in window for dtype in list_dtypes(member.recorded, settings)]
+    bound = UPDATE_FACTOR * settings.choose_bound(GRADIENT, dtypes, 1, window[-1].record.index)
+    farthest = max(drifts, key=lambda drift: drift.drift / (bound + drift.rounding))
+    bound += farthest.rounding
+    element = farthest.worst
+    finding = make_finding(
+        STEPPED,
+        element.job_values[0],
+        element.replay_values[0],
+        difference=farthest.drift,
+        bound=bound,
+        where=f"{element.name}, element {element.start}",
+        num_values=len(drifts),
+    )
+    if bound > HIDING_BOUND and finding.agrees:
+        return replace(finding, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)
+    return finding
+
+
+def _measure_drift(sample: SteppedSample) -> _ParameterDrift | None:
+    """Measure how far most of a parameter's sampled elements are off; None where the replay did not move it.
+
+    An element whose gradient is near 0 may go the other way, so the second nearest of four decides: three are farther.
+    """
+    moved = [abs(value - initial) for value, initial in zip(sample.replay_values, sample.initial_values, strict=True)]
+    scale = math.sqrt(sum(value * value for value in moved) / len(moved))
+    if not scale:
+        return None
+    apart = sorted(abs(value - other) for value, other in zip(sample.replay_values, sample.job_values, strict=True))
+    size = max(abs(value) for value in sample.job_values)
+    return _ParameterDrift(
+        drift=apart[min(1, len(apart) - 1)] / scale, rounding=2 * roundoff(sample.dtype) * size / scale, worst=sample
+    )
