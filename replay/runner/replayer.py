@@ -275,8 +275,7 @@ class Replayer:
             self._has_failed_pass = True
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
-        cost = self.follower.clean_cost(outcome.cost)
-        self.follower.note_pass(inputs, self.actor.backend)
+        cost = self.follower.note_pass(inputs, self.actor.backend, outcome.cost)
 
         sensitivity_observer, gradient = run_observers.loss_sensitivity, run_observers.gradient
         replayed = replace(

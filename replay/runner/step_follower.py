@@ -64,10 +64,14 @@ class StepFollower:
             return inputs
         return replace(inputs, follows_step=True, step_settings=replace(settings, needs_finite=True))
 
-    def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
-        """Note what the optimizer did in a pass that succeeded."""
-        if not (inputs.takes_step or inputs.follows_step):
-            return
+    def note_pass(self, inputs: PassInputs, backend: Backend, cost: CostSection) -> CostSection:
+        """Note what the optimizer did in a pass that succeeded, and return what the pass cost without unasked steps."""
+        cost = self._leave_out_state(cost)
+        if inputs.takes_step or inputs.follows_step:
+            self._note_step(inputs, backend)
+        return cost
+
+    def _note_step(self, inputs: PassInputs, backend: Backend) -> None:
         num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
         self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
         if not inputs.follows_step:
@@ -116,7 +120,7 @@ class StepFollower:
             if name in values and name in initial and sample.values
         ]
 
-    def clean_cost(self, cost: CostSection) -> CostSection:
+    def _leave_out_state(self, cost: CostSection) -> CostSection:
         """Return what a pass cost without the optimizer's state, if nobody asked for steps."""
         if not self.state_bytes:
             return cost

@@ -1,0 +1,94 @@
+"""A replay takes over the settings of each of the job's steps, but for what was typed."""
+
+from typing import Any
+
+import pytest
+
+from actor_init.spec import ActorSpec
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
+from replay.resolution.job_windows import JobWindow
+
+pytestmark = pytest.mark.quick
+
+ADAMW = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
+NAMES = ["embed.weight", "norm.weight", "head.weight"]
+
+
+def make_window(place: int, *groups: dict[str, Any], number: int | None = None, **step: Any) -> JobWindow:
+    number = place if number is None else number
+    settings = tuple({"num_parameters": 1, **ADAMW, **group} for group in groups)
+    step = {"optimizer": "AdamW", "has_state": place > 0, **step}
+    recorded = OptimizerStep(number=number, passes=(place,), shares=(1.0,), settings=settings, **step)
+    return JobWindow(
+        place=place, first_index=place, last_index=place, passes=(), steps=[recorded] if groups else [], number=number
+    )
+
+
+def follow(*windows: JobWindow, **typed: Any) -> FollowedSteps:
+    followed = find_followed_steps(windows, ActorSpec(**typed), NAMES, NAMES)
+    assert isinstance(followed, FollowedSteps), followed
+    return followed
+
+
+def test_each_step_has_the_settings_that_it_had_in_the_job() -> None:
+    followed = follow(make_window(0, {"lr": 0.0}), make_window(1, {"lr": 0.5}))
+    assert [step.groups[0]["lr"] for step in followed.settings.values()] == [0.0, 0.5]
+    assert followed.settings[1].groups[0]["betas"] == (0.9, 0.95)
+    assert (followed.optimizer, followed.groups[0].names, followed.why_no_more) == ("adamw", frozenset(NAMES), "")
+
+
+def test_what_was_typed_is_not_the_jobs() -> None:
+    followed = follow(make_window(0, {"lr": 0.5}), learning_rate=0.1, beta1=0.5)
+    # The optimizer has had them from the beginning.
+    assert not {"lr", "betas"} & followed.settings[0].groups[0].keys()
+    assert followed.groups[0].settings["lr"] == 0.1
+    assert followed.groups[0].settings["betas"] == (0.5, 0.95)
+    assert {"lr", "betas"}.isdisjoint(followed.setting_names)
+    assert "weight_decay" in followed.setting_names
+
+
+def test_parameters_go_with_the_groups_that_the_job_had() -> None:
+    groups = {"lr": 0.5, "parameters": "0,2"}, {"lr": 0.5, "weight_decay": 0.0, "parameters": "1"}
+    followed = follow(make_window(0, *groups))
+    decays = {name: group.settings["weight_decay"] for group in followed.groups for name in group.names}
+    assert decays == {"embed.weight": 0.1, "norm.weight": 0.0, "head.weight": 0.1}
+
+
+def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
+    groups = {"lr": 0.5, "parameters": "0"}, {"lr": 0.5, "weight_decay": 0.0, "parameters": "1"}
+    followed = follow(make_window(0, *groups))
+    assert [sorted(group.names) for group in followed.groups] == [["embed.weight", "head.weight"], ["norm.weight"]]
+
+
+@pytest.mark.parametrize(
+    ("window", "why"),
+    [
+        (make_window(0), "not all passes of step 1 were recorded"),
+        (make_window(0, {"lr": 1.0}, optimizer="Shampoo"), "Shampoo"),
+        (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
+        (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "clipped apart"),
+        (make_window(0, {"lr": 1.0}, optimizer=None), "was not recorded"),
+    ],
+)
+def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str) -> None:
+    found = find_followed_steps([window], ActorSpec(), NAMES, NAMES)
+    assert isinstance(found, str)
+    assert why in found
+
+
+def test_steps_are_followed_as_far_as_they_follow_each_other() -> None:
+    followed = follow(make_window(0, {"lr": 1.0}), make_window(1, {"lr": 1.0}), make_window(2, {"lr": 1.0}, number=5))
+    assert list(followed.settings) == [0, 1]
+    assert "step 6 does not follow" in followed.why_no_more
+
+
+def test_a_limit_is_the_jobs_unless_typed() -> None:
+    window = make_window(0, {"lr": 1.0}, max_norm=2.0)
+    assert (follow(window).max_norm, follow(window, max_norm=1.0).max_norm) == (2.0, 1.0)
+
+
+def test_a_state_before_the_first_step_is_missed() -> None:
+    assert explain_missing_start(make_window(0, {"lr": 1.0})) is None
+    why = explain_missing_start(make_window(1, {"lr": 1.0}, number=4))
+    assert why == "the inputs begin with step 5, and the optimizer's state before it is not given"

@@ -1,0 +1,81 @@
+"""A wrong update shows in the weights behind the step that made it, and a turned sign of one element does not."""
+
+from typing import Any
+
+import pytest
+
+from replay.tolerances.job_bounds import STEPPED
+from replay.verdict.findings import FindingStatus, VerdictSettings
+from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.gradient_samples import GradientSamples
+from replay.verdict.pass_values import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
+from replay.verdict.stepped_weights import _compare, _measure_drift
+from tests.helpers.made_records import record
+
+pytestmark = pytest.mark.quick
+
+BEGIN = (0.5, -0.5, 0.25, 1.0)
+UPDATE = (0.01, 0.01, -0.01, 0.01)
+SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
+RIGHT = tuple(begin + update for begin, update in zip(BEGIN, UPDATE, strict=True))
+
+
+def make_sample(job: tuple[float, ...], name: str = "weight", dtype: str = "float32") -> SteppedSample:
+    return SteppedSample(name=name, dtype=dtype, start=0, job_values=job, replay_values=RIGHT, initial_values=BEGIN)
+
+
+def compare(*samples: SteppedSample, **norms: float) -> Any:
+    gradient = GradientSamples(norms={"weight": 1.0, **norms}, sizes=dict.fromkeys(["weight", *norms], 4), values={})
+    recorded = RecordedPass(
+        rank=0,
+        forward=0,
+        world_size=1,
+        trains=True,
+        claims=[],
+        weights=WeightComparison(),
+        num_frozen=0,
+        dtypes=["float32"],
+    )
+    window = ComparedPass(
+        record=record(0),
+        recorded=recorded,
+        replayed=ReplayedPass(gradient=gradient),
+        findings=[],
+        weights=WeightComparison(),
+        previous_pass_has_grad_norm=False,
+    )
+    return _compare(samples, [window], SETTINGS)
+
+
+def test_the_same_update_agrees() -> None:
+    finding = compare(make_sample(RIGHT))
+    assert (finding.name, finding.status, finding.difference) == (STEPPED, FindingStatus.AGREES, 0.0)
+
+
+@pytest.mark.parametrize("times", [0.0, 0.5, 2.0, -1.0])
+def test_another_update_differs(times: float) -> None:
+    job = tuple(begin + times * update for begin, update in zip(BEGIN, UPDATE, strict=True))
+    finding = compare(make_sample(job))
+    assert finding.status is FindingStatus.DIFFERS
+    assert finding.difference == pytest.approx(abs(times - 1))
+
+
+def test_two_elements_that_went_the_other_way_are_rounding() -> None:
+    job = (BEGIN[0] - UPDATE[0], BEGIN[1] - UPDATE[1], *RIGHT[2:])
+    assert compare(make_sample(job)).status is FindingStatus.AGREES
+
+
+def test_a_gradient_of_rounding_alone_judges_nothing() -> None:
+    assert compare(make_sample(BEGIN, name="bias"), bias=1e-6) is None
+
+
+def test_where_the_dtype_is_as_coarse_as_the_update_nothing_is_judged() -> None:
+    finding = compare(make_sample(RIGHT, dtype="bfloat16"))
+    assert (finding.status, finding.counts) == (FindingStatus.NOT_JUDGED, False)
+
+
+def test_a_parameter_that_the_replay_did_not_move_tells_nothing() -> None:
+    sample = SteppedSample(
+        name="weight", dtype="float32", start=0, job_values=RIGHT, replay_values=BEGIN, initial_values=BEGIN
+    )
+    assert _measure_drift(sample) is None
