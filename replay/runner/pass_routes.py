@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from actor_init.inputs.packing import ActorInputs
 from actor_init.routes import PassRoutes, RouterFlips, match_routers, place_routes
 from actor_init.spec import Routing
-from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
 from capture.record.routers import find_routers
@@ -43,7 +42,7 @@ class PassRouting:
         routers = tuple(find_routers(model))
         router_loss = find_router_loss(model) if routers else None
         parallel = spec.actor.parallel
-        splits = Setting("ring", parallel.ring) if parallel.ring > 1 else Setting("sequence_parallel", True)
+        splits = f"--ring {parallel.ring}" if parallel.ring > 1 else "--sequence-parallel"
         if router_loss is not None and (parallel.ring > 1 or parallel.sequence_parallel):
             router_loss = router_loss.without(f"{splits} gives each rank a share of the tokens, and it is over all")
         return cls(

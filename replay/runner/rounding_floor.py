@@ -83,6 +83,8 @@ class RunRepeater:
             return "another attention kernel computes other logits at the padding that predicts a label"
         if _find_chosen_kernel(self.spec) == Attention.EAGER and not has_sdpa(self.spec.source.config):
             return "the model has no other attention kernel"
+        if self.spec.actor.parallel.ring > 1 or self.spec.actor.parallel.sequence_parallel:
+            return "attention that ranks share has no other kernel"
         return None
 
     @property

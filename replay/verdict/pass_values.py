@@ -35,6 +35,7 @@ WEIGHTING = "weighting of passes"
 MISSING_GRADIENT = "gradient"
 # The output of a capture that holds the row and the column of each of its `token_log_probs`, in one list.
 TOKEN_POSITIONS_KEY = "token_log_probs_places"
+ROUTER_LOSS_DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"
 NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
@@ -389,7 +390,7 @@ def doubt_loss_with_router_term(recorded: RecordedPass, why: str) -> RecordedPas
 
     why  it is not
     """
-    doubt = f"it holds the routers' auxiliary loss, which the replay does not compute: {why}"
+    doubt = f"{ROUTER_LOSS_DOUBT}: {why}"
     claims = [replace(claim, doubt=doubt) if claim.name in (LOSS, GRAD_NORM) else claim for claim in recorded.claims]
     return replace(recorded, claims=claims)
 

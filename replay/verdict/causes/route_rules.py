@@ -4,6 +4,7 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import ALL_FINDINGS
+from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES, name_layer
 
 
@@ -30,11 +31,22 @@ def find_other_routes(evidence: Evidence) -> Cause | None:
 
 
 def find_other_router_loss(evidence: Evidence) -> Cause | None:
-    """Tell how many times its coefficient the routers' loss counts in the job, where the loss alone is wrong."""
+    """Tell how many times its coefficient the routers' loss counts in the job, where the loss alone is wrong.
+
+    Where it cannot be computed here, a loss that is off tells nothing else.
+    """
     found = evidence.find_wrong(LOSS)
     if found is None or not evidence.is_forward_wrong:
         return None
     verdict, finding = found
+    if finding.doubt is not None and finding.doubt.startswith(ROUTER_LOSS_DOUBT):
+        why = finding.doubt.removeprefix(ROUTER_LOSS_DOUBT)
+        return Cause(
+            name=CauseName.ROUTER_LOSS,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the job's loss holds its routers' loss, which is not computed here{why}",
+            explains=(LOSS, GRAD_NORM, GRADIENT),
+        )
     if {wrong.name for other, wrong in evidence.wrong if other is verdict} != {LOSS} or finding.replayed is None:
         return None
     terms = [

@@ -9,7 +9,9 @@ from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.route_rules import find_other_router_loss, find_other_routes
+from replay.verdict.causes.table import find_causes
 from replay.verdict.findings import make_finding
+from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_verdict, make_window
 
@@ -58,3 +60,12 @@ def test_a_loss_that_alone_is_wrong_tells_how_often_the_routers_count() -> None:
 def test_without_a_routers_loss_or_with_wrong_tokens_it_is_another_cause() -> None:
     assert find_other_router_loss(make_loss_evidence(None, LOSS)) is None
     assert find_other_router_loss(make_loss_evidence(0.5, LOSS, TOKENS)) is None
+
+
+def test_a_routers_loss_that_is_not_computed_here_leaves_nothing_else_to_say_of_the_loss() -> None:
+    doubt = f"{ROUTER_LOSS_DOUBT}: --ring 2 gives each rank a share of the tokens"
+    findings = [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1, doubt=doubt)]
+    evidence = replace(make_forward_evidence(), verdicts=[make_verdict(0, findings)])
+    [cause] = find_causes(evidence)
+    assert (cause.name, cause.sureness) == (CauseName.ROUTER_LOSS, Sureness.PROBABLY)
+    assert cause.sentence.endswith("which is not computed here: --ring 2 gives each rank a share of the tokens")
