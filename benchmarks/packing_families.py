@@ -106,7 +106,7 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
         without, was_right = type(error).__name__, False
     begin = time.perf_counter()
     try:
-        chosen, layout = choose_layout(asked, config, world, is_given=False)
+        chosen, layout = choose_layout(asked, config, world, is_typed=False)
     except UsageError as error:
         return Line(
             family, without, was_right, format_error_with_flags(error), None, False, time.perf_counter() - begin

@@ -33,9 +33,9 @@ class LayoutChoice:
 
 
 def choose_layout(
-    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool, trains: bool = True
+    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_typed: bool, trains: bool = True
 ) -> tuple[ActorSpec, Layout]:
-    """Return `spec` with packing and kernel as they will be, and the layout. `is_given`: packing was typed.
+    """Return `spec` with packing and kernel as they will be, and the layout. `is_typed`: packing was typed.
 
     trains  there may be passes with autograd on, in which dropout acts
 
@@ -46,7 +46,7 @@ def choose_layout(
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)
-    choice = world.from_first(_choose_or_refuse(spec, config, world.device, is_given) if world.rank == 0 else None)
+    choice = world.from_first(_choose_or_refuse(spec, config, world.device, is_typed) if world.rank == 0 else None)
     if choice.refusal is not None:
         raise choice.refusal
     return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
@@ -111,15 +111,15 @@ class _LayoutSearch:
         return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
 
 
-def _choose_or_refuse(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> LayoutChoice:
+def _choose_or_refuse(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> LayoutChoice:
     """Choose on the first rank. What is refused there is refused on all of them, which wait for its choice."""
     try:
-        return _choose(spec, config, where, is_given)
+        return _choose(spec, config, where, is_typed)
     except UsageError as error:
         return LayoutChoice(attention=spec.attention, layout=PADDED, refusal=error)
 
 
-def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: bool) -> LayoutChoice:
+def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> LayoutChoice:
     kernel = choose_kernel(spec, where, config)
     search = _LayoutSearch(config=config, device=where)
     if not spec.packs:
@@ -142,7 +142,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_given: 
     if not is_auto and find_kernel(spec.attention).padded is None:
         setting, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
         return replace(padded, refusal=UsageError(setting, f"reads packed rows, and {why}", f"Try: {sdpa}"))
-    if is_given:
+    if is_typed:
         advice = f"Try: {PACKED.with_value(False)}, or neither: rows are padded by themselves"
         return replace(padded, refusal=UsageError(PACKED, f": {why}", advice))
     return padded

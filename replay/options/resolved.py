@@ -29,7 +29,7 @@ STEP = "measure.step"
 LOSS = "measure.loss"
 FUSED_MODULES = "fused modules"
 LOSS_SCALE = "loss scale"
-ONCE_OPEN = "known once the actor is open"
+KNOWN_WHEN_OPEN = "known once the actor is open"
 # What torch, a backend, this machine or the captures chose: who repeats the run elsewhere leaves it to them there.
 LEFT_TO_OTHER_MACHINES = {
     ATTENTION,

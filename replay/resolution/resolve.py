@@ -23,9 +23,9 @@ from replay.options.option_parsing import list_options
 from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
+    KNOWN_WHEN_OPEN,
     LOSS,
     LOSS_SCALE,
-    ONCE_OPEN,
     PACKING,
     TP_PLAN,
     ChosenBy,
@@ -57,12 +57,12 @@ def resolve(
     The choices come in this order, since each needs those before it: what the job's captures say; the model, found on
     every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and
     whether the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in
-    transformers. Last come the defaults of the backend, the inputs and the objective. Each choice is listed with who
-    made it and why.
+    transformers. Last come the settings that have a default: those of the backend, the inputs and the objective. Each
+    choice is listed with who made it and why.
 
     spec        what was typed
     first_call  the call of the first capture; None if it cannot be read
-    objective   what --loss names; None for the negated mean log-prob
+    objective   what --loss names; None for stand-in and sft
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
@@ -90,39 +90,40 @@ def resolve(
         actor_before_probes,
         source.config,
         world,
-        is_given=is_packing_typed,
+        is_typed=is_packing_typed,
         trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
+    # `Layout.describe` shows the reason in the header, too: the job's labels need padded rows.
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
     head = choose_head(actor, source, world, why_whole_logits=why_whole_logits)
     source = replace(source, layout=layout, head=head)
-    # In `named_actor` the attention option names the chosen kernel. In `actor` the option is still open if nobody has
-    # chosen before, which tells `_explain_attention` who chose.
+    # `named_actor.attention` is the chosen kernel's word. `actor.attention` is still `auto` if neither the user nor the
+    # job nor the probe named a kernel: by that `_explain_attention` knows who chose.
     named_actor, kernel_name = choose_actor_kernel(actor, world.device, source.config)
 
-    defaults = [
-        *_choose_backend_defaults(actor),
-        *_choose_inputs_default(filled_spec.inputs, selection),
-        *_choose_clip_default(filled_spec),
+    settings_with_defaults = [
+        *_list_backend_settings(actor),
+        *_list_inputs_settings(filled_spec.inputs, selection),
+        *_choose_clip_high_default(filled_spec),
     ]
     choices = [
         *(_explain_packing(choice, actor, layout) if choice.setting == PACKING else choice for choice in job_choices),
         _explain_attention(kernel, kernel_name, spec.actor, actor_before_probes, actor),
         *_explain_model(filled_spec, source),
         _explain_head(actor, source, why_whole_logits),
-        *_list_choices_of_open_actor(actor),
+        *_list_choices_left_to_actor(actor),
         loss,
         *steps.list_choices(spec.actor),
-        *defaults,
+        *settings_with_defaults,
     ]
     return ResolvedReplay(
-        actor=_apply_defaults(named_actor, "actor", defaults),
-        inputs=_apply_defaults(filled_spec.inputs, "inputs", defaults),
+        actor=_apply_to_part(named_actor, "actor", settings_with_defaults),
+        inputs=_apply_to_part(filled_spec.inputs, "inputs", settings_with_defaults),
         measure=filled_spec.measure,
         state=filled_spec.state,
-        objective=_apply_defaults(filled_spec.objective, "objective", defaults),
+        objective=_apply_to_part(filled_spec.objective, "objective", settings_with_defaults),
         source=source,
         device=world.device,
         kernel=kernel_name,
@@ -172,24 +173,29 @@ def _explain_attention(
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # On CUDA `choose_job_kernel` gives a reason (`kernel.why`), so only a CPU needs the machine's usual one.
-    usual_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: "what a CPU has"}
+    # On CUDA `choose_job_kernel` gives a reason (`kernel.why`), except of a ring, for which it does not choose.
+    by_machine = (
+        "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
+    )
+    usual_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: by_machine}
     return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual_reasons.get(by, ""))
 
 
 def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:
     """Return the choice of packing as the probe leaves it, with who decided it and why."""
     by = ChosenBy.MODEL if packing.value != actor.packs else packing.by
+    if by is ChosenBy.TYPED and not layout.why:
+        return replace(packing, value=actor.packs, by=by, why="")
     why = packing.why or layout.why or ("its packed documents stay apart" if actor.packs else "")
-    return replace(packing, value=actor.packs, by=by, why="" if by is ChosenBy.TYPED and not layout.why else why)
+    return replace(packing, value=actor.packs, by=by, why=why)
 
 
-def _explain_model(run: ReplayParts, source: ModelSource) -> Iterator[ResolvedChoice]:
-    is_typed = run.actor.model is not None
+def _explain_model(spec: ReplayParts, source: ModelSource) -> Iterator[ResolvedChoice]:
+    is_typed = spec.actor.model is not None
     by, why = (ChosenBy.TYPED, "") if is_typed else (ChosenBy.JOB, "its config lies beside the inputs")
     yield ResolvedChoice(setting="actor.model", value=source.name, by=by, why=why)
     if source.adapter is not None:
-        by = ChosenBy.JOB if run.actor.adapter is None else ChosenBy.TYPED
+        by = ChosenBy.JOB if spec.actor.adapter is None else ChosenBy.TYPED
         yield ResolvedChoice(setting="actor.adapter", value=source.adapter.describe(), by=by)
     if source.frozen:
         yield ResolvedChoice(
@@ -219,19 +225,19 @@ def _explain_head(actor: ActorSpec, source: ModelSource, why_whole_logits: str) 
     return ResolvedChoice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
 
 
-def _list_choices_of_open_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
+def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
     """Yield the choices that only an open actor can tell; `ResolvedReplay.complete` fills them in."""
     if actor.parallel.tp > 1:
         by = ChosenBy.MODEL if actor.parallel.tp_plan is TpPlan.AUTO else ChosenBy.TYPED
-        yield ResolvedChoice(setting=TP_PLAN, value=ONCE_OPEN, by=by)
+        yield ResolvedChoice(setting=TP_PLAN, value=KNOWN_WHEN_OPEN, by=by)
     if actor.kernels is Kernels.FUSED:
-        yield ResolvedChoice(setting=FUSED_MODULES, value=ONCE_OPEN, by=ChosenBy.MODEL)
+        yield ResolvedChoice(setting=FUSED_MODULES, value=KNOWN_WHEN_OPEN, by=ChosenBy.MODEL)
     if actor.dtype is Dtype.FP16:
-        yield ResolvedChoice(setting=LOSS_SCALE, value=ONCE_OPEN, by=ChosenBy.DEFAULT)
+        yield ResolvedChoice(setting=LOSS_SCALE, value=KNOWN_WHEN_OPEN, by=ChosenBy.DEFAULT)
 
 
-def _choose_backend_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
-    """Yield the ZeRO stage of the backend, and the settings of torch's optimizer, typed or by default."""
+def _list_backend_settings(actor: ActorSpec) -> Iterator[ResolvedChoice]:
+    """Yield the ZeRO stage of the backend, and the settings of the optimizer but for its learning rate."""
     if find_declaration(actor.backend).shards:
         by, why = ChosenBy.TYPED, ""
         if actor.zero_stage is None:
@@ -250,7 +256,7 @@ def _choose_backend_defaults(actor: ActorSpec) -> Iterator[ResolvedChoice]:
             yield ResolvedChoice(setting=f"actor.{name}", value=option_value, by=by, why=why)
 
 
-def _choose_inputs_default(inputs: InputsSpec, selection: Selection) -> Iterator[ResolvedChoice]:
+def _list_inputs_settings(inputs: InputsSpec, selection: Selection) -> Iterator[ResolvedChoice]:
     if inputs.input_file is None:
         by, why = (
             (ChosenBy.TYPED, "") if inputs.inputs else (ChosenBy.DEFAULT, "the sample that ships with the project")
@@ -263,21 +269,28 @@ def _choose_inputs_default(inputs: InputsSpec, selection: Selection) -> Iterator
         yield ResolvedChoice(setting="inputs.recording", value=chosen.number, by=ChosenBy.DEFAULT, why=why)
 
 
-def _choose_clip_default(run: ReplayParts) -> Iterator[ResolvedChoice]:
-    objective = run.objective
-    if run.measure.loss in list_objectives_with("clip_high") and objective.clip_high is None:
+def _choose_clip_high_default(spec: ReplayParts) -> Iterator[ResolvedChoice]:
+    objective = spec.objective
+    if spec.measure.loss in list_objectives_with("clip_high") and objective.clip_high is None:
         value, why = objective.clip_low, "as --clip-low"
         yield ResolvedChoice(setting="objective.clip_high", value=value, by=ChosenBy.DEFAULT, why=why)
 
 
-def _apply_defaults(part: PartT, name: str, defaults: Sequence[ResolvedChoice]) -> PartT:
-    """Return `part` with the values of those defaults that are settings of the part `name`."""
-    values = {choice.setting.removeprefix(f"{name}."): choice.value for choice in defaults}
+def _apply_to_part(part: PartT, name: str, choices: Sequence[ResolvedChoice]) -> PartT:
+    """Return `part` with the values of those choices that are settings of it.
+
+    part  of a spec (`ReplayParts`); `name` is its field there: actor, inputs, measure, state or objective
+    """
+    values = {choice.setting.removeprefix(f"{name}."): choice.value for choice in choices}
     return replace(part, **{field.name: values[field.name] for field in fields(part) if field.name in values})
 
 
 def _add_typed(choices: Sequence[ResolvedChoice], spec: ReplaySpec) -> list[ResolvedChoice]:
-    """Return the choices with all else that was typed, in the order of the options; what no option sets comes last."""
+    """Return the choices, and those that were typed and are not among them.
+
+    They are in the order of the options: for each option its choice, or a new one if none is there and the option
+    differs from its default. Last come the choices of what no option sets, such as the frozen parameters.
+    """
     by_setting = {choice.setting: choice for choice in choices}
     in_option_order: dict[str, ResolvedChoice] = {}
     for option in list_options():

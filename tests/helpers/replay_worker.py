@@ -38,11 +38,11 @@ def proved_once() -> Iterator[None]:
     forms: dict[object, HeadForm] = {}
 
     def choose(
-        spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_given: bool
+        spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_typed: bool
     ) -> layout_choice.LayoutChoice:
-        key = spec.packs, spec.attention, spec.dtype, spec.backend, spec.parallel, repr(config), where, is_given
+        key = spec.packs, spec.attention, spec.dtype, spec.backend, spec.parallel, repr(config), where, is_typed
         if key not in choices:
-            choices[key] = chosen(spec, config, where, is_given)
+            choices[key] = chosen(spec, config, where, is_typed)
         return choices[key]
 
     def form(config: PretrainedConfig, device: torch.device) -> HeadForm:

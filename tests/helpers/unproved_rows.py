@@ -20,6 +20,6 @@ def rows_unproved() -> Iterator[None]:
 
 
 def _as_asked(
-    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_given: bool, trains: bool = True
+    spec: ActorSpec, config: PretrainedConfig, world: World, *, is_typed: bool, trains: bool = True
 ) -> tuple[ActorSpec, Layout]:
     return spec, Layout(packs=spec.packs)

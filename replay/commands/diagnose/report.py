@@ -81,7 +81,7 @@ def diagnose_in_world(
 
     Everything that can refuse the options comes before the log folder is made, and is the same on all ranks.
     """
-    packing_is_given = run.actor.packing is not None
+    is_packing_typed = run.actor.packing is not None
     if not run.actor.has_optimizer:
         no_optimizer = Setting("optimizer", "none")
         raise UsageError("diagnose", f"trains, which {no_optimizer} prevents", f"Try: no {Setting('optimizer')}")
@@ -95,7 +95,7 @@ def diagnose_in_world(
     run = world.from_first(replace(run, actor=apply_choices(run.actor, choices)))
     source = find_source(run)
     width = source.config.get_text_config().hidden_size
-    actor, layout = choose_layout(run.actor, source.config, world, is_given=packing_is_given)
+    actor, layout = choose_layout(run.actor, source.config, world, is_typed=is_packing_typed)
     source = replace(source, layout=layout)
     rate = RATE_TIMES_WIDTH / width if learning_rate is None else learning_rate
     spec = replace(actor, learning_rate=rate)

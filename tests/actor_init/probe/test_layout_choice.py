@@ -50,7 +50,7 @@ def make_spec(**options: Any) -> ActorSpec:
 def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: World) -> None:
     config = tiny_config(family)
     alone = EachAlone(config)
-    spec, layout = choose_layout(make_spec(), config, world, is_given=False)
+    spec, layout = choose_layout(make_spec(), config, world, is_typed=False)
     assert (layout.packs, layout.borders, layout.as_captured) == (
         DECIDED[family].packs,
         DECIDED[family].borders,
@@ -67,13 +67,13 @@ def test_what_is_run_gives_what_each_document_gives_alone(family: str, world: Wo
 
 def test_packing_that_was_typed_is_refused_where_it_is_wrong(world: World) -> None:
     with pytest.raises(UsageError, match=r"packed documents of mamba see each other.* Try: packing=False"):
-        choose_layout(make_spec(packing=True), tiny_config("mamba"), world, is_given=True)
+        choose_layout(make_spec(packing=True), tiny_config("mamba"), world, is_typed=True)
 
 
 def test_padding_that_was_typed_is_as_captured_and_says_what_the_model_sees(world: World) -> None:
-    spec, layout = choose_layout(make_spec(packing=False), tiny_config("rwkv"), world, is_given=True)
+    spec, layout = choose_layout(make_spec(packing=False), tiny_config("rwkv"), world, is_typed=True)
     assert (spec.packs, layout.as_captured, layout.why) == (False, True, "rwkv sees padding on the left")
-    _, layout = choose_layout(make_spec(packing=False), tiny_config("mamba"), world, is_given=True)
+    _, layout = choose_layout(make_spec(packing=False), tiny_config("mamba"), world, is_typed=True)
     assert layout == Layout(packs=False)
 
 
@@ -82,7 +82,7 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
         raise ValueError("no such width\nand more")
 
     monkeypatch.setattr(packing_probe, "build_small_model", fail)
-    _, layout = choose_layout(make_spec(), tiny_config("llama"), world, is_given=False)
+    _, layout = choose_layout(make_spec(), tiny_config("llama"), world, is_typed=False)
     assert not layout.packs
     assert "could not be proved that llama keeps packed documents apart: ValueError: no such width" in layout.why
 
@@ -90,7 +90,7 @@ def test_a_model_of_which_nothing_can_be_proved_is_padded(world: World, monkeypa
 def test_the_run_s_random_states_and_the_config_stay_as_they_are(world: World) -> None:
     config = tiny_config("gpt_oss")
     before, state = deepcopy(config.to_dict()), torch.get_rng_state()
-    choose_layout(make_spec(), config, world, is_given=False)
+    choose_layout(make_spec(), config, world, is_typed=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert config.to_dict() == before
 
@@ -156,7 +156,7 @@ def test_a_ring_refuses_dropout_that_its_kernel_lacks_before_the_actor_opens(tmp
 
 
 def test_no_other_kernel_is_taken_than_was_typed(world: World) -> None:
-    spec, _ = choose_layout(make_spec(attention=Attention.EAGER), tiny_config("llama"), world, is_given=False)
+    spec, _ = choose_layout(make_spec(attention=Attention.EAGER), tiny_config("llama"), world, is_typed=False)
     assert spec.attention == Attention.EAGER
 
 

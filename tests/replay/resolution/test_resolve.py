@@ -23,8 +23,8 @@ from replay.options.option_parsing import spec_to_dict
 from replay.options.resolved import (
     ATTENTION,
     KERNELS,
+    KNOWN_WHEN_OPEN,
     LOSS_SCALE,
-    ONCE_OPEN,
     PACKING,
     TP_PLAN,
     ChosenBy,
@@ -32,8 +32,8 @@ from replay.options.resolved import (
     ResolvedReplay,
 )
 from replay.options.spec import ReplaySpec, StepMode
-from replay.resolution.job_defaults import choose_from_job
-from replay.resolution.resolve import resolve
+from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
+from replay.resolution.resolve import _explain_attention, resolve
 from replay.resolution.selection import Selection, read_first_call, select
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
@@ -115,6 +115,17 @@ def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: py
     assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is ChosenBy.DEFAULT
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_reason_for_a_ring_s_kernel_is_true_on_each_device(device: str) -> None:
+    spec = ActorSpec(parallel=ParallelSpec(ring=2)).with_defaults()
+    kernel = choose_job_kernel(spec, None, torch.device(device), tiny_config("llama"))
+    choice = _explain_attention(kernel, "ring_fa2", spec, spec, spec)
+    assert (choice.by, choice.why) == (
+        ChosenBy.MACHINE,
+        "the fastest of a ring's kernels that can be had here",
+    )
+
+
 def test_a_window_of_the_job_is_told_from_a_default() -> None:
     of_job = replace(SELECTION, grad_accumulation=3, has_job_windows=True)
     for spec, selection, by in (
@@ -127,7 +138,9 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
 
 
 def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
-    choices = [ResolvedChoice(setting=setting, value=ONCE_OPEN, by=ChosenBy.MODEL) for setting in (TP_PLAN, LOSS_SCALE)]
+    choices = [
+        ResolvedChoice(setting=setting, value=KNOWN_WHEN_OPEN, by=ChosenBy.MODEL) for setting in (TP_PLAN, LOSS_SCALE)
+    ]
     done = MadeReplay.of(ReplaySpec(), *choices).complete({"tp_plan": "builtin"}, 1024.0)
     assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
 
@@ -176,7 +189,7 @@ def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
     first = FirstOfTwo()
     spec = ActorSpec(attention=Attention.FLASH, dtype=Dtype.FP32).with_defaults()
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
-        choose_layout(spec, tiny_config("llama"), cast(World, first), is_given=False)
+        choose_layout(spec, tiny_config("llama"), cast(World, first), is_typed=False)
     assert "flash-attn has no CPU kernel" in str(first.sent[0].refusal)
 
 
