@@ -66,13 +66,8 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
 
 
 def _guess_padding_id(traits: Sequence[TokenTraits]) -> int | None:
-    """Find the id that several rows under a mask end in, again and again; None without one."""
-    ends = Counter(
-        row.trailing[0]
-        for tokens in traits
-        for row in tokens.rows
-        if tokens.has_mask and row.trailing[1] >= _CERTAIN_RUN
-    )
+    """Find the id that several rows end in, again and again; None without one."""
+    ends = Counter(row.trailing[0] for tokens in traits for row in tokens.rows if row.trailing[1] >= _CERTAIN_RUN)
     return next((id_ for id_, number in ends.most_common(1) if number >= _MIN_ROWS_OF_SHORT_RUNS), None)
 
 

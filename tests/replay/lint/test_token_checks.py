@@ -109,6 +109,25 @@ def test_padding_on_the_right_of_a_job_that_has_no_mask_is_not_said_and_on_the_l
         assert [text.partition(":")[0] for text in say([make_pass(rows)], padding_id=PAD)] == topics
 
 
+def test_a_mask_that_leaves_out_real_tokens_is_told_by_the_padding_that_most_masked_tokens_are() -> None:
+    rows = make_rows([8, 20])
+    rows.pop("labels")
+    cut = change(rows, attention_mask=rows["attention_mask"].roll(-2, 1) * rows["attention_mask"])
+    [text] = say([make_pass(cut)])
+    assert text.startswith("mask: 2 of 14 tokens outside the attention mask are no padding, such as id ")
+    assert say([make_pass(change(cut, input_ids=torch.arange(1, 41).view(2, 20)))]) == []  # nothing says what pads
+
+
+def test_shifted_labels_of_padding_are_said_and_the_one_beside_the_last_token_is_not_of_padding() -> None:
+    rows = make_rows([9, 12])
+    ids_BS = rows["input_ids"]
+    shifted = shift(ids_BS, 1)
+    batch = {"input_ids": ids_BS, "attention_mask": rows["attention_mask"], "shift_labels": shifted}
+    assert say([make_pass(batch)]) == ["labels: 3 of 22 labels are of padding, outside the attention mask"]
+    sound = change(batch, shift_labels=shifted.masked_fill(shift(rows["attention_mask"], 1) != 1, IGNORED))
+    assert say([make_pass(sound)]) == []
+
+
 def pack(position_ids: list[int]) -> Batch:
     borders = torch.tensor([0, 5, 9, 14], dtype=torch.int32)
     ids_BS = torch.arange(100, 114)[None]
