@@ -27,7 +27,7 @@ class StepChoice:
     """Whether the optimizer steps.
 
     followed  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
-    why       of `auto`: why the optimizer does not step; empty where there is nothing to follow
+    why       of `auto`: why the optimizer does not step, or not all the way; empty where there is nothing to say
     """
 
     mode: StepMode
@@ -122,7 +122,8 @@ def _choose_here(
     moves = any(group.get("lr", spec.actor.base_rate) for step in settings.values() for group in step.groups)
     if not moves:
         return refuse("", ChosenBy.DEFAULT)
-    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, followed=replace(followed, settings=settings))
+    why = format_error_with_flags(followed.why_no_more)
+    return StepChoice(mode=StepMode.ON, by=ChosenBy.JOB, followed=replace(followed, settings=settings), why=why)
 
 
 def _find_steps_to_follow(

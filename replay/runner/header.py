@@ -178,8 +178,8 @@ class Header:
     def _describe_optimizer(self) -> dict[str, str]:
         """Say whether the job's first step had other settings than the replay's will, or why the replay takes none."""
         actor = self.resolved.actor
+        why = next((choice.why for choice in self.resolved.choices if choice.setting == STEP), "")
         if not self.resolved.measure.steps:
-            why = next((choice.why for choice in self.resolved.choices if choice.setting == STEP), "")
             return {"optimizer": f"not stepped: {why}"} if why else {}
         for path in self.selection.inputs[: actor.num_accumulated]:
             try:
@@ -191,7 +191,8 @@ class Header:
                 counts = count_loaded_steps(self.resolved.source)
                 followed = self.resolved.followed_settings
                 differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
-                return {"optimizer": f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"}
+                text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
+                return {"optimizer": f"{text}; its steps are followed as far as they can be: {why}" if why else text}
         return {}
 
     def _describe_snapshot(self) -> Mapping[str, str]:

@@ -62,6 +62,7 @@ class ReplayedInputs:
     end_reason       why the run ended early; None: it did not
     reruns           what --profile and --memory-snapshot asked for
     earlier_records  of passes that had run before this process began
+    step_lines       what came of steps that nobody asked for, in lines of the summary
     """
 
     passes: Sequence[PassEvidence]
@@ -69,6 +70,7 @@ class ReplayedInputs:
     end_reason: BaseException | None
     reruns: RerunResults = field(default_factory=RerunResults)
     earlier_records: Sequence[PassRecord] = ()
+    step_lines: Pairs = field(default_factory=list)
 
     @property
     def records(self) -> list[PassRecord]:
@@ -209,6 +211,7 @@ class Session:
             end_reason=None,
             reruns=reruns,
             earlier_records=self.earlier.records,
+            step_lines=replayer.follower.describe(),
         )
 
     def _make_reruns(self, replayer: Replayer) -> Reruns:
@@ -306,6 +309,7 @@ class Session:
                     *(self._lead_to_layer() if is_not_reproduced else []),
                     *describe_unrecorded(self.selection.not_recorded),
                     *conclusion.remarks,
+                    *replayed.step_lines,
                 ],
                 saved_lines=replayed.saved_lines or describe_unsaved(self.spec.state),
                 missing_lines=replayed.reruns.missing_lines,

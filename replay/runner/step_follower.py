@@ -4,7 +4,6 @@ A step that was asked for (--step) is a part of its pass. One that follows the j
 neither a result nor a pass from the run, so it is left out where anything speaks against it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +17,7 @@ from actor_init.model import count_parameters
 from actor_init.world import World
 from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
-from replay.output.text import format_gibibytes
+from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs
 from replay.verdict.pass_values import SteppedSample
@@ -37,6 +36,7 @@ class StepFollower:
     has_stepped  the latest pass ended with a step
     state_bytes  what the optimizer keeps of steps that nobody asked for, which passes would not have held
     why_stopped  why the job's steps are not followed any more; empty: they are
+    num_taken, largest_state_bytes  of the whole run, over actors that were opened again
     """
 
     spec: ResolvedReplay
@@ -45,6 +45,8 @@ class StepFollower:
     has_stepped: bool = False
     state_bytes: int = 0
     why_stopped: str = ""
+    num_taken: int = 0
+    largest_state_bytes: int = 0
     _first_num_steps: int | None = field(default=None, init=False)
 
     def plan_step(self, inputs: PassInputs, index: int, backend: Backend) -> PassInputs:
@@ -76,7 +78,9 @@ class StepFollower:
         self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
         if not inputs.follows_step:
             return
+        self.num_taken += self.has_stepped
         self.state_bytes = backend.count_state_bytes()
+        self.largest_state_bytes = max(self.largest_state_bytes, self.state_bytes)
         if not self.has_stepped:
             self.why_stopped = f"the gradient of step {num_steps + 1} is not finite here"
 
@@ -134,11 +138,14 @@ class StepFollower:
         }
         return replace(cost, phases=phases)
 
-    def describe(self) -> Mapping[str, str]:
-        """Say what came of the steps that nobody asked for; nothing where they were all taken."""
-        if not self.spec.steps_unasked or not self.why_stopped:
-            return {}
-        return {"optimizer": f"steps of the job are followed no further: {self.why_stopped}"}
+    def describe(self) -> Pairs:
+        """Say what came of the steps that nobody asked for, and how much memory they took besides the passes."""
+        if not self.spec.steps_unasked:
+            return []
+        taken = pluralise(self.num_taken, "step")
+        stopped = f"; no more are followed: {self.why_stopped}" if self.why_stopped else ""
+        size = f"{format_gibibytes(self.largest_state_bytes)} GiB, which no peak here holds"
+        return [("stepped", f"as the job, {taken}, besides the passes; the optimizer's state took {size}{stopped}")]
 
     def _explain_lack_of_memory(self) -> str | None:
         """Say that the optimizer's state would leave too little memory on some rank. All ranks must call this."""

@@ -1,0 +1,103 @@
+"""Steps that nobody asked for are followed until something speaks against them, and cost no pass anything."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from actor_init.optimizer import StepSettings
+from replay.runlog.records import CostSection, PhaseCost
+from replay.runner.step_follower import StepFollower
+
+pytestmark = pytest.mark.quick
+
+SETTINGS = StepSettings(groups=[{"lr": 0.5}])
+COST = CostSection(
+    phases={"forward": PhaseCost(seconds=1.0, allocated_bytes=500, peak_allocated_bytes=900, peak_reserved_bytes=None)}
+)
+
+
+class CountingBackend:
+    """Takes the steps that it is told to take."""
+
+    num_steps = 0
+
+    def progress(self) -> Any:
+        return SimpleNamespace(num_steps=self.num_steps)
+
+    def count_state_bytes(self) -> int:
+        return 100 * bool(self.num_steps)
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, *, unasked: bool = True, needed: int = 1, free: int = 100) -> StepFollower:
+    monkeypatch.setattr("replay.runner.step_follower._predict_state_bytes", lambda *_: needed)
+    monkeypatch.setattr("replay.runner.step_follower._read_free_bytes", lambda *_: free)
+    spec = SimpleNamespace(
+        measure=SimpleNamespace(steps=True), steps_unasked=unasked, step_settings={0: SETTINGS, 1: SETTINGS}
+    )
+    world = SimpleNamespace(gather=lambda value: [value], device=None)
+    return StepFollower(spec=cast(Any, spec), world=cast(Any, world))
+
+
+def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
+    from replay.runner.run_pass import PassInputs
+
+    made = PassInputs(
+        actor_inputs=cast(Any, None),
+        compute_loss=cast(Any, None),
+        train_mode=True,
+        builds_graph=True,
+        runs_backward=True,
+        ends_window=True,
+        captured_row_length=1,
+    )
+    inputs = follower.plan_step(made, index, cast(Any, backend))
+    backend.num_steps += steps and (inputs.follows_step or inputs.takes_step)
+    return inputs, follower.note_pass(inputs, cast(Any, backend), COST)
+
+
+def test_a_step_that_was_asked_for_is_a_part_of_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower, backend = follow(monkeypatch, unasked=False), CountingBackend()
+    inputs, _ = run(follower, backend, 0)
+    assert (inputs.takes_step, inputs.follows_step, inputs.step_settings) == (True, False, SETTINGS)
+    # Behind the job's steps it steps on.
+    inputs, cost = run(follower, backend, 5)
+    assert (inputs.takes_step, inputs.step_settings, follower.num_steps) == (True, None, 2)
+    assert cost == COST
+    assert follower.describe() == []
+
+
+def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower, backend = follow(monkeypatch), CountingBackend()
+    inputs, cost = run(follower, backend, 0)
+    assert (inputs.takes_step, inputs.follows_step) == (False, True)
+    assert inputs.step_settings == replace(SETTINGS, needs_finite=True)
+    assert (cost, follower.has_stepped, follower.num_steps) == (COST, True, 1)
+    _, cost = run(follower, backend, 1)
+    assert (cost.phases["forward"].peak_allocated_bytes, cost.phases["forward"].allocated_bytes) == (800, 400)
+    inputs, _ = run(follower, backend, 2)
+    assert (inputs.follows_step, follower.has_stepped) == (False, False)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower, backend = follow(monkeypatch), CountingBackend()
+    run(follower, backend, 0, steps=False)
+    assert (follower.num_steps, follower.why_stopped) == (0, "the gradient of step 1 is not finite here")
+    assert not run(follower, backend, 1)[0].follows_step
+
+
+def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower, backend = follow(monkeypatch), CountingBackend()
+    run(follower, backend, 0)
+    follower.forget("a pass failed")
+    assert (follower.num_steps, follower.state_bytes) == (0, 0)
+    assert not run(follower, CountingBackend(), 1)[0].follows_step
+    assert "1 step" in follower.describe()[0][1]
+    assert "a pass failed" in follower.describe()[0][1]
+
+
+def test_a_state_that_leaves_too_little_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = follow(monkeypatch, needed=60, free=100)
+    assert not run(follower, CountingBackend(), 0)[0].follows_step
+    assert "Try: --step" in follower.why_stopped
