@@ -129,7 +129,9 @@ class TrialActor:
         if self.head is not None and self.head.in_chunks:
             return self._run(feed, self.head, predictor_N, target_N)
         size = max(len(self.rows.prepared.predictor_N), MIN_TARGETS_AT_ONCE)
-        parts = zip(predictor_N.split(size), target_N.split(size), strict=True)
+        # Every rank runs as many forwards, since a backend may gather weights in them.
+        num_parts = max(self.world.gather(-(-len(predictor_N) // size)))
+        parts = zip(predictor_N.tensor_split(num_parts), target_N.tensor_split(num_parts), strict=True)
         return torch.cat([self._run(feed, self.head, predictors, targets) for predictors, targets in parts])
 
     def measure_logits(self) -> tuple[Tensor, Tensor]:
