@@ -106,7 +106,7 @@ class Layout:
     why: str = ""
 
     @property
-    def joins(self) -> bool:
+    def joins_rows(self) -> bool:
         """Are a micro-batch's rows joined, if only to be parted at the borders of documents?"""
         return self.packs or not self.as_captured
 

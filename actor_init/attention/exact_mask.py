@@ -1,7 +1,7 @@
 """Replace what tokens see in every mask that a model requests from transformers, within a context.
 
     with see_exactly(MaskTable(visible_BSS=table)):
-        backend.forward(inputs, trains=True)
+        backend.forward(inputs, train_mode=True)
 
 For kernels that read masks, sdpa and eager. A model that makes its masks without transformers' functions sees what it
 would see anyway: whoever uses this has to check by a table of what the model should see that the table is read.

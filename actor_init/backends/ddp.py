@@ -102,8 +102,8 @@ class DDPBackend(TorchBackend):
             kernels=kernels,
         )
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        self.model.train(trains)
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.model.train(train_mode)
         with nullcontext() if self.window.is_last_pass else self.replica.no_sync():
             return action_log_probs(self.replica, inputs)
 

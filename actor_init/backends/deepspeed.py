@@ -173,8 +173,8 @@ class DeepSpeedBackend:
             config=config,
         )
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        self.engine.train(trains)
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.engine.train(train_mode)
         return action_log_probs(self.engine, inputs)
 
     def backward(self, loss: Tensor) -> None:

@@ -133,12 +133,12 @@ class FSDP2Backend(TorchBackend):
             tp_plan=plan,
         )
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        self.model.train(trains)
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.model.train(train_mode)
         head = self.model.get_output_embeddings() if isinstance(self.model, PreTrainedModel) else None
         # In training the head stays gathered after forward: backward needs it first, and would wait for it.
         if isinstance(head, FSDPModule):
-            head.set_reshard_after_forward(self.spec.resolved_zero_stage == 3 and not trains, recurse=False)
+            head.set_reshard_after_forward(self.spec.resolved_zero_stage == 3 and not train_mode, recurse=False)
         return action_log_probs(self.model, inputs)
 
     def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:

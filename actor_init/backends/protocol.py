@@ -37,10 +37,8 @@ class Backend(Protocol):
         """
         ...
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        """Return action log-probs [B, A], fp32, a plain tensor. `trains` is the model's train or eval mode, not
-        autograd's.
-        """
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        """Return action log-probs [B, A], fp32, a plain tensor. `train_mode` says nothing of autograd."""
         ...
 
     def backward(self, loss: Tensor) -> None:

@@ -161,7 +161,7 @@ def _choose_targets(batch: MicroBatch) -> Tensor:
 
 
 def arrange(inputs: ActorInputs, layout: Layout) -> ActorInputs:
-    """Arrange `inputs` by `layout`; they must be packed where `layout.joins`."""
+    """Arrange `inputs` by `layout`; they must be packed where `layout.joins_rows`."""
     if layout.packs:
         return replace(inputs, borders=layout.borders) if layout.borders is not DocumentBorders.OWN else inputs
     return inputs if layout.as_captured else unpack(inputs)

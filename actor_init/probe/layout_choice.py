@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import choose_kernel, choose_plain_kernel
 from actor_init.custom.config import CustomConfig
-from actor_init.declarations.attention import find_form, find_kernel
+from actor_init.declarations.attention import find_attention_form, find_kernel
 from actor_init.model_form import DocumentBorders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, choose_bound
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
@@ -150,7 +150,7 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: 
 
 def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
     """Return the kernel of padded rows that the probe runs: flash attention unpads them, and has no fp32."""
-    return kernel if find_form(kernel).reads_mask else choose_plain_kernel(config)
+    return kernel if find_attention_form(kernel).reads_mask else choose_plain_kernel(config)
 
 
 def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
@@ -175,7 +175,11 @@ def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trai
             why = explain_no_slice(reason, kernel)
         why = next(filter(None, world.gather(why)), "")
         if not why:
-            if trains and "dropout" in find_form(kernel).limits.missing_features and probe.has_dropout(kernel):
+            if (
+                trains
+                and "dropout" in find_attention_form(kernel).limits.missing_features
+                and probe.has_dropout(kernel)
+            ):
                 why = f": {config.model_type}'s attention has dropout in training, and {kernel} has none"
                 raise UsageError(setting, why, advice)
             return Layout(packs=True)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from actor_init.action_log_probs import action_log_probs
 from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.attention.ring_attention import IsolatingSlice
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import arrange, prepare_inputs, slice_for_ring
 from actor_init.model_form import Layout
 from actor_init.probe.small_config import VOCABULARY, make_small_configs
@@ -110,7 +110,7 @@ class Probe:
         layout: Layout,
         ring: dist.ProcessGroup | None,
     ) -> float:
-        inputs = arrange(prepare_inputs(_make_batch(answer.documents), packing=layout.joins), layout)
+        inputs = arrange(prepare_inputs(_make_batch(answer.documents), packing=layout.joins_rows), layout)
         slot_N = inputs.slot_N.to(self.device)
         if ring is not None:
             assert inputs.cu_seq_lens is not None
@@ -128,7 +128,7 @@ class Probe:
 
 def choose_bound(kernel: str) -> float:
     """Return the largest error that rounding explains."""
-    return BOUND if find_form(kernel).limits.has_fp32 else COARSE_BOUND
+    return BOUND if find_attention_form(kernel).limits.has_fp32 else COARSE_BOUND
 
 
 def build_small_model(config: PretrainedConfig, kernel: str, seed: int, device: torch.device) -> PreTrainedModel:
@@ -207,7 +207,7 @@ def compute_relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, 
 
 def _register_fp32_kernel(kernel: str) -> str:
     """Return a name under which a kernel of half precision takes fp32 and returns it."""
-    if find_form(kernel).limits.has_fp32:
+    if find_attention_form(kernel).limits.has_fp32:
         return kernel
     half: Callable[..., Any] = AttentionInterface()[kernel]
 

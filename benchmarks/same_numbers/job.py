@@ -12,7 +12,7 @@
 
 It is run with the tree of BASE, so it imports nothing of this project but what a user's job does.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers, V the vocabulary.
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row), V the vocabulary.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Define a micro-batch: the tensors that went into a model's forward, and where they came from.
 
-Shape letters: B rows, S tokens a row (padding included), A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, S tokens a row (padding included), A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Callable, Mapping, Sequence

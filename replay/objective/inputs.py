@@ -1,6 +1,6 @@
 """Define what a job's objective is computed from: the replay's log-probs, and what the job recorded beside them.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers, N action tokens, V
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row), N action tokens, V
 vocabulary.
 """
 

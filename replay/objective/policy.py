@@ -1,6 +1,6 @@
 """Compute the clipped policy loss of PPO and GRPO; docs/objectives.md has the formulas and their sources.
 
-Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Iterator

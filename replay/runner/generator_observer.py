@@ -6,7 +6,7 @@ from torch import Tensor
 from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
 from replay.runner.run_pass import PassObserver
 from replay.verdict.random_draws import RandomDraws
-from replay.watch.progress import Phase
+from replay.watch.progress import RankPhase
 
 
 class GeneratorObserver(PassObserver):
@@ -17,8 +17,8 @@ class GeneratorObserver(PassObserver):
         self._before: GeneratorSnapshot | None = None
         self._after: GeneratorSnapshot | None = None
 
-    def before_phase(self, phase: Phase) -> None:
-        if phase is Phase.FORWARD:
+    def before_phase(self, phase: RankPhase) -> None:
+        if phase is RankPhase.FORWARD:
             self._before = take_generator_snapshot(on_cuda=self._on_cuda)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
 from capture.facts import Setting
@@ -91,7 +91,7 @@ class Header:
             **self._describe_recording(),
         }
         if resolved.attention_reason:
-            kernel = find_form(str(self.facts["attention_kernel"])).describe()
+            kernel = find_attention_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
         lines["loss"] = describe_loss(self.objective, resolved, self.first_call)
         lines |= _format_config_line(self.config_differences)

@@ -2,7 +2,7 @@
 
     meter = Meter.for_device(device)
     meter.start_pass()
-    with meter.phase("forward"):
+    with meter.measure("forward"):
         ...
     costs, host_seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
 
@@ -173,8 +173,8 @@ class Meter:
         self._pass_start_seconds = time.perf_counter()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Charge the time inside the block to `name`, also if it raises. A profiler sees it as a range."""
+    def measure(self, name: str) -> Iterator[None]:
+        """Measure the time inside the block as the phase `name`, also if it raises. A profiler sees it as a range."""
         assert name not in self._phases, f"{name} was measured twice in one pass"
         self._instrument.reset_peak()
         with record_function(PHASE_PREFIX + name):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from actor_init.backends.protocol import Backend
 from actor_init.compiling import count_graphs
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import ModelSource
 from actor_init.world import World
@@ -29,7 +29,7 @@ from replay.runner.run_pass import PassInputs, PassObserver
 from replay.tracing.writer import TraceWriter
 from replay.verdict.gradient_samples import GradientSamples, sample_gradients
 from replay.verdict.state_samples import StateElements, sample_states
-from replay.watch.progress import Phase, Tracker
+from replay.watch.progress import RankPhase, Tracker
 
 if TYPE_CHECKING:
     from replay.profiling.peak_holders import AllocationHistory
@@ -44,7 +44,7 @@ class PositionMarker(PassObserver):
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
 
-    def before_phase(self, phase: Phase) -> None:
+    def before_phase(self, phase: RankPhase) -> None:
         self._tracker.enter_phase(phase)
 
 
@@ -64,7 +64,7 @@ class FirstUseCounter(PassObserver):
 
     def _list_cudnn_calls(self, actor_inputs: ActorInputs, *, runs_backward: bool) -> set[Hashable]:
         """Return a key for each kind of call of cuDNN's attention in a pass: cuDNN makes a plan for each."""
-        planned = find_form(self._kernel).plan_calls
+        planned = find_attention_form(self._kernel).plan_calls
         if planned is None:
             return set()
         lengths = [] if actor_inputs.cu_seq_lens is None else actor_inputs.cu_seq_lens.diff().tolist()
@@ -133,7 +133,7 @@ class TraceObserver(PassObserver):
 class LossSensitivityObserver(PassObserver):
     """Measures how far the loss moves if every log-prob moves by 1, for the verdict's bound on it."""
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD})
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD})
 
     def __init__(self) -> None:
         self.loss_sensitivity = 1.0
@@ -145,7 +145,7 @@ class LossSensitivityObserver(PassObserver):
 class GradientSampler(PassObserver):
     """Takes the samples of a window's gradient that the job recorded. Gathers each gradient."""
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.BACKWARD})
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class OptimizerStateSampler(PassObserver):
     samples  empty where the replay's optimizer holds no state yet, or no rank of the job recorded any
     """
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.BACKWARD})
 
     def __init__(self, backend: Backend, world: World, recorded: Mapping[str, StateSample]) -> None:
         self.samples: StateElements = {}
@@ -201,7 +201,7 @@ class OptimizerStateSampler(PassObserver):
 class GradientSketcher(PassObserver):
     """Writes a sketch of each gradient of a window, for `compare`. Gathers each gradient."""
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.BACKWARD})
 
     def __init__(self, backend: Backend, folder: Path, index: int, world: World) -> None:
         self._backend = backend
@@ -283,10 +283,10 @@ class AllocationHistoryMarker(PassObserver):
         self._history = history
         self._model = model
 
-    def before_phase(self, phase: Phase) -> None:
-        if phase is Phase.WAITING:
+    def before_phase(self, phase: RankPhase) -> None:
+        if phase is RankPhase.WAITING:
             self._history.note_forward_end()
-        elif phase is Phase.DEVICE_WAIT:
+        elif phase is RankPhase.DEVICE_WAIT:
             self._history.note_phases_end()
 
     def after_backward(self) -> None:

@@ -62,7 +62,7 @@ from replay.verdict.pass_values import (
     sample_log_probs,
 )
 from replay.verdict.weight_check import WeightChecker
-from replay.watch.progress import Phase, Tracker
+from replay.watch.progress import RankPhase, Tracker
 
 
 class ReopeningError(RuntimeError):
@@ -151,7 +151,7 @@ class Replayer:
         self._routing = PassRouting.open(actor.backend.model, spec)
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
-        self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins
+        self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins_rows
 
     def reopen_after_failure(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
@@ -165,7 +165,7 @@ class Replayer:
     def add_first_non_finite(self, record: PassRecord) -> PassRecord:
         """Return `record` of the latest pass with its first non-finite tensor. All ranks must call this."""
         assert self._latest_inputs is not None
-        self.tracker.enter_phase(Phase.LOOKING)
+        self.tracker.enter_phase(RankPhase.LOOKING)
         has_stepped = self.follower.has_stepped
         tensor = self.non_finite_search.find_first(self.actor.backend, self._latest_inputs, has_stepped=has_stepped)
         return replace(record, first_non_finite=tensor)
@@ -186,7 +186,7 @@ class Replayer:
         All ranks must call this.
         """
         assert self._latest_inputs is not None
-        self.tracker.enter_phase(Phase.RERUNNING)
+        self.tracker.enter_phase(RankPhase.RERUNNING)
         # The second run is a window of its own, whose gradient is cleared at its end.
         ends_window = self._latest_inputs.runs_backward
         inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window)

@@ -31,7 +31,7 @@ from replay.runner.out_of_memory import OutOfMemory, OutOfMemoryAnalysis
 from replay.runner.replayer import Replayer
 from replay.runner.run_pass import PassObserver
 from replay.verdict.judge import PassEvidence
-from replay.watch.progress import Phase
+from replay.watch.progress import RankPhase
 from replay.watch.watcher import Watch
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Reruns:
     def _replay_again(
         self, index: int, observers: Sequence[PassObserver] = ()
     ) -> tuple[PassEvidence, Exception | None]:
-        self.watch.tracker.enter_phase_after_passes(len(self.inputs), Phase.PROFILING)
+        self.watch.tracker.enter_phase_after_passes(len(self.inputs), RankPhase.PROFILING)
         return self.replayer.replay(len(self.inputs), self.inputs[index], observers)
 
     def _stop_other_ranks(self, error: Exception, index: int) -> None:

@@ -9,7 +9,7 @@ The order of collectives in a pass is the same on every rank: the ranks wait for
 forward; those of observers after it; the ranks wait for the slowest; the collectives of the backward; those of
 observers after it; those of the window's end.
 
-Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from actor_init.attention.cudnn import refuse_holes
+from actor_init.attention.cudnn import refuse_inner_padding
 from actor_init.attention.kernel_choice import choose_kernel
 from actor_init.attention.ring import make_ring_slice, may_zigzag
 from actor_init.backends.protocol import Backend
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import ActorInputs, arrange, pad_to, prepare_inputs, slice_for_ring
 from actor_init.model import ModelSource
 from actor_init.optimizer import StepSettings
@@ -38,9 +38,10 @@ from capture.record.rng_and_outputs import restore_random_states
 from replay.objective.router_loss import RouterLossTerm
 from replay.runlog.records import CostSection
 from replay.runner.meter import Meter
-from replay.watch.progress import Phase
+from replay.watch.progress import RankPhase
 
-# The phase of waiting for the slowest rank. It is in no record: `MeterClock.stop` makes it `wait_seconds`.
+# The phase of waiting for the slowest rank. It is not among a record's `phases`: `MeterClock.stop` makes
+# `wait_seconds` of it.
 WAIT_PHASE = "wait"
 
 
@@ -60,7 +61,7 @@ class PassInputs:
     step_settings        of the step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
-    has_reversed_rows    the rows stand from the last of the capture to its first
+    has_reversed_rows    the rows are in the reverse of the capture's order
     routes               what the routers of a mixture of experts do; None: they are left alone
     router_loss          a term of the loss from the routers' logits, which `routes` keep
     """
@@ -104,16 +105,16 @@ class PassObserver:
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
     no tensor after `close`. `pauses_clock_after` are the phases after which it makes the device work, or waits for it:
-    the clock is paused meanwhile.
+    the time for that is left out of the seconds of the whole pass.
     """
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset()
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
 
     def before_pass(self, inputs: PassInputs) -> None:
         """Prepare for a pass, before the ranks wait for each other."""
 
-    def before_phase(self, phase: Phase) -> None:
-        """Note that a phase begins. The clock runs meanwhile, so this must not wait for the device."""
+    def before_phase(self, phase: RankPhase) -> None:
+        """Note that a phase begins. The clock may be running, so this must not wait for the device."""
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         """Look at what the forward computed, with its graph."""
@@ -132,7 +133,7 @@ class PassObserver:
 
 
 class Clock(Protocol):
-    """Measures a pass, or does not."""
+    """Measures a pass of all ranks. `NullClock` neither measures nor waits for them."""
 
     def wait_for_all_ranks(self) -> None:
         """Return when every rank has come here, so that none begins the pass before the others."""
@@ -140,14 +141,14 @@ class Clock(Protocol):
     def start(self) -> None:
         """Begin to measure the pass."""
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Charge the time inside the block to the phase `name`."""
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
         """Return when every rank has ended its forward, and charge no later phase for the waiting."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Measure nothing inside the block."""
+        """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
 
     def stop(self) -> CostSection:
         """Return what the pass has cost."""
@@ -166,12 +167,12 @@ class MeterClock:
     def start(self) -> None:
         self.meter.start_pass()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.meter.phase(name)
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        return self.meter.measure(name)
 
     def wait_for_slowest_rank(self) -> None:
         if self.world.world_size > 1:
-            with self.meter.phase(WAIT_PHASE):
+            with self.meter.measure(WAIT_PHASE):
                 self.world.meet()
 
     def pause(self) -> AbstractContextManager[None]:
@@ -192,7 +193,7 @@ class NullClock:
     def start(self) -> None:
         pass
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def measure(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def wait_for_slowest_rank(self) -> None:
@@ -229,15 +230,15 @@ class ObserverNotifier:
             # The frames of the error's traceback hold the tensors of the pass.
             del error
 
-    def before_phase(self, phase: Phase) -> None:
+    def before_phase(self, phase: RankPhase) -> None:
         for observer in self.observers:
             observer.before_phase(phase)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self._notify_after(Phase.FORWARD, lambda observer: observer.after_forward(log_probs_BA, loss))
+        self._notify_after(RankPhase.FORWARD, lambda observer: observer.after_forward(log_probs_BA, loss))
 
     def after_backward(self) -> None:
-        self._notify_after(Phase.BACKWARD, lambda observer: observer.after_backward())
+        self._notify_after(RankPhase.BACKWARD, lambda observer: observer.after_backward())
 
     def before_step(self, loss: Tensor) -> None:
         for observer in self.observers:
@@ -247,7 +248,7 @@ class ObserverNotifier:
         for observer in self.observers:
             observer.after_measurement()
 
-    def _notify_after(self, phase: Phase, notify: Callable[[PassObserver], None]) -> None:
+    def _notify_after(self, phase: RankPhase, notify: Callable[[PassObserver], None]) -> None:
         """Notify first the observers that leave the clock running, then, with the clock paused, the others."""
         pausing_observers = [observer for observer in self.observers if phase in observer.pauses_clock_after]
         for observer in self.observers:
@@ -264,9 +265,9 @@ def run_pass(
 ) -> PassOutcome:
     """Run one pass: the forward, and the backward and the end of the accumulation window where `inputs` ask for them.
 
-    The ranks wait for each other and start the clock together. The forward computes log-probs and the loss; then all
-    ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the gradient of the
-    window. If the window ends here with a step, the optimizer steps inside the clock; if it ends without one, its
+    With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
+    with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
+    gradient of the window. If the window ends here with a step, the step is measured; if it ends without one, its
     gradient norm is read and its gradients are cleared after the clock has stopped. Before each phase and after forward
     and backward the observers have their turn.
 
@@ -289,38 +290,38 @@ def run_pass(
             if inputs.random_states:
                 restore_random_states(inputs.random_states)
 
-            notifier.before_phase(Phase.FORWARD)
+            notifier.before_phase(RankPhase.FORWARD)
             clock.start()
-            with clock.phase("forward"):
-                log_probs_BA = backend.forward(inputs.actor_inputs, trains=inputs.train_mode)
+            with clock.measure("forward"):
+                log_probs_BA = backend.forward(inputs.actor_inputs, train_mode=inputs.train_mode)
                 loss = inputs.compute_loss(log_probs_BA)
                 router_loss = None if inputs.router_loss is None else inputs.router_loss.compute(routers)
                 if router_loss is not None:
                     loss = loss + router_loss
             notifier.after_forward(log_probs_BA, loss)
 
-            notifier.before_phase(Phase.WAITING)
+            notifier.before_phase(RankPhase.WAITING)
             clock.wait_for_slowest_rank()
 
             if inputs.runs_backward:
-                notifier.before_phase(Phase.BACKWARD)
-                with clock.phase("backward"):
-                    # Nothing is multiplied by a weight of 1: the product would be one more kernel in a measured phase.
+                notifier.before_phase(RankPhase.BACKWARD)
+                with clock.measure("backward"):
+                    # A weight of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
                     backend.backward(loss if inputs.loss_weight == 1 else loss * inputs.loss_weight)
             notifier.after_backward()
 
             if inputs.takes_step:
                 notifier.before_step(loss)
-                notifier.before_phase(Phase.STEP)
-                with clock.phase("step"):
+                notifier.before_phase(RankPhase.STEP)
+                with clock.measure("step"):
                     grad_norm = backend.end_window(step=True, settings=inputs.step_settings)
 
-            notifier.before_phase(Phase.DEVICE_WAIT)
+            notifier.before_phase(RankPhase.DEVICE_WAIT)
             cost = clock.stop()
             notifier.after_measurement()
             flips = collect_flips(routers)
 
-            notifier.before_phase(Phase.ENDING)
+            notifier.before_phase(RankPhase.ENDING)
             # Training never ends a window without a step, so what this takes is not measured; nor is a step that nobody
             # asked for.
             if inputs.ends_window and not inputs.takes_step:
@@ -334,7 +335,8 @@ def run_pass(
             router_loss=None if router_loss is None else router_loss.detach(),
         )
     finally:
-        # Kept logits hold the pass's graph, and with it an actor that is to be closed if the pass failed.
+        # The logits kept for the loss hold the autograd graph, and that holds the parameters. After a pass that failed
+        # the actor is closed, and its memory has to become free.
         if inputs.actor_inputs.kept_logits is not None:
             inputs.actor_inputs.kept_logits.drop()
 
@@ -350,12 +352,14 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
     """
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
-    inputs = arrange(prepare_inputs(batch, packing=layout.joins), layout)
+    # Rows are joined first even where `arrange` then gives each document a row of its own.
+    inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None
-        and not find_form(choose_kernel(spec, world.device, source.config)).allows_inner_padding
+        and not find_attention_form(choose_kernel(spec, world.device, source.config)).allows_inner_padding
     ):
-        refuse_holes(inputs.attention_mask_BS, str(batch.origin.source))
+        refuse_inner_padding(inputs.attention_mask_BS, str(batch.origin.source))
+    # LONGEST is the longest row that any rank has in this pass.
     if spec.pad_to is PadTo.LONGEST:
         inputs = pad_to(inputs, max(world.gather(inputs.input_ids.shape[1])))
     num_tokens = inputs.input_ids.shape[1]

@@ -40,7 +40,7 @@ from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import list_switched_parts
 from replay.verdict.text import format_verdict
 from replay.verdict.weight_check import WeightChecker
-from replay.watch.progress import Phase
+from replay.watch.progress import RankPhase
 from replay.watch.watcher import Watch
 
 # What a user puts the name of a function for.
@@ -187,17 +187,17 @@ class Session:
                     break
                 replayer.reopen_after_failure()
                 if self.saver.is_due(has_stepped=rank_passes[world.rank].record.result.grad_norm is not None):
-                    tracker.enter_phase(Phase.SAVING)
+                    tracker.enter_phase(RankPhase.SAVING)
                     self.saver.save_state(actor.backend, replayer.num_inputs_completed)
-            tracker.enter_phase_after_passes(num_inputs, Phase.OUT_OF_INPUTS)
+            tracker.enter_phase_after_passes(num_inputs, RankPhase.OUT_OF_INPUTS)
             self.watch.meet()
-            tracker.enter_phase_after_passes(num_inputs, Phase.SAVING)
+            tracker.enter_phase_after_passes(num_inputs, RankPhase.SAVING)
             if not any(record.error for record, _, _ in passes):
                 num_passes = first_index + len(passes) // world.world_size
                 saved_lines = self.saver.save_at_end(actor.backend, replayer.num_inputs_completed, num_passes)
             records = [*self.earlier.records, *(record for record, _, _ in passes)]
             reruns = self._make_reruns(replayer).run_requested(records)
-            tracker.enter_phase_after_passes(num_inputs, Phase.CLOSING)
+            tracker.enter_phase_after_passes(num_inputs, RankPhase.CLOSING)
         except (KeyboardInterrupt, ReopeningError, SavingError) as reason:
             # On several ranks a rank that could not save must not go on alone: the others wait for it in a collective.
             if isinstance(reason, SavingError) and world.world_size > 1:
@@ -244,7 +244,7 @@ class Session:
         if error and self.world.world_size > 1:
             self._make_reruns(replayer).print_out_of_memory([*earlier_records, own_pass.record])
             self.watch.stop_all(error)
-        self.watch.tracker.enter_phase(Phase.GATHERING)
+        self.watch.tracker.enter_phase(RankPhase.GATHERING)
         rank_passes: list[PassEvidence] = self.world.gather(own_pass)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
             own_pass = own_pass._replace(record=replayer.add_first_non_finite(own_pass.record))

@@ -1,6 +1,6 @@
 """Hold log-probs that a trial computed against what the job recorded of the pass.
 
-Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 from dataclasses import dataclass, replace

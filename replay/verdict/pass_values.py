@@ -4,7 +4,7 @@ A claim is one quantity that the job recorded of a pass: the loss, the log-probs
 has a `doubt` where the capture does not tell whether the replay computes the same quantity, as with a loss whose
 objective only the job's loop knew: then equal numbers are evidence, and different ones prove nothing.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

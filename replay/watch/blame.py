@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from replay.watch.progress import Phase, RankPosition
+from replay.watch.progress import RankPhase, RankPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def _find_out_of_inputs(sightings: Sequence[Sighting]) -> Blame | None:
     without = [
         sighting
         for sighting, position in zip(sightings, positions, strict=True)
-        if position.phase is Phase.OUT_OF_INPUTS and position.index <= latest
+        if position.phase is RankPhase.OUT_OF_INPUTS and position.index <= latest
     ]
     has = "it has" if len(without) == 1 else "they have"
     numbers = ", ".join(str(sighting.known_position.index) for sighting in without)

@@ -18,7 +18,7 @@ from actor_init.as_json import parse_json
 FILE_BYTES = 4096
 
 
-class Phase(StrEnum):
+class RankPhase(StrEnum):
     """The phases, in the order in which a rank goes through them.
 
     In DEVICE_WAIT a rank on CUDA waits for all that the phases before have queued on the device.
@@ -44,8 +44,8 @@ class Phase(StrEnum):
 
 # The phases that a pass has gone through, after its position in the accumulation window. Passes with the same path are
 # expected to enter the same collectives.
-PhasePath = tuple[int, tuple[Phase, ...]]
-ORDER = {phase: number for number, phase in enumerate(Phase)}
+PhasePath = tuple[int, tuple[RankPhase, ...]]
+ORDER = {phase: number for number, phase in enumerate(RankPhase)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class RankPosition:
     """
 
     index: int = -1
-    phase: Phase = Phase.OPENING
+    phase: RankPhase = RankPhase.OPENING
     source: str | None = None
     rows: int = 0
     padded_tokens: int = 0
@@ -113,7 +113,7 @@ class Tracker:
             self._mapped = mmap.mmap(file.fileno(), FILE_BYTES)
         self._move(self.position)
 
-    def enter_phase(self, phase: Phase) -> None:
+    def enter_phase(self, phase: RankPhase) -> None:
         self._note_counts()
         self._move(replace(self.position, phase=phase))
 
@@ -134,14 +134,14 @@ class Tracker:
         self._counts = {}
         self._phase_path = place_in_window, ()
         self._counts_at_begin = Counter(self._count_collectives())
-        self._move(RankPosition(index=index, phase=Phase.READING, source=source))
+        self._move(RankPosition(index=index, phase=RankPhase.READING, source=source))
 
     def set_shapes(self, rows: int, padded_tokens: int, real_tokens: int) -> None:
         """Set the shapes of the input that was read; the rank now waits for the others to read theirs."""
         self.position = replace(self.position, rows=rows, padded_tokens=padded_tokens, real_tokens=real_tokens)
-        self.enter_phase(Phase.STARTING)
+        self.enter_phase(RankPhase.STARTING)
 
-    def enter_phase_after_passes(self, num_passes: int, phase: Phase) -> None:
+    def enter_phase_after_passes(self, num_passes: int, phase: RankPhase) -> None:
         """Enter a phase that comes after all passes."""
         self._move(RankPosition(index=num_passes, phase=phase))
 

@@ -54,7 +54,7 @@ def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     losses = []
     for path in paths:
         inputs = prepare_inputs(read_micro_batch(path), packing=spec.actor.packs)
-        loss = compute_negated_mean(backend.forward(inputs, trains=True), inputs)
+        loss = compute_negated_mean(backend.forward(inputs, train_mode=True), inputs)
         backend.backward(loss * (num_tokens[path] * len(window) / sum(num_tokens.values())))
         losses.append(abs(loss.item() / reference.answer(path).loss - 1))
     expected = reference.gradients(window)

@@ -50,7 +50,7 @@ class EachAlone:
     def off(self, kernel: str, layout: Layout, ring: dist.ProcessGroup | None = None) -> float:
         """Return how far the loss or a gradient is off under `layout`, relative to the whole gradient's norm."""
         model = tiny_model(self.config, kernel)
-        inputs = arrange(prepare_inputs(batch(), packing=layout.joins), layout)
+        inputs = arrange(prepare_inputs(batch(), packing=layout.joins_rows), layout)
         slot_N = inputs.slot_N
         if ring is not None:
             assert inputs.cu_seq_lens is not None

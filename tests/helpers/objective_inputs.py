@@ -1,6 +1,6 @@
 """Inputs of an objective with known numbers, and what it means that two losses agree.
 
-Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """A small PPO-like job, whose loss is written here from the papers' formulas, and a DPO job beside it.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Callable

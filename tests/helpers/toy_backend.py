@@ -70,8 +70,8 @@ class ToyBackend:
         schedule = make_schedule(spec, optimizer) if optimizer else None
         return cls(spec=spec, model=model, source=source, optimizer=optimizer, schedule=schedule, attention=attention)
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        self.model.train(trains)
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.model.train(train_mode)
         return action_log_probs(self.model, inputs)
 
     def backward(self, loss: Tensor) -> None:

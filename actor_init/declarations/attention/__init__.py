@@ -42,6 +42,6 @@ def list_forms() -> Iterator[AttentionForm]:
     yield from (*WITH_CUDNN.values(), *RING_WITH_CUDNN.values(), plain.OWN)
 
 
-def find_form(name: str) -> AttentionForm:
+def find_attention_form(name: str) -> AttentionForm:
     """Return the form of that name, as the header and run.json have it."""
     return {form.name: form for form in list_forms()}[name]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
@@ -117,7 +117,7 @@ def compute_shares(parts: Sequence[MicroBatch], actor: UntimedActor) -> list[flo
     The backend averages over the window, so each weight is multiplied by the number of parts.
     """
     counts = [
-        int(prepare_inputs(part, packing=actor.source.layout_under(actor.spec).joins).action_mask_BA.sum())
+        int(prepare_inputs(part, packing=actor.source.layout_under(actor.spec).joins_rows).action_mask_BA.sum())
         for part in parts
     ]
     return [count / max(1, sum(counts)) * len(parts) for count in counts]
@@ -305,7 +305,7 @@ def _check_passes(case: DiagnosisCase, plain: PlainAnswer | None) -> Generator[C
 def _check_kernel(kernel: str, case: DiagnosisCase) -> CheckResult:
     """Report the attention kernel, and why it is not flash-attn where `auto` would have preferred that."""
     is_chosen = case.spec.attention != Attention.AUTO or case.spec.is_custom
-    if is_chosen or find_form(kernel).is_expected_on_gpu:
+    if is_chosen or find_attention_form(kernel).is_expected_on_gpu:
         return CheckResult(name="attention kernel", status=CheckStatus.OK, found=kernel)
     if case.world.device.type == "cpu":
         reason = "flash-attn has no CPU kernel"

@@ -204,7 +204,7 @@ def _read_batch(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBat
         captured = with_shift_labels_as_labels(read_micro_batch(path))
         batch = select_loss_tokens(run.measure.loss, add_model_positions(captured, source.config))
         check_vocabulary(batch, source)
-        prepare_inputs(batch, packing=source.layout_under(run.actor).joins)
+        prepare_inputs(batch, packing=source.layout_under(run.actor).joins_rows)
     except CaptureError as error:
         raise UsageError(*error.args) from error
     return batch

@@ -1,6 +1,6 @@
 """Describe what a trial of `replay minimise` replays, and cut captures down to it: to some rows and some columns.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 
 What the job recorded of a pass is kept where it is exact for what is left: row sums of log-probs whose tokens are all
 there, values by token. A loss, a gradient and a norm are of all rows, and go with the first cut.

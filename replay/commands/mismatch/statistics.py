@@ -2,7 +2,7 @@
 
 The tokens are the action tokens of micro-batches.
 
-Shape letters: B rows, S tokens a row, A trailing tokens of a row that the action mask covers, N action tokens.
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row), N action tokens.
 """
 
 from collections.abc import Sequence

@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
 from actor_init.attention import cudnn, kernel_choice, kernels
-from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_holes
+from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_inner_padding
 from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import count_graphs
-from actor_init.declarations.attention import KERNELS, find_form
+from actor_init.declarations.attention import KERNELS, find_attention_form
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -156,9 +156,9 @@ def test_rows_padded_on_either_side_are_as_each_document_by_itself() -> None:
 
 
 def test_rows_with_padding_between_their_tokens_are_refused() -> None:
-    refuse_holes(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
+    refuse_inner_padding(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool), "a.pkl")
     with pytest.raises(UsageError, match=r"^a.pkl: a row has padding between its tokens.* Try: attention='sdpa'"):
-        refuse_holes(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
+        refuse_inner_padding(torch.tensor([[0, 1, 0, 1]], dtype=torch.bool), "a.pkl")
 
 
 def test_a_document_of_one_token_is_its_value_and_is_no_call_of_cudnn() -> None:
@@ -313,11 +313,11 @@ def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
 
 
 def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:
-    assert find_form("packed_fa2_or_cudnn").describe() == (
+    assert find_attention_form("packed_fa2_or_cudnn").describe() == (
         "packed_fa2, packed_cudnn for rows of one document of 4,096 tokens or more"
     )
-    assert find_form("packed_fa2").describe() == "packed_fa2"
-    assert find_form("ring_fa2_or_cudnn").describe() == (
+    assert find_attention_form("packed_fa2").describe() == "packed_fa2"
+    assert find_attention_form("ring_fa2_or_cudnn").describe() == (
         "ring_fa2, ring_cudnn for rows of one document of 8,192 tokens a rank or more"
     )
 

@@ -87,9 +87,9 @@ def test_the_head_stays_gathered_for_a_backward_alone(world: World) -> None:
     backend = open_fsdp2_backend(world, vocab_size=264)
     inputs = prepare_inputs(read_micro_batch(capture_files(find_sample_folder())[0]), packing=True)
     with torch.no_grad():
-        backend.forward(inputs, trains=False)
+        backend.forward(inputs, train_mode=False)
     assert "lm_head.weight" not in list_gathered_modules(backend.model)
-    log_probs = backend.forward(inputs, trains=True)
+    log_probs = backend.forward(inputs, train_mode=True)
     assert list_gathered_modules(backend.model) == {"lm_head.weight", "model.norm.weight"}
     backend.backward(-log_probs.mean())
     assert list_gathered_modules(backend.model) == set()

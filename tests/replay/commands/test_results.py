@@ -20,7 +20,7 @@ from replay.runner.run import run_in
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.watch.blame import report_failed_rank
-from replay.watch.progress import Phase, RankPosition
+from replay.watch.progress import RankPhase, RankPosition
 from replay.watch.shutdown import claim_failure
 from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import VERDICT, passed, write_log
@@ -51,7 +51,7 @@ def test_run_json_is_read_as_it_was_written(tmp_path: Path, exit_code: int | Non
     run = RunFile.read(folder)
     assert run.to_dict() == strict_json(folder)
     assert (run.exit_code, run.end is None) == (exit_code, exit_code is None)
-    position = RankPosition(index=1, phase=Phase.FORWARD, source="b.pkl")
+    position = RankPosition(index=1, phase=RankPhase.FORWARD, source="b.pkl")
     assert claim_failure(folder, report_failed_rank(0, position, "broken"), "rank 0 failed")
     assert RunFile.read(folder).to_dict() == strict_json(folder)
     kept = {name: value for name, value in run.to_dict().items() if name not in ("status", "exit_code")}
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_before_the_run_has_begun_is_in_run_json(tmp_path: Pat
     run = RunFile.read(tmp_path)
     assert (run.start, run.end, run.status, run.exit_code) == (None, None, "failed", 1)
     assert run.failure is not None
-    assert (run.failure.phase, run.failure.error) == (Phase.OPENING, "no memory")
+    assert (run.failure.phase, run.failure.error) == (RankPhase.OPENING, "no memory")
     assert run.describe_failed_rank() == " on rank 1"
 
 

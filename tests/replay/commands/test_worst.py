@@ -384,7 +384,7 @@ def test_a_backend_holds_what_it_declares(backend: str, stage: int, world: World
     actor = open_backend(spec.actor, source, world)
     holding = BACKENDS[backend].predict_memory(spec.actor, True)
     for step in (True, False):
-        actor.backward(compute_negated_mean(actor.forward(inputs, trains=True), inputs))
+        actor.backward(compute_negated_mean(actor.forward(inputs, train_mode=True), inputs))
         with_gradients = bytes_of_tensors() - before
         actor.end_window(step=step)
     elements = count_parameters(source.config)

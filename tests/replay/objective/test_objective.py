@@ -1,6 +1,6 @@
 """The formulas of --loss policy and dpo against the papers' formulas, written out here; their settings and refusals.
 
-Shape letters: B rows, A trailing tokens of a row that the action mask covers.
+Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
 import re

@@ -16,7 +16,7 @@ from replay.runlog.run_file import RunEnd, RunWork
 from replay.runlog.summary import summarize
 from replay.runlog.writer import Logbook, create_folder, list_versions
 from replay.watch.blame import report_failed_rank
-from replay.watch.progress import Phase, RankPosition
+from replay.watch.progress import RankPhase, RankPosition
 from replay.watch.shutdown import claim_failure
 from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
@@ -107,7 +107,7 @@ def test_a_run_with_a_failed_pass_has_failed(logbook: Logbook) -> None:
 
 
 def test_any_rank_can_say_that_it_ended_the_run(logbook: Logbook) -> None:
-    position = RankPosition(index=3, phase=Phase.BACKWARD, source="input_3.pkl")
+    position = RankPosition(index=3, phase=RankPhase.BACKWARD, source="input_3.pkl")
     first = report_failed_rank(1, position, "broken")
     second = report_failed_rank(0, position, "connection closed by peer")
     assert claim_failure(logbook.folder, first, "rank 1 failed")

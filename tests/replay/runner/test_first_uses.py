@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor_init.declarations.attention import find_form
+from actor_init.declarations.attention import find_attention_form
 from actor_init.declarations.attention.auto import LONG
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
@@ -22,7 +22,7 @@ from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
 from replay.runner.observers import FirstUseCounter
-from replay.watch.progress import Phase, Tracker
+from replay.watch.progress import RankPhase, Tracker
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
 from tests.helpers.made_time import Clock, at_the_meter
@@ -133,10 +133,10 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
         clock.now += 8.0 if length == 14 or (length == 12 and is_first) else 1.0
         return compute_negated_mean(log_probs_BA, inputs)
 
-    phases: list[Phase] = []
+    phases: list[RankPhase] = []
     enter_phase = Tracker.enter_phase
 
-    def note_phase(tracker: Tracker, phase: Phase) -> None:
+    def note_phase(tracker: Tracker, phase: RankPhase) -> None:
         phases.append(phase)
         enter_phase(tracker, phase)
 
@@ -147,7 +147,7 @@ def test_slow_once_is_no_measurement_and_always_slow_is_one(
     records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor", *typed)
     assert [record.first_uses for record in records[1:]] == [[], [FirstUse.ONCE], [], []]
     assert [record.cost.seconds_again for record in records] == [None, 1.0, 1.0, None, 8.0]
-    assert (phases.count(Phase.RERUNNING), phases.count(Phase.LOOKING)) == (3, 0)
+    assert (phases.count(RankPhase.RERUNNING), phases.count(RankPhase.LOOKING)) == (3, 0)
     assert statistics.left_out == {WARMUP: 1, "slow only once": 1}
     assert statistics.slowest is not None
     assert (statistics.slowest.index, statistics.slowest.value) == (4, 8.0)
@@ -234,24 +234,24 @@ def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     ],
 )
 def test_what_cudnns_attention_is_called_for(kernel: str, lengths: list[int], calls: set[tuple[int, int]]) -> None:
-    planned = find_form(kernel).plan_calls
+    planned = find_attention_form(kernel).plan_calls
     assert planned is not None
     assert planned(1 if lengths else 2, 5000, lengths) == calls
 
 
 @pytest.mark.parametrize("kernel", ["packed_fa2", "sdpa"])
 def test_other_kernels_plan_nothing(kernel: str) -> None:
-    assert find_form(kernel).plan_calls is None
+    assert find_attention_form(kernel).plan_calls is None
 
 
 def test_a_short_row_of_one_document_is_not_for_cudnn() -> None:
-    planned = find_form("packed_fa2_or_cudnn").plan_calls
+    planned = find_attention_form("packed_fa2_or_cudnn").plan_calls
     assert planned is not None
     assert planned(1, LONG - 1, [LONG - 1]) == set()
 
 
 def test_a_ring_calls_cudnn_for_what_is_long_on_each_rank() -> None:
-    planned = find_form("ring_fa2_or_cudnn").plan_calls
+    planned = find_attention_form("ring_fa2_or_cudnn").plan_calls
     assert planned is not None
     assert planned(1, 9000, [18000]) == {(1, 9000)}
 

@@ -18,7 +18,7 @@ def test_seconds_land_in_the_phase_that_spent_them(slow: str, monkeypatch: pytes
     clock, meter = at_the_meter(monkeypatch), Meter.for_device(CPU)
     meter.start_pass()
     for name in ("forward", "backward"):
-        with meter.phase(name):
+        with meter.measure(name):
             clock.now += 2.0 if name == slow else 0.5
     costs, host_seconds = meter.end_pass()
     [fast] = {"forward", "backward"} - {slow}
@@ -28,7 +28,7 @@ def test_seconds_land_in_the_phase_that_spent_them(slow: str, monkeypatch: pytes
 def test_what_lies_between_phases_is_in_the_whole_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, meter = at_the_meter(monkeypatch), Meter.for_device(CPU)
     meter.start_pass()
-    with meter.phase("forward"):
+    with meter.measure("forward"):
         clock.now += 0.5
     clock.now += 2.0
     with meter.pause():
@@ -44,7 +44,7 @@ def test_a_peak_lands_in_the_phase_that_had_it(big: str) -> None:
     assert meter.memory_kind == "resident set (VmHWM)"
     meter.start_pass()
     for name in ("forward", "backward"):
-        with meter.phase(name):
+        with meter.measure(name):
             block = torch.ones(200 * MIB if name == big else 1, dtype=torch.uint8)
             del block
     costs, _ = meter.end_pass()
@@ -56,7 +56,7 @@ def test_a_peak_lands_in_the_phase_that_had_it(big: str) -> None:
 def test_a_phase_that_raises_still_has_its_cost() -> None:
     meter = Meter.for_device(CPU)
     meter.start_pass()
-    with pytest.raises(RuntimeError), meter.phase("forward"):
+    with pytest.raises(RuntimeError), meter.measure("forward"):
         raise RuntimeError("broken")
     costs, _ = meter.end_pass()
     assert set(costs) == {"forward"}
@@ -67,7 +67,7 @@ def test_a_pass_begins_without_the_phases_of_the_one_before() -> None:
     for names in (["forward", "backward"], ["forward"]):
         meter.start_pass()
         for name in names:
-            with meter.phase(name):
+            with meter.measure(name):
                 pass
         costs, _ = meter.end_pass()
         assert list(costs) == names
@@ -107,7 +107,7 @@ def test_on_cuda_kernels_are_billed_to_the_phase_that_queued_them(slow: str) -> 
     torch.cuda._sleep(cycles)
     meter.start_pass()
     for name in ("forward", "backward"):
-        with meter.phase(name):
+        with meter.measure(name):
             if name == slow:
                 torch.cuda._sleep(cycles)
     costs, host_seconds = meter.end_pass()
@@ -123,10 +123,10 @@ def test_on_cuda_a_peak_lands_in_the_phase_that_had_it() -> None:
     meter = Meter.for_device(device)
     assert meter.memory_kind == "cuda allocator"
     meter.start_pass()
-    with meter.phase("forward"):
+    with meter.measure("forward"):
         block = torch.empty(200 * MIB, dtype=torch.uint8, device=device)
         del block
-    with meter.phase("backward"):
+    with meter.measure("backward"):
         kept = torch.empty(10 * MIB, dtype=torch.uint8, device=device)
     costs, _ = meter.end_pass()
     forward, backward = costs["forward"], costs["backward"]

@@ -21,7 +21,7 @@ from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
-from replay.watch.progress import Phase
+from replay.watch.progress import RankPhase
 
 ROOT = Path(__file__).parents[3]
 ONLY_RUN_PASS = {"forward", "backward", "end_window"}
@@ -35,8 +35,8 @@ class Backend:
         self.weight = torch.tensor(2.0, requires_grad=True)
         self.fails_in = ""
 
-    def forward(self, inputs: ActorInputs, *, trains: bool) -> Tensor:
-        self.events.append(f"forward, {'trains' if trains else 'evaluates'}")
+    def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
+        self.events.append(f"forward, {'trains' if train_mode else 'evaluates'}")
         if self.fails_in == "forward":
             raise RuntimeError("the forward failed")
         return self.weight * inputs.action_mask_BA.float()
@@ -68,7 +68,7 @@ class Clock:
         self.events.append("start")
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         self.events.append(f"{name} begins")
         try:
             yield
@@ -95,7 +95,7 @@ class Marker(PassObserver):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def before_phase(self, phase: Phase) -> None:
+    def before_phase(self, phase: RankPhase) -> None:
         self.events.append(f"at {phase.name.lower()}")
 
     def close(self, error: BaseException | None) -> None:
@@ -105,7 +105,7 @@ class Marker(PassObserver):
 class PausingObserver(PassObserver):
     """Looks at everything, with the clock paused."""
 
-    pauses_clock_after: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD, Phase.BACKWARD})
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD, RankPhase.BACKWARD})
 
     def __init__(self, events: list[str], backend: Backend) -> None:
         self.events, self.backend = events, backend

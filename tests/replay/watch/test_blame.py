@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import pytest
 
 from replay.watch.blame import Sighting, find_missing_ranks, report_hang, report_termination
-from replay.watch.progress import Phase, RankPosition
+from replay.watch.progress import RankPhase, RankPosition
 
 
 def make_sighting(
     rank: int,
-    phase: Phase = Phase.FORWARD,
+    phase: RankPhase = RankPhase.FORWARD,
     *,
     index: int = 4,
     counts: Mapping[str, int] | None = None,
@@ -19,7 +19,7 @@ def make_sighting(
     failed: bool = False,
     answers: bool = True,
 ) -> Sighting:
-    source = f"input_{rank}.pkl" if phase not in (Phase.OPENING, Phase.OUT_OF_INPUTS) else None
+    source = f"input_{rank}.pkl" if phase not in (RankPhase.OPENING, RankPhase.OUT_OF_INPUTS) else None
     position = RankPosition(index=index, phase=phase, source=source, rows=2, padded_tokens=40, real_tokens=38)
     return Sighting(
         rank=rank,
@@ -28,7 +28,7 @@ def make_sighting(
         idle_seconds=5.0,
         collectives=counts or {},
         num_unforeseen=unforeseen,
-        waits_for_device=not inside and phase is Phase.DEVICE_WAIT,
+        waits_for_device=not inside and phase is RankPhase.DEVICE_WAIT,
         in_collective=inside,
         collective_failed=failed,
         standing_at="torch/x.py:1 in wait",
@@ -39,17 +39,17 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     "the only rank": ([make_sighting(0)], (0,)),
     "one does not answer, whatever the others do": (
         [
-            make_sighting(0, Phase.READING, inside=False),
+            make_sighting(0, RankPhase.READING, inside=False),
             make_sighting(1, answers=False, inside=False),
-            make_sighting(2, Phase.WAITING),
+            make_sighting(2, RankPhase.WAITING),
         ],
         (1,),
     ),
     "one still reads its file": (
         [
-            make_sighting(0, Phase.STARTING),
-            make_sighting(1, Phase.READING, inside=False),
-            make_sighting(2, Phase.STARTING),
+            make_sighting(0, RankPhase.STARTING),
+            make_sighting(1, RankPhase.READING, inside=False),
+            make_sighting(2, RankPhase.STARTING),
         ],
         (1,),
     ),
@@ -59,33 +59,33 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     ),
     "one opens the actor, the others wait to begin": (
         [
-            make_sighting(0, Phase.OPENING, index=-1, inside=False),
-            make_sighting(1, Phase.STARTING, index=0),
-            make_sighting(2, Phase.STARTING, index=0),
+            make_sighting(0, RankPhase.OPENING, index=-1, inside=False),
+            make_sighting(1, RankPhase.STARTING, index=0),
+            make_sighting(2, RankPhase.STARTING, index=0),
         ],
         (0,),
     ),
     "one ran out of inputs": (
         [
-            make_sighting(0, Phase.STARTING, index=5),
-            make_sighting(1, Phase.OUT_OF_INPUTS, index=5, inside=False),
-            make_sighting(2, Phase.STARTING, index=5),
+            make_sighting(0, RankPhase.STARTING, index=5),
+            make_sighting(1, RankPhase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(2, RankPhase.STARTING, index=5),
         ],
         (1,),
     ),
     "two ran out of inputs, at different times": (
         [
-            make_sighting(0, Phase.OUT_OF_INPUTS, index=3, inside=False),
-            make_sighting(1, Phase.OUT_OF_INPUTS, index=4, inside=False),
-            make_sighting(2, Phase.STARTING, index=4),
+            make_sighting(0, RankPhase.OUT_OF_INPUTS, index=3, inside=False),
+            make_sighting(1, RankPhase.OUT_OF_INPUTS, index=4, inside=False),
+            make_sighting(2, RankPhase.STARTING, index=4),
         ],
         (0, 1),
     ),
     "one is still in the last pass, the others are through": (
         [
-            make_sighting(0, Phase.OUT_OF_INPUTS, index=5, inside=False),
-            make_sighting(1, Phase.GATHERING, index=4, inside=False),
-            make_sighting(2, Phase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(0, RankPhase.OUT_OF_INPUTS, index=5, inside=False),
+            make_sighting(1, RankPhase.GATHERING, index=4, inside=False),
+            make_sighting(2, RankPhase.OUT_OF_INPUTS, index=5, inside=False),
         ],
         (1,),
     ),
@@ -93,17 +93,17 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
         [
             make_sighting(0),
             make_sighting(1, inside=False),
-            make_sighting(2, Phase.WAITING),
-            make_sighting(3, Phase.WAITING),
+            make_sighting(2, RankPhase.WAITING),
+            make_sighting(3, RankPhase.WAITING),
         ],
         (1,),
     ),
     "one went past a collective in which the others wait": (
-        [make_sighting(0), make_sighting(1), make_sighting(2, Phase.BACKWARD)],
+        [make_sighting(0), make_sighting(1), make_sighting(2, RankPhase.BACKWARD)],
         (2,),
     ),
     "one waits in a collective that the others never reach": (
-        [make_sighting(0, Phase.BACKWARD), make_sighting(1), make_sighting(2, Phase.BACKWARD)],
+        [make_sighting(0, RankPhase.BACKWARD), make_sighting(1), make_sighting(2, RankPhase.BACKWARD)],
         (1,),
     ),
     "fewer collectives in the same phase": (
@@ -133,23 +133,23 @@ CASES: dict[str, tuple[list[Sighting], tuple[int, ...]]] = {
     ),
     "one more than in any pass before, and all wait for their devices": (
         [
-            make_sighting(0, Phase.DEVICE_WAIT, counts={"0": 7}, inside=False),
-            make_sighting(1, Phase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, RankPhase.DEVICE_WAIT, counts={"0": 7}, inside=False),
+            make_sighting(1, RankPhase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one more than in any pass before, and the other is stuck in an earlier phase": (
         [
-            make_sighting(0, Phase.BACKWARD, counts={"0": 7}, inside=False),
-            make_sighting(1, Phase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
+            make_sighting(0, RankPhase.BACKWARD, counts={"0": 7}, inside=False),
+            make_sighting(1, RankPhase.DEVICE_WAIT, counts={"0": 8}, inside=False, unforeseen=1),
         ],
         (1,),
     ),
     "one's collective failed, two more returned in the same phase": (
         [
-            make_sighting(0, Phase.WAITING, failed=True),
-            make_sighting(1, Phase.WAITING, counts={"0": 8}, inside=False),
-            make_sighting(2, Phase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
+            make_sighting(0, RankPhase.WAITING, failed=True),
+            make_sighting(1, RankPhase.WAITING, counts={"0": 8}, inside=False),
+            make_sighting(2, RankPhase.WAITING, counts={"0": 9}, inside=False, unforeseen=1),
         ],
         (2,),
     ),
@@ -205,7 +205,7 @@ def test_where_it_cannot_be_told_nobody_is_named() -> None:
 
 def test_every_rank_has_a_line_with_its_input_and_phase() -> None:
     failure = report_hang(
-        [make_sighting(0, Phase.WAITING), make_sighting(1, inside=False)],
+        [make_sighting(0, RankPhase.WAITING), make_sighting(1, inside=False)],
         "no progress for 120 s",
         advice=". Try: --timeout 600",
     )

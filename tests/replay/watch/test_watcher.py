@@ -19,7 +19,7 @@ from actor_init.world import World
 from replay.command_line.cli import main
 from replay.watch import side_channel, stacks
 from replay.watch.blame import report_failed_rank
-from replay.watch.progress import Phase, RankPosition, Tracker, read_last_position
+from replay.watch.progress import RankPhase, RankPosition, Tracker, read_last_position
 from replay.watch.shutdown import claim_failure
 from replay.watch.side_channel import Peers
 from replay.watch.stacks import is_raised_in_collective
@@ -234,7 +234,7 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
     """As where all run out of memory in the same pass."""
     Tracker(tmp_path, rank=0)
-    position = RankPosition(index=1, phase=Phase.FORWARD, source="a.pkl")
+    position = RankPosition(index=1, phase=RankPhase.FORWARD, source="a.pkl")
     assert claim_failure(tmp_path, report_failed_rank(1, position, "OutOfMemoryError"), "rank 1 failed")
     assert not claim_failure(tmp_path, report_failed_rank(0, position, "OutOfMemoryError"), "rank 0 failed")
     assert (tmp_path / "failure.txt").read_text() == "rank 1 failed\n"
@@ -243,17 +243,17 @@ def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) ->
 
 def test_what_a_rank_said_last_is_in_its_file(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, rank=3)
-    assert read_last_position(tmp_path, 3) == RankPosition(index=-1, phase=Phase.OPENING)
+    assert read_last_position(tmp_path, 3) == RankPosition(index=-1, phase=RankPhase.OPENING)
     tracker.begin_pass(11, "a" * 240 + "ü.pkl")
     tracker.set_shapes(2, 40, 38)
-    tracker.enter_phase(Phase.BACKWARD)
+    tracker.enter_phase(RankPhase.BACKWARD)
     expected = RankPosition(
-        index=11, phase=Phase.BACKWARD, source="a" * 240 + "ü.pkl", rows=2, padded_tokens=40, real_tokens=38
+        index=11, phase=RankPhase.BACKWARD, source="a" * 240 + "ü.pkl", rows=2, padded_tokens=40, real_tokens=38
     )
     assert read_last_position(tmp_path, 3) == expected
-    tracker.enter_phase_after_passes(12, Phase.OUT_OF_INPUTS)
-    assert read_last_position(tmp_path, 3) == RankPosition(index=12, phase=Phase.OUT_OF_INPUTS)
-    assert RankPosition(index=12, phase=Phase.OUT_OF_INPUTS).describe() == "phase out of inputs after 12 passes"
+    tracker.enter_phase_after_passes(12, RankPhase.OUT_OF_INPUTS)
+    assert read_last_position(tmp_path, 3) == RankPosition(index=12, phase=RankPhase.OUT_OF_INPUTS)
+    assert RankPosition(index=12, phase=RankPhase.OUT_OF_INPUTS).describe() == "phase out of inputs after 12 passes"
 
 
 def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None:
@@ -263,11 +263,11 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     def replay(index: int, forward: int, backward: int, place_in_window: int = 0) -> list[int]:
         seen = []
         tracker.begin_pass(index, "a.pkl", place_in_window=place_in_window)
-        for phase, number in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        for phase, number in ((RankPhase.FORWARD, forward), (RankPhase.BACKWARD, backward)):
             tracker.enter_phase(phase)
             entered["data"] += number
             seen.append(tracker.count_new_collectives())
-        tracker.enter_phase(Phase.ENDING)
+        tracker.enter_phase(RankPhase.ENDING)
         return [*seen, tracker.count_new_collectives()]
 
     assert replay(0, forward=9, backward=2) == [0, 0, 0]
@@ -278,10 +278,10 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     assert tracker.count_new_collectives() == 3
     assert replay(4, forward=20, backward=2, place_in_window=1) == [0, 0, 0]
     tracker.begin_pass(5, "a.pkl")
-    tracker.enter_phase(Phase.FORWARD)
+    tracker.enter_phase(RankPhase.FORWARD)
     entered["data"] += 99
     assert tracker.count_new_collectives() == 89
-    tracker.enter_phase(Phase.ENDING)  # without a backward: no pass before went this way
+    tracker.enter_phase(RankPhase.ENDING)  # without a backward: no pass before went this way
     assert tracker.count_new_collectives() == 0
 
 
