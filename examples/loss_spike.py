@@ -1,19 +1,28 @@
-r"""A training job whose loss spikes after a restart: the checkpoint is loaded with one layer's weight transposed.
+r"""A training job with two mistakes, one in how it loads a checkpoint and one in its own code of an MLP.
 
     python examples/loss_spike.py --steps 150 --save runs/step-150
     capture run --to inputs/restart \
         examples/loss_spike.py --resume runs/step-150 --first-step 150 --steps 4
 
-README.md walks from the spike to the name of that layer.
+Its loss spikes after the restart: the checkpoint is loaded with one layer's weight transposed.
+
+    python examples/loss_spike.py --steps 0 --save runs/start
+    capture run --to inputs/fast examples/loss_spike.py --steps 4 --fast-mlp
+
+Here one layer's MLP is computed by a function of the job's own, which takes two projections for each other.
+
+README.md walks from both to the name of the layer.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 TEXT = Path(__file__).parent / "tiny_ppo" / "text.md"
 NUM_ROWS, NUM_TOKENS = 4, 128
@@ -32,6 +41,20 @@ def new_model() -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config)
+
+
+def compute_mlp(mlp: LlamaMLP, hidden_BSD: Tensor) -> Tensor:
+    """Compute an MLP in the job's own way. The mistake is here: the activation is of the wrong projection."""
+    output_BSD: Tensor = mlp.down_proj(mlp.act_fn(mlp.up_proj(hidden_BSD)) * mlp.gate_proj(hidden_BSD))
+    return output_BSD
+
+
+def build() -> LlamaForCausalLM:
+    """Build the model with the job's own MLP, for `replay --model examples/loss_spike.py:build` too."""
+    model = new_model()
+    mlp = model.model.layers[2].mlp
+    mlp.forward = partial(compute_mlp, mlp)
+    return model
 
 
 def load(model: LlamaForCausalLM, folder: Path) -> None:
@@ -55,9 +78,10 @@ def main() -> None:
     parser.add_argument("--first-step", type=int, default=0)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--fast-mlp", action="store_true", help="compute one layer's MLP by the job's own function")
     options = parser.parse_args()
 
-    model = new_model()
+    model = build() if options.fast_mlp else new_model()
     if options.resume:
         load(model, options.resume)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -13,11 +13,12 @@ from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import MASKS
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, OPTIMIZER_STATE
 
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
-ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT)
+# A wrong forward or gradient makes the steps after it wrong, too.
+ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT, OPTIMIZER_STATE, MOVED)
 
 # Kinds that can make a forward wrong, and those that can make a gradient wrong after a right forward.
 FORWARD_KINDS = (

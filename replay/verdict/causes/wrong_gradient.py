@@ -11,9 +11,9 @@ from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER_STATE
 
-GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES)
+GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES, OPTIMIZER_STATE)
 # A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
 SAME_RATIO = {False: 1e-3, True: 0.08}
 SAME_COSINE = {False: 0.9999, True: 0.9}
@@ -50,7 +50,7 @@ def find_factor(parameter: ComparedGradient) -> float | None:
 
 def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
     """Find the first window whose gradient differs, if the job recorded enough of it."""
-    wrong = evidence.find_wrong(*GRADIENT_FINDINGS)
+    wrong = evidence.find_wrong(MISSING_GRADIENT, *GRADIENT_QUANTITIES)
     if wrong is None or evidence.is_forward_wrong:
         return None
     verdict, _ = wrong
