@@ -28,7 +28,7 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
         ),
         None,
     )
-    of_step = "" if step is None else f", which the job had after {pluralise(step, 'step')}"
+    of_step = f", which the job had after {pluralise(step, 'step')}" if step else ""
     return Cause(
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,
