@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from actor_init.model import ModelSource
+from actor_init.model import ModelSource, strip_config
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
@@ -40,7 +40,7 @@ def list_notes(
     except CaptureError:
         # The ids of padding are the model's then, and `replay inspect` names the file.
         job_config, adapters = None, {}
-    padding_id, end_ids, _ = read_config_ids(job_config or source.config.to_dict())
+    padding_id, end_ids, _ = read_config_ids(job_config or strip_config(source.config))
     subject = LintSubject(
         passes=keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None]),
         is_whole=is_whole,
