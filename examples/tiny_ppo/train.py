@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor_init.model import make_random_weights
-from capture import recording
+from capture import Recorder, recording
 
 BOS, EOS, PAD = 256, 257, 258  # after the 256 byte values
 PROMPT_LIMIT, ANSWER_LIMIT = 320, 704  # tokens; one row of a rollout has both
@@ -138,7 +138,9 @@ def roll_out(actor: nn.Module, samples: list[Sample], verbose: bool) -> list[Exp
     ]
 
 
-def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Random, verbose: bool) -> None:
+def train(
+    actor: nn.Module, experiences: list[Experience], shuffler: random.Random, recorder: Recorder, verbose: bool
+) -> None:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-4, betas=(0.9, 0.95))
     steps_an_epoch = -(-NUM_ANSWERS // TRAIN_ROWS)
     for step in range(NUM_EPOCHS * steps_an_epoch):
@@ -160,6 +162,8 @@ def train(actor: nn.Module, experiences: list[Experience], shuffler: random.Rand
         # Before the first update the policy is still that of the rollouts; only the padding has changed.
         assert step > 0 or torch.allclose(ratio_BA, torch.ones_like(ratio_BA), atol=1e-3)
         loss = policy_loss(ratio_BA, advantages_B, action_mask_BA)
+        # With these a replay computes the same loss, and judges it and its gradients (docs/objectives.md).
+        recorder.note(advantages=advantages_B, old_log_probs=old_log_probs_BA, loss=loss)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
@@ -191,9 +195,10 @@ def run(out: Path, seed: int, rank: int, world_size: int) -> None:
     if world_size > 1:
         actor = DistributedDataParallel(actor)
     samples = read_samples(rank, world_size, seed)
-    with recording(actor, out, reproduce=True):  # the only line needed for capturing
+    # The only line needed for capturing.
+    with recording(actor, out, reproduce=True) as recorder:
         experiences = roll_out(actor, samples, verbose=rank == 0)
-        train(actor, experiences, random.Random(seed + rank), verbose=rank == 0)
+        train(actor, experiences, random.Random(seed + rank), recorder, verbose=rank == 0)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,16 @@ from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
+from replay.objective.inputs import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    ObjectiveError,
+    ObjectiveInputs,
+    ObjectiveRecord,
+    explain_missing,
+)
 from replay.options.declarations import OBJECTIVES
+from replay.options.declarations.policy import POLICY
 from replay.options.spec import USER_LOSS_PATTERN, LossName, ObjectiveSpec, ReplayParts, is_objective
 
 
@@ -132,9 +140,12 @@ class Objective:
                     explain_missing(recorded, need.names) + (f"; {need.or_else}" if need.or_else else "")
                 )
 
-    def describe(self) -> str:
-        """Describe the objective for the header."""
-        return ", ".join([self.loss, *self.formula.describe(self.spec)])
+    def describe(self, *, is_noted: bool = False) -> str:
+        """Describe the objective for the header. Of one that the job noted the settings are defaults."""
+        settings = self.formula.describe(self.spec)
+        if is_noted:
+            return f"{self.loss}, as the job noted it; by default {', '.join(settings)}"
+        return ", ".join([self.loss, *settings])
 
 
 def measure_loss_sensitivity(loss: Tensor, log_probs_BA: Tensor) -> float:
@@ -148,10 +159,14 @@ def measure_loss_sensitivity(loss: Tensor, log_probs_BA: Tensor) -> float:
     return 1.0 if gradient is None else float(gradient.abs().sum())
 
 
-def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | None) -> str:
-    """Describe the loss for the header, and say when it was not asked for. `first` is a capture that says of what."""
+def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | None, *, is_noted: bool) -> str:
+    """Describe the loss for the header, and say when it was not asked for.
+
+    first     a capture that says of what it is
+    is_noted  the objective is there because the job noted its loss
+    """
     if objective is not None:
-        return objective.describe()
+        return objective.describe(is_noted=is_noted)
     loss = spec.measure.loss
     return f"{loss}{', by default' if loss == LossName.STAND_IN else ''}: {_describe_mean(loss, first)}"
 
@@ -191,6 +206,16 @@ def name_loss(loss: str, batch: MicroBatch) -> str:
         return loss
     has_labels = batch.labels_BS is not None or batch.shift_labels is not None
     return LossName.SFT if has_labels else LossName.STAND_IN
+
+
+def name_noted_objective(call: Call, batch: MicroBatch) -> str | None:
+    """Name the objective whose loss the job noted of a pass, with what it is computed from; None where it did not."""
+    if not call.trains or not isinstance(call.outputs.get("noted_loss"), float):
+        return None
+    names = call.tensors.keys() | call.notes.keys()
+    has_needs = all(any(name in names for name in need) for need in (ADVANTAGES, OLD_LOG_PROBS))
+    has_tokens = batch.action_mask_BA is not None or batch.labels_BS is not None
+    return POLICY.name if has_needs and has_tokens else None
 
 
 def may_count_after_padding(spec: ReplayParts) -> bool:

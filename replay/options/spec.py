@@ -26,7 +26,8 @@ class InputOrder(StrEnum):
 class LossName(StrEnum):
     """Losses that are means of log-probs; `replay/options/declarations` has the objectives, which --loss may be too.
 
-    AUTO is, for each micro-batch, SFT where it has labels, and the stand-in otherwise.
+    AUTO is an objective whose loss the job noted; else, for each micro-batch, SFT where it has labels, and the stand-in
+    otherwise.
     """
 
     AUTO = "auto"
@@ -65,7 +66,8 @@ def is_objective(loss: str) -> bool:
 def _describe_losses() -> str:
     objectives = " ".join(f"{name}: {objective.help}." for name, objective in OBJECTIVES.items())
     return (
-        "auto: sft where the captures have labels, else stand-in. "
+        "auto: policy where the job noted its loss with what that needs, sft where the captures have labels, "
+        "else stand-in. "
         "stand-in: the negated mean log-prob of the action tokens. sft: of the label tokens, or of all real tokens. "
         f"{objectives} FILE.py:FUNCTION: your own (docs/objectives.md)."
     )

@@ -15,11 +15,12 @@ from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
 from actor_init.world import World
+from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
-from replay.options.option_parsing import list_options
+from replay.options.option_parsing import format_error_with_flags, list_options
 from replay.options.resolved import (
     ATTENTION,
     FUSED_MODULES,
@@ -34,7 +35,7 @@ from replay.options.resolved import (
     ResolvedReplay,
     choose_actor_kernel,
 )
-from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec
+from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
     ChosenKernel,
@@ -50,7 +51,12 @@ from replay.resolution.step_choice import choose_steps
 
 
 def resolve(
-    spec: ReplaySpec, selection: Selection, first_call: Call | None, world: World, objective: Objective | None
+    spec: ReplaySpec,
+    selection: Selection,
+    first_call: Call | None,
+    world: World,
+    loss: ResolvedChoice,
+    objective: Objective | None,
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
@@ -62,7 +68,8 @@ def resolve(
 
     spec        what was typed
     first_call  the call of the first capture; None if it cannot be read
-    objective   what --loss names; None for stand-in and sft
+    loss        what `choose_loss` chose
+    objective   what that names; None for stand-in and sft
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
@@ -73,7 +80,6 @@ def resolve(
     source = find_source_on_all(filled_spec, world)
     source = replace(source, frozen=world.from_first(find_frozen_in_job(filled_spec, source, first_call)))
 
-    loss = world.from_first(_choose_loss(filled_spec, first_call))
     filled_spec = replace(filled_spec, measure=replace(filled_spec.measure, loss=loss.value))
     steps = choose_steps(filled_spec, source, selection, first_call, world)
     actor_with_steps = steps.apply(filled_spec.actor)
@@ -135,19 +141,44 @@ def resolve(
     )
 
 
-def _choose_loss(spec: ReplayParts, first_call: Call | None) -> ResolvedChoice:
-    """Choose the loss: as typed, else that of the labels where the first capture has some."""
+def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None) -> ResolvedChoice:
+    """Choose the loss: as typed, else the objective that the job noted in every pass, else that of the labels where the
+    first capture has some.
+    """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
         return ResolvedChoice(setting=LOSS, value=loss, by=ChosenBy.TYPED)
+    noted, obstacle = selection.noted_objective, _find_noted_loss_obstacle(spec)
+    if noted is not None and obstacle is None:
+        why = "it noted its loss, advantages and old log-probs"
+        return ResolvedChoice(setting=LOSS, value=noted, by=ChosenBy.JOB, why=why)
     try:
         named = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
     except CaptureError:
         # The pass itself will report what is wrong with the capture.
         named = LossName.STAND_IN
-    if named == LossName.STAND_IN:
-        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why="the inputs have no labels")
-    return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.JOB, why="its captures have labels")
+    if named != LossName.STAND_IN:
+        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.JOB, why="its captures have labels")
+    if noted is not None and obstacle:
+        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.OPTION, why=obstacle)
+    why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
+    return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why=why)
+
+
+def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
+    """Say why a noted objective is not the loss unless it is typed; None if nothing is against it.
+
+    Runs that keep details are compared with each other, by a mean of log-probs: there is nothing to say.
+    """
+    inputs, measure = spec.inputs, spec.measure
+    if measure.details:
+        return ""
+    if inputs.passes is not Passes.TRAIN:
+        why = "takes rollout passes, too" if inputs.passes is Passes.ALL else "takes rollout passes"
+        return format_error_with_flags(f"{Setting('passes', inputs.passes)} {why}, of which no loss was noted")
+    if measure.window is not WindowWeights.JOB:
+        return format_error_with_flags(f"{Setting('window', measure.window)} is for a mean of log-probs")
+    return None
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:

@@ -20,7 +20,7 @@ from capture.file_format.listing import CaptureLocation, list_captures
 from capture.file_format.micro_batch import CaptureError, MicroBatch, NotReplayableError
 from capture.file_format.segment import Segment, capture_exists
 from capture.file_format.segment_record import SegmentRecord, digest_window
-from replay.objective.objective import select_loss_tokens
+from replay.objective.objective import name_noted_objective, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
@@ -77,6 +77,17 @@ class Selection:
     is_whole: bool = False
     recording: ChosenRecording | None = None
 
+    @property
+    def noted_objective(self) -> str | None:
+        """The objective whose loss the job noted in every training pass; None where it did not."""
+        noted = {
+            job_pass.objective
+            for input_round in self.rounds
+            if input_round.trains
+            for job_pass in input_round.job_passes
+        }
+        return noted.pop() if len(noted) == 1 else None
+
     def describe(self) -> RunInputs:
         """Return what is replayed and what is not, for run.json."""
         return RunInputs(
@@ -121,10 +132,11 @@ class CaptureReader:
             return capture
         try:
             call = read_call(capture.path)
-            num_tokens, num_after_padding = self._count_loss_tokens(call.micro_batch())
+            batch = call.micro_batch()
         except CaptureError:
             return replace(capture, num_tokens=0, num_after_padding=0)
-        job_pass = _describe_job_pass(call, num_tokens)
+        num_tokens, num_after_padding = self._count_loss_tokens(batch)
+        job_pass = _describe_job_pass(call, batch, num_tokens)
         return replace(capture, num_tokens=num_tokens, num_after_padding=num_after_padding, job_pass=job_pass)
 
     def _count_loss_tokens(self, batch: MicroBatch) -> tuple[int, int]:
@@ -181,11 +193,11 @@ class CaptureReader:
             real_tokens=batch.num_real_tokens,
             padded_tokens=batch.num_padded_tokens,
             num_after_padding=num_after_padding,
-            job_pass=_describe_job_pass(call, num_tokens),
+            job_pass=_describe_job_pass(call, batch, num_tokens),
         )
 
 
-def _describe_job_pass(call: Call, num_tokens: int) -> JobPass:
+def _describe_job_pass(call: Call, batch: MicroBatch, num_tokens: int) -> JobPass:
     divisor = read_divisor(call)
     return JobPass(
         rank=call.origin.rank or 0,
@@ -194,6 +206,7 @@ def _describe_job_pass(call: Call, num_tokens: int) -> JobPass:
         num_steps_before=call.optimizer_step,
         step=None if call.step is None else replace(call.step, gradients=None, signatures=()),
         tokens_of_mean=1.0 if not divisor else num_tokens / divisor,
+        objective=name_noted_objective(call, batch),
     )
 
 

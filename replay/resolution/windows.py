@@ -55,6 +55,7 @@ class JobPass:
     step              of the last pass before a step: the step, without samples of gradients
     tokens_of_mean    how many of the job's means over tokens the replay's mean over the pass's tokens is: 1, or the
                       tokens by what the job divided the sum of their losses by
+    objective         the objective whose loss the job noted, with what it is computed from; None: it noted no such
     """
 
     rank: int
@@ -63,6 +64,7 @@ class JobPass:
     num_steps_before: int | None
     step: OptimizerStep | None
     tokens_of_mean: float
+    objective: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, describe_loss
 from replay.options.option_parsing import spell_setting
-from replay.options.resolved import STEP, ResolvedReplay
+from replay.options.resolved import LOSS, STEP, ChosenBy, ResolvedReplay
 from replay.options.spec import WindowWeights
 from replay.output.text import describe_engine, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
@@ -93,7 +93,9 @@ class Header:
         if resolved.attention_reason:
             kernel = find_attention_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
-        lines["loss"] = describe_loss(self.objective, resolved, self.first_call)
+        lines["loss"] = describe_loss(
+            self.objective, resolved, self.first_call, is_noted=resolved.find_chooser(LOSS) is ChosenBy.JOB
+        )
         lines |= _format_config_line(self.config_differences)
         lines |= {} if self.model_problem is None else {"job model": f"not compared: {self.model_problem}"}
         lines |= _describe_adapter(resolved)

@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -14,11 +14,11 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, ObjectiveRecord
 from replay.objective.objective import Objective, may_count_after_padding
-from replay.options.resolved import ResolvedReplay
-from replay.options.spec import ReplaySpec
+from replay.options.resolved import ChosenBy, ResolvedChoice, ResolvedReplay
+from replay.options.spec import ReplaySpec, is_objective
 from replay.output.printing import open_console, print_table
 from replay.output.text import have_distinct_short_names
-from replay.resolution.resolve import resolve
+from replay.resolution.resolve import choose_loss, resolve
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.runlog.writer import Logbook, create_folder
 from replay.runner.checkpoint import Saver, find_state_to_load, load_state_weights, refuse_folders
@@ -75,25 +75,34 @@ class _PreparedReplay:
     @classmethod
     def prepare(cls, spec: ReplaySpec, world: World) -> Self:
         """Select the inputs and make every choice of the run. Raises UsageError, on all ranks, for what cannot run."""
-        selection = select(
-            spec.inputs,
-            world.data_rank,
-            world.num_data_ranks,
-            loss=spec.measure.loss,
-            grad_accumulation=spec.actor.grad_accumulation,
-            packs=spec.actor.packs,
-            padding_predicts=may_count_after_padding(spec),
-        )
+        selection = _select(spec, world)
         meter = Meter.for_device(world.device)
         if spec.measure.memory_snapshot and meter.read_held_bytes() is None:
             snapshot = Setting("memory_snapshot")
             why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
             raise UsageError(snapshot, why, f"Try: without {snapshot}")
         first_call = read_first_call(selection)
-        objective = Objective.open(spec)
+        loss: ResolvedChoice = world.from_first(choose_loss(spec, selection, first_call))
+        spec_with_loss = replace(spec, measure=replace(spec.measure, loss=loss.value))
+        if loss.by is ChosenBy.JOB and is_objective(loss.value) and any(world.gather(_has_labels(first_call))):
+            # The labels' tokens were counted, before it was known that the loss is not theirs.
+            selection = _select(spec_with_loss, world)
+        objective = Objective.open(spec_with_loss)
         _check_objective(objective, first_call)
-        resolved = resolve(spec, selection, first_call, world, objective)
+        resolved = resolve(spec, selection, first_call, world, loss, objective)
         return cls(resolved=resolved, selection=selection, meter=meter, first_call=first_call, objective=objective)
+
+
+def _select(spec: ReplaySpec, world: World) -> Selection:
+    return select(
+        spec.inputs,
+        world.data_rank,
+        world.num_data_ranks,
+        loss=spec.measure.loss,
+        grad_accumulation=spec.actor.grad_accumulation,
+        packs=spec.actor.packs,
+        padding_predicts=may_count_after_padding(spec),
+    )
 
 
 def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: StateStore | None = None) -> Run:
@@ -195,6 +204,10 @@ def _open_actor(
         raise
     extend_collective_timeouts(spec.measure.timeout)
     return actor
+
+
+def _has_labels(call: Call | None) -> bool:
+    return call is not None and not call.tensors.keys().isdisjoint(("labels", "shift_labels"))
 
 
 def _check_objective(objective: Objective | None, first_call: Call | None) -> None:

@@ -29,10 +29,12 @@ from replay.commands.minimise.trials import (
     read_cell,
 )
 from replay.options.option_parsing import format_command_line, format_error_with_flags
+from replay.options.resolved import ChosenBy
 from replay.options.spec import ReplaySpec
 from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
-from replay.resolution.selection import select
+from replay.resolution.resolve import choose_loss
+from replay.resolution.selection import Selection, select
 from replay.runlog.writer import INTERRUPTED
 
 
@@ -80,12 +82,17 @@ def _begin(
             f"{pluralise(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
             "Try: a smaller --processes, --tp or --ring"
         )
+    selections = _select_for_all(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
+    loss = choose_loss(spec, selections[0], None)
+    if loss.by is ChosenBy.JOB:
+        # A part of a capture has no noted loss that would tell it.
+        spec = replace(spec, measure=replace(spec.measure, loss=loss.value))
     plan = MinimisePlan(
         spec=spec,
         num_processes=num_processes,
         limits=MinimiseLimits(**limits),
         redact=redact,
-        sources=_find_sources(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring)),
+        sources=_list_sources(selections),
         parity=cell,
     )
     campaign = Campaign.begin(
@@ -120,14 +127,18 @@ def _exists(path: Path) -> bool:
     return path.exists() or path.parent.is_file()
 
 
-def _find_sources(spec: ReplaySpec, num_data_ranks: int) -> list[Path]:
-    """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
-    selections = [
+def _select_for_all(spec: ReplaySpec, num_data_ranks: int) -> list[Selection]:
+    """Select the inputs of each data rank."""
+    return [
         select(
             spec.inputs, rank, num_data_ranks, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation
         )
         for rank in range(num_data_ranks)
     ]
+
+
+def _list_sources(selections: Sequence[Selection]) -> list[Path]:
+    """Return the captures that a replay takes, in the order of its rounds. Raises UsageError if there are none."""
     longest = max(len(selection.inputs) for selection in selections)
     rounds = [
         selection.inputs[number]

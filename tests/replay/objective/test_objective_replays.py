@@ -109,10 +109,26 @@ def test_another_setting_differs(whole_job: Path, tmp_path: Path, other: dict[st
     assert run["verdict"]["first"]["findings"][0]["name"] == LOSS
 
 
-def test_without_a_loss_the_header_says_what_is_computed(
+def test_without_a_loss_that_of_the_job_s_notes_is_computed(
     plain_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_replay(plain_job, tmp_path)
+    _, run = run_replay(plain_job, tmp_path)
+    check_reproduced(run)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "loss policy, as the job noted it; by default ratio clipped to 0.8 ... 1.2, reduction tokens" in said
+
+
+def test_without_a_loss_a_job_of_other_settings_differs(whole_job: Path, tmp_path: Path) -> None:
+    _, run = run_replay(whole_job, tmp_path)
+    assert run["verdict"]["outcome"] == "DIFFERS"
+    assert run["verdict"]["first"]["findings"][0]["name"] == LOSS
+
+
+def test_without_the_notes_of_a_loss_the_header_says_what_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train(tmp_path / "job", notes=("advantages", "action_mask"))
+    run_replay(job, tmp_path / "logs")
     said = " ".join(capsys.readouterr().out.split())
     assert "loss stand-in, by default: the negated mean log-prob of the action tokens" in said
 
@@ -120,9 +136,9 @@ def test_without_a_loss_the_header_says_what_is_computed(
 @pytest.mark.parametrize(
     ("given", "typed", "says"),
     [
-        ("labels", [], "stand-in, by default: the mean cross entropy of the labels, for there is no action mask"),
+        ("labels", [], "sft: the mean cross entropy of the labels"),
         ("labels", ["--loss", "sft"], "sft: the mean cross entropy of the labels"),
-        ("shift_labels", [], "stand-in, by default: the mean cross entropy of the labels, for there is no action mask"),
+        ("shift_labels", [], "sft: the mean cross entropy of the labels"),
         (None, [], "stand-in, by default: the negated mean log-prob of all real tokens, for there is no action mask"),
         (None, ["--loss", "sft"], "sft: the negated mean log-prob of all real tokens, for there are no labels"),
     ],

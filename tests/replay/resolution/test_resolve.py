@@ -33,7 +33,7 @@ from replay.options.resolved import (
 )
 from replay.options.spec import ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
-from replay.resolution.resolve import _explain_attention, resolve
+from replay.resolution.resolve import _explain_attention, choose_loss, resolve
 from replay.resolution.selection import Selection, read_first_call, select
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
@@ -53,7 +53,9 @@ def resolve_typed(world: World, *typed: str) -> ResolvedReplay:
     """The sample's replay under these options."""
     spec = spec_of([*typed, "--max-inputs", "1"])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
-    return resolve(spec, selection, read_first_call(selection), world, None)
+    first_call = read_first_call(selection)
+    loss = choose_loss(spec, selection, first_call)
+    return resolve(spec, selection, first_call, world, loss, None)
 
 
 def map_choosers(replay: ResolvedReplay) -> dict[str, ChosenBy]:
