@@ -302,7 +302,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"loss": "ppo"}, "Give one of stand-in, sft, policy, dpo, or FILE.py:FUNCTION"),
+        ({"loss": "ppo"}, "Give one of auto, stand-in, sft, policy, dpo, or FILE.py:FUNCTION"),
         ({"clip_low": "0.3"}, "--clip-low is a setting of --loss policy"),
         ({"loss": "policy", "dpo_beta": "0.3"}, "--dpo-beta is a setting of --loss dpo"),
         ({"loss": "policy", "divisor": "3"}, "Try: --reduction divisor --divisor 3"),

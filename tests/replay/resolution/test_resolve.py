@@ -31,10 +31,11 @@ from replay.options.resolved import (
     ResolvedChoice,
     ResolvedReplay,
 )
-from replay.options.spec import ReplaySpec, StepMode
+from replay.options.spec import MeasureSpec, ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
 from replay.resolution.resolve import _explain_attention, choose_loss, resolve
 from replay.resolution.selection import Selection, read_first_call, select
+from replay.resolution.windows import InputRound, JobPass
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.typed import spec_of
@@ -137,6 +138,37 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
     ):
         choice = choose_from_job(spec, None, selection, "cpu")[3]
         assert (choice.value, choice.by) == (selection.grad_accumulation, by)
+
+
+def make_noted_pass(objective: str | None) -> InputRound:
+    job_pass = JobPass(
+        rank=0, forward=0, world_size=1, num_steps_before=0, step=None, tokens_of_mean=1.0, objective=objective
+    )
+    return InputRound(trains=True, num_tokens=[1], has_gradients=False, job_passes=[job_pass])
+
+
+ROLLOUT_ROUND = InputRound(trains=False, num_tokens=[1], has_gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "typed", "loss", "by"),
+    [
+        ([make_noted_pass("policy"), ROLLOUT_ROUND, make_noted_pass("policy")], [], "policy", ChosenBy.JOB),
+        ([make_noted_pass("policy"), make_noted_pass(None)], [], "stand-in", ChosenBy.DEFAULT),
+        ([make_noted_pass("policy")], ["--loss", "sft"], "sft", ChosenBy.TYPED),
+        ([make_noted_pass("policy")], ["--window", "mean-of-means"], "stand-in", ChosenBy.OPTION),
+        ([make_noted_pass("policy")], ["--passes", "all"], "stand-in", ChosenBy.OPTION),
+        ([], [], "stand-in", ChosenBy.DEFAULT),
+    ],
+)
+def test_a_noted_loss_is_the_default(rounds: list[InputRound], typed: list[str], loss: str, by: ChosenBy) -> None:
+    choice = choose_loss(spec_of(typed), replace(SELECTION, rounds=rounds), None)
+    assert (choice.value, choice.by) == (loss, by)
+
+
+def test_runs_that_parity_compares_have_no_noted_loss() -> None:
+    spec = replace(ReplaySpec(), measure=MeasureSpec(details=True))
+    assert choose_loss(spec, replace(SELECTION, rounds=[make_noted_pass("policy")]), None).value == "stand-in"
 
 
 def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
