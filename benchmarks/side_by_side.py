@@ -21,7 +21,7 @@ from actor_init.world import World
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
-from replay.resolution.resolve import resolve
+from replay.resolution.resolve import choose_loss, resolve
 from replay.resolution.selection import select
 from replay.runlog.summary import find_peak_bytes, sum_phase_seconds
 from replay.runner.meter import Meter
@@ -66,7 +66,8 @@ def main() -> int:
 def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequence[Path]]:
     """Open what a replay with these options runs, and return it with its inputs."""
     selection = select(spec.inputs, world.data_rank, world.num_data_ranks)
-    resolved = resolve(spec, selection, read_call(selection.inputs[0]), world, None)
+    first_call = read_call(selection.inputs[0])
+    resolved = resolve(spec, selection, first_call, world, choose_loss(spec, selection, first_call), None)
     source = resolved.source
     actor = ReopenableActor(resolved.actor, source, world)
     meter = Meter.for_device(world.device)
