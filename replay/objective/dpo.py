@@ -13,7 +13,7 @@ from replay.objective.inputs import (
     REF_REJECTED,
     ObjectiveError,
     ObjectiveInputs,
-    ObjectiveRecord,
+    RecordedForObjective,
     explain_missing,
 )
 from replay.objective.objective import Formula, Need
@@ -73,7 +73,7 @@ def _read_reference(inputs: ObjectiveInputs, spec: ObjectiveSpec) -> tuple[Tenso
         return split_pairs(reduce_by_sequence(inputs.of_tokens(*REF_LOG_PROBS), inputs, spec), spec.pairs)
 
 
-def list_dpo_needs(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
+def list_dpo_needs(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterable[Need]:
     """List what must be recorded: the reference's numbers of the pairs, or of sequences or tokens."""
     has_pairs = all(names[0] in recorded.tensors for names in (REF_CHOSEN, REF_REJECTED))
     return () if has_pairs else (Need(names=REF_LOG_PROBS),)

@@ -55,7 +55,7 @@ class ObjectiveError(FactError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveRecord:
+class RecordedForObjective:
     """What a job recorded of one pass that its objective may need. Rows are in the captured order.
 
     tensors          the forward's tensor arguments and the job's notes, by name, as they came
@@ -79,8 +79,8 @@ class ObjectiveRecord:
     source: str
 
     @classmethod
-    def collect(cls, call: Call, batch: MicroBatch) -> "ObjectiveRecord":
-        """Collect the record from a capture; `batch` is as the replay feeds it."""
+    def collect(cls, call: Call, batch: MicroBatch) -> "RecordedForObjective":
+        """Collect it from a capture; `batch` is as the replay feeds it."""
         facts = call.call_facts.items()
         numbers = {
             name: float(fact) for name, fact in facts if isinstance(fact, int | float) and type(fact) is not bool
@@ -101,7 +101,7 @@ class ObjectiveRecord:
             source=batch.origin.source,
         )
 
-    def to(self, device: torch.device) -> "ObjectiveRecord":
+    def to(self, device: torch.device) -> "RecordedForObjective":
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, sequence_BA=self.sequence_BA.to(device))
 
@@ -123,7 +123,7 @@ class ObjectiveInputs:
 
     log_probs_BA: Tensor
     action_mask_BA: Tensor
-    recorded: ObjectiveRecord
+    recorded: RecordedForObjective
     num_window_tokens: int
     num_window_passes: int
     kept_logits: KeptLogits | None = None
@@ -213,7 +213,7 @@ class ObjectiveInputs:
         return self.sum_by_sequence(torch.ones_like(self.log_probs_BA, requires_grad=False).detach())
 
 
-def explain_missing(recorded: ObjectiveRecord, names: tuple[str, ...]) -> str:
+def explain_missing(recorded: RecordedForObjective, names: tuple[str, ...]) -> str:
     """Say that a capture has no tensor of these names, what it has, and what to type."""
     name = names[0]
     if (reason := next((recorded.left_out[noted] for noted in names if noted in recorded.left_out), None)) is not None:

@@ -22,7 +22,7 @@ from replay.objective.inputs import (
     OLD_LOG_PROBS,
     ObjectiveError,
     ObjectiveInputs,
-    ObjectiveRecord,
+    RecordedForObjective,
     explain_missing,
 )
 from replay.options.declarations import OBJECTIVES
@@ -38,7 +38,7 @@ class Need:
     or_else: str = ""
 
 
-def need_nothing(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterable[Need]:
+def need_nothing(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterable[Need]:
     return ()
 
 
@@ -60,7 +60,7 @@ class Formula:
 
     loss: Callable[[ObjectiveInputs, ObjectiveSpec], Any]
     describe: Callable[[ObjectiveSpec], list[str]]
-    needs: Callable[[ObjectiveRecord, ObjectiveSpec], Iterable[Need]] = need_nothing
+    needs: Callable[[RecordedForObjective, ObjectiveSpec], Iterable[Need]] = need_nothing
     asks_entropies: Callable[[ObjectiveSpec], bool] = is_never
     asks_logits: bool = False
     sums_over_window: Callable[[ObjectiveSpec], bool] = is_never
@@ -98,7 +98,7 @@ class Objective:
         return cls(loss=loss, spec=settings, formula=formula, sha256=sha256)
 
     @property
-    def needs_logits(self) -> bool:
+    def needs_logits_or_entropies(self) -> bool:
         """May the loss ask for logits, or for entropies?"""
         return self.needs_whole_logits or self.formula.asks_entropies(self.spec)
 
@@ -124,7 +124,7 @@ class Objective:
             raise ObjectiveError(setting, "returned a number without a gradient", advice)
         return loss.reshape(())
 
-    def check(self, recorded: ObjectiveRecord) -> None:
+    def check(self, recorded: RecordedForObjective) -> None:
         """Raise ObjectiveError if a capture lacks what a declared objective needs. Shapes are checked in the pass."""
         if self.sha256 is not None:
             return
@@ -218,7 +218,7 @@ def name_noted_objective(call: Call, batch: MicroBatch) -> str | None:
     return POLICY.name if has_needs and has_tokens else None
 
 
-def may_count_after_padding(spec: ReplayParts) -> bool:
+def padding_may_predict(spec: ReplayParts) -> bool:
     """May a label count that padding predicts, as in a model's own loss, if rows are padded as captured?
 
     Not where packed rows were typed, nor where parity compares runs of the same tokens in any layout.

@@ -17,7 +17,7 @@ from replay.objective.inputs import (
     REF_LOG_PROBS,
     ObjectiveError,
     ObjectiveInputs,
-    ObjectiveRecord,
+    RecordedForObjective,
     explain_missing,
 )
 from replay.objective.objective import Formula, Need
@@ -86,7 +86,7 @@ def reduce_loss(loss_BA: Tensor, inputs: ObjectiveInputs, spec: ObjectiveSpec) -
             return total / (divisor * inputs.recorded.num_sequences)
 
 
-def list_policy_needs(recorded: ObjectiveRecord, spec: ObjectiveSpec) -> Iterator[Need]:
+def list_policy_needs(recorded: RecordedForObjective, spec: ObjectiveSpec) -> Iterator[Need]:
     """List what must be recorded."""
     yield Need(names=ADVANTAGES)
     if not spec.on_policy:

@@ -69,7 +69,7 @@ class JobPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputRound:
-    """The inputs that all data ranks replay at the same time.
+    """What is known of the inputs, one a data rank, that are replayed at the same time.
 
     num_tokens  by data rank
     job_passes  by data rank; empty where a capture could not be read

@@ -15,7 +15,7 @@ class AccumulationWindow:
     """The accumulation window that is open on one rank. It has the same passes on every rank.
 
     size              passes of each data rank in a window
-    rounds            the inputs that all data ranks replay at the same time; empty: unknown
+    rounds            one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
     num_passes        passes of the window that have run
     recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
@@ -29,11 +29,16 @@ class AccumulationWindow:
     recorded_samples: dict[str, list[Sample]] = field(default_factory=dict)
     recorded_signatures: dict[str, list[GradientSignature]] = field(default_factory=dict)
 
+    @property
+    def is_open(self) -> bool:
+        """Has a pass of the window run, and is another to come?"""
+        return self.num_passes > 0
+
     def enter_pass(
         self, index: int, recorded: Mapping[str, Sample], signatures: Mapping[str, GradientSignature]
     ) -> None:
-        """Begin a window with pass `index` if none is open, and take on what was recorded of its gradient there."""
-        if not self.num_passes:
+        """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
+        if not self.is_open:
             self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
         for name, sample in recorded.items():
             self.recorded_samples.setdefault(name, []).append(sample)

@@ -157,7 +157,7 @@ class Saver:
 
         An incomplete last accumulation window changed no weights, so its inputs count as not replayed.
 
-        num_inputs_completed  inputs of each data rank whose accumulation windows have ended
+        num_inputs_completed  inputs of each data rank up to the latest pass that left no window open
         num_passes            passes of each data rank
         """
         spec = self.spec

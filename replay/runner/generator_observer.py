@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from actor_init.spec import ParallelSpec
+from capture.file_format.micro_batch import MicroBatch
 from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
-from replay.runner.run_pass import PassObserver
+from replay.runner.run_pass import PassInputs, PassObserver
 from replay.verdict.random_draws import RandomDraws
 from replay.watch.progress import RankPhase
 
@@ -35,3 +37,14 @@ class GeneratorObserver(PassObserver):
     def has_moved(self) -> bool:
         """Did the forward draw a random number?"""
         return self.draws is not None and self.draws.has_moved
+
+
+def has_job_layout(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:
+    """Tell whether the model was fed the captured rows, each token in its place: so a random mask has its shape."""
+    is_whole = parallel.ring == 1 and not parallel.sequence_parallel
+    actor_inputs = inputs.actor_inputs
+    if not is_whole or inputs.has_reversed_rows or actor_inputs.input_ids.shape != batch.sequences_BS.shape:
+        return False
+    index = actor_inputs.captured_index.flatten()
+    is_in_place = (index < 0) | (index == torch.arange(len(index), device=index.device))
+    return bool(is_in_place.all())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.inputs.documents import KeptLogits
-from actor_init.inputs.packing import ActorInputs, find_row_token_targets
+from actor_init.inputs.packing import ActorInputs, find_targets_that_are_own_tokens
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
 from actor_init.spec import ActorSpec
@@ -19,8 +19,8 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from capture.record.generator_marks import CUDA, count_drawn_numbers
-from replay.objective.inputs import ObjectiveInputs, ObjectiveRecord
-from replay.objective.objective import Objective, compute_negated_mean, may_count_after_padding, select_loss_tokens
+from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
+from replay.objective.objective import Objective, compute_negated_mean, padding_may_predict, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
@@ -31,7 +31,7 @@ from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import GeneratorObserver
+from replay.runner.generator_observer import GeneratorObserver, has_job_layout
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -54,7 +54,7 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
-    doubt_loss_with_router_term,
+    doubt_claims_with_router_loss,
     list_action_log_probs,
     list_switched_parts,
     read_recorded_pass,
@@ -106,14 +106,14 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns the record of the pass. When all ranks have seen the records of
-    all, they may decide to run the latest pass once more: `add_first_non_finite` searches it for its first NaN or
-    infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the actor
-    again.
+    `replay` reads a capture, runs its pass and returns the record of the pass. When each rank has the records of all
+    ranks of that pass, they may decide together to run it once more: `search_latest_pass` searches it for its first NaN
+    or infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the
+    actor again.
 
     trace       writes what each layer computed; None: the run is not traced
-    rounds      the inputs that all data ranks replay at the same time; empty: unknown
-    log_folder  gets the log-probs of all tokens and sketches of gradients, if the run keeps them; None: none are kept
+    rounds      one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
+    log_folder  gets the run's details (docs/glossary.md), if it keeps them; None: none are kept
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Replayer:
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
         self.follower = StepFollower(spec=spec, world=world)
-        # How many inputs of this rank belong to accumulation windows that have ended.
+        # How many inputs there are up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
         self._first_uses = FirstUseCounter(world.device, spec.kernel)
@@ -147,11 +147,13 @@ class Replayer:
         self._latest_inputs: PassInputs | None = None
         self._has_failed_pass = self._has_counted_draws = False
         self._objective = Objective.open(spec)
-        self._kept_logits = KeptLogits() if self._objective is not None and self._objective.needs_logits else None
+        self._kept_logits = (
+            KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
+        )
         self._routing = PassRouting.open(actor.backend.model, spec)
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
-        self._padding_predicts = may_count_after_padding(spec) and not self.source.layout_under(spec.actor).joins_rows
+        self._padding_predicts = padding_may_predict(spec) and not self.source.layout_under(spec.actor).joins_rows
 
     def reopen_after_failure(self) -> None:
         """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
@@ -162,23 +164,27 @@ class Replayer:
             self._has_failed_pass = False
             self.follower.forget("a pass failed, and with it the weights of the steps were lost")
 
-    def add_first_non_finite(self, record: PassRecord) -> PassRecord:
-        """Return `record` of the latest pass with its first non-finite tensor. All ranks must call this."""
+    def search_latest_pass(self, record: PassRecord) -> PassRecord:
+        """Run the latest pass again to find its first tensor that is not finite.
+
+        Returns `record` of that pass with the tensor's name, or with why it cannot be found. All ranks must call this.
+        """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.LOOKING)
         has_stepped = self.follower.has_stepped
-        tensor = self.non_finite_search.find_first(self.actor.backend, self._latest_inputs, has_stepped=has_stepped)
-        return replace(record, first_non_finite=tensor)
+        tensor_name = self.non_finite_search.find_first(
+            self.actor.backend, self._latest_inputs, has_stepped=has_stepped
+        )
+        return replace(record, first_non_finite=tensor_name)
 
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
-        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank.
+        """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
+        # A second run clears the gradient, and with it those of the earlier passes of an open window.
+        return self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
 
-        If not, its times are learned as what later passes should take.
-        """
-        is_needed = self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
-        if not is_needed:
-            self._expected_times.learn(rank_records)
-        return is_needed
+    def learn_times(self, rank_records: Sequence[PassRecord]) -> None:
+        """Expect of later passes what the latest one took, which needs no second run."""
+        self._expected_times.learn(rank_records)
 
     def add_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
         """Return `record` of the latest pass with the seconds of a second run, which changes no weights.
@@ -229,7 +235,7 @@ class Replayer:
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
             router_loss = self._routing.find_router_loss(call)
             if router_loss is not None and router_loss.why_not is not None:
-                recorded = doubt_loss_with_router_term(recorded, router_loss.why_not)
+                recorded = doubt_claims_with_router_loss(recorded, router_loss.why_not)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
@@ -249,12 +255,14 @@ class Replayer:
     ) -> tuple[PassRecord, ReplayedPass]:
         """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
-        The window takes the pass on, the micro-batch is laid out on the device, and `run_pass` runs it under the
-        observers of this run. A failure discards the window. After a pass that succeeded, its log-probs, its results
-        and what the observers saw go into the record, and details and trace are written.
+        The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
+        the observers of this run. A failure discards the window. After a pass that succeeded, its log-probs, its
+        results and what the observers saw go into the record, and details and trace are written.
         """
-        gradients = call.step.gradients if call.step is not None else None
-        recorded_samples = self.weight_checker.match_samples(gradients) if gradients is not None else {}
+        recorded_gradients = call.step.gradients if call.step is not None else None
+        recorded_samples = (
+            self.weight_checker.match_samples(recorded_gradients) if recorded_gradients is not None else {}
+        )
         signatures = self.weight_checker.match_signatures(call.step.signatures if call.step is not None else ())
         self.window.enter_pass(record.index, recorded_samples, signatures)
         inputs = self._prepare_inputs(record.index, call, batch)
@@ -277,15 +285,15 @@ class Replayer:
         self.window.count_pass(runs_backward=inputs.runs_backward)
         cost = self.follower.note_pass(inputs, self.actor.backend, outcome.cost)
 
-        sensitivity_observer, gradient = run_observers.loss_sensitivity, run_observers.gradient
+        sensitivity_observer, gradient_sampler = run_observers.loss_sensitivity, run_observers.gradient
         replayed = replace(
             self._collect_log_probs(outcome, inputs, call, batch),
             loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
-            gradient=gradient.samples if gradient is not None else None,
+            gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state.samples if state is not None else {},
             draws=generators.draws,
             # Asking waits for the device, and only a pass with random masks needs the answer.
-            has_job_layout=generators.has_moved and self._has_job_layout(inputs, batch),
+            has_job_layout=generators.has_moved and has_job_layout(inputs, batch, self.spec.actor.parallel),
             flips=outcome.flips,
             has_job_routes=self._routing.has_job_routes(outcome.flips),
             stepped=stepped,
@@ -306,7 +314,7 @@ class Replayer:
         )
         if self.trace:
             self.trace.write_pass(record.index, record.source, num_columns=inputs.captured_row_length)
-        if not self.window.num_passes:
+        if not self.window.is_open:
             self.num_inputs_completed = record.index + 1
         return record, replayed
 
@@ -322,16 +330,6 @@ class Replayer:
             return recorded, replayed
         job, own = (replace(draws, num_drawn=count_drawn_numbers(call.random, draws.after)) for draws in (job, own))
         return replace(recorded, draws=job), replace(replayed, draws=own)
-
-    def _has_job_layout(self, inputs: PassInputs, batch: MicroBatch) -> bool:
-        """Tell whether the model was fed the captured rows, each token in its place: so a random mask has its shape."""
-        is_whole = self.spec.actor.parallel.ring == 1 and not self.spec.actor.parallel.sequence_parallel
-        actor_inputs = inputs.actor_inputs
-        if not is_whole or inputs.has_reversed_rows or actor_inputs.input_ids.shape != batch.sequences_BS.shape:
-            return False
-        index = actor_inputs.captured_index.flatten()
-        is_in_place = (index < 0) | (index == torch.arange(len(index), device=index.device))
-        return bool(is_in_place.all())
 
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
@@ -358,17 +356,18 @@ class Replayer:
         has_reversed_rows, measure = self.spec.inputs.reverse_rows, self.spec.measure
         runs_backward = batch.trains and measure.backward
         ends_window = self.window.ends_with_next_pass(runs_backward=runs_backward)
-        objective_record = self._read_objective_record(call, batch)
+        recorded = self._read_recorded_for_objective(call, batch)
         fed_batch = with_rows_reversed(batch) if has_reversed_rows else batch
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
         actor_inputs = replace(actor_inputs, switched_parts=list_switched_parts(call) if batch.trains else ())
-        if objective_record is None:
-            # The stand-in loss is a mean of log-probs, so each of them gets the same gradient.
+        if recorded is None:
+            # The loss of stand-in and sft is a mean of log-probs, so each of them gets the same gradient, and the head
+            # may compute gradients in the forward: for nothing, if no backward follows.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
-            compute_loss: Callable[[Tensor], Tensor] = partial(_compute_stand_in_loss, actor_inputs)
+            compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:
             actor_inputs = replace(actor_inputs, kept_logits=self._kept_logits)
-            compute_loss = self._make_objective_loss(actor_inputs, objective_record)
+            compute_loss = self._make_objective_loss(actor_inputs, recorded)
         routes, router_loss = self._routing.prepare(call, batch, actor_inputs)
         return PassInputs(
             actor_inputs=actor_inputs,
@@ -376,7 +375,7 @@ class Replayer:
             train_mode=batch.trains,
             builds_graph=batch.trains,
             runs_backward=runs_backward,
-            loss_weight=self._choose_loss_weight(index, objective_record),
+            loss_weight=self._choose_loss_weight(index, recorded),
             ends_window=ends_window,
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
@@ -385,25 +384,25 @@ class Replayer:
             router_loss=router_loss,
         )
 
-    def _read_objective_record(self, call: Call, batch: MicroBatch) -> ObjectiveRecord | None:
+    def _read_recorded_for_objective(self, call: Call, batch: MicroBatch) -> RecordedForObjective | None:
         """Return what the job's objective is computed from; None without an objective.
 
         Raises ObjectiveError if the capture lacks what the objective needs.
         """
         if self._objective is None:
             return None
-        objective_record = ObjectiveRecord.collect(call, batch)
-        self._objective.check(objective_record)
-        return objective_record
+        recorded = RecordedForObjective.collect(call, batch)
+        self._objective.check(recorded)
+        return recorded
 
-    def _choose_loss_weight(self, index: int, objective_record: ObjectiveRecord | None) -> float:
-        """Return the factor on the pass's loss in the gradient of its window, which averages over its passes."""
+    def _choose_loss_weight(self, index: int, recorded: RecordedForObjective | None) -> float:
+        """Return the factor on the pass's loss. The backend averages over the window's passes on all data ranks."""
         num_window_passes = self.window.size * self.world.num_data_ranks
-        if objective_record is not None:
+        if recorded is not None:
             assert self._objective is not None
-            # The backend averages over all passes of the window; the job added up those of a rank, and averaged over
-            # its ranks.
-            return num_window_passes / objective_record.num_job_ranks if self._objective.sums_over_window else 1.0
+            # Where the objective's losses of a window add up, the job added up those of a rank, and averaged over its
+            # ranks. Otherwise the job and the backend average alike.
+            return num_window_passes / recorded.num_job_ranks if self._objective.sums_over_window else 1.0
         # `measure.window` is the rule by which the passes of a window are weighted.
         rule = self.spec.measure.window
         if num_window_passes == 1 or rule is WindowWeights.MEAN_OF_MEANS:
@@ -413,12 +412,13 @@ class Replayer:
         return self.window.find_job_weight(index, self.world.data_rank)
 
     def _make_objective_loss(
-        self, actor_inputs: ActorInputs, objective_record: ObjectiveRecord
+        self, actor_inputs: ActorInputs, recorded: RecordedForObjective
     ) -> Callable[[Tensor], Tensor]:
         """Return the loss of the pass as a function of its log-probs, whose rows may be reversed."""
         assert self._objective is not None
-        objective, record_on_device = self._objective, objective_record.to(self.world.device)
+        objective, recorded_on_device = self._objective, recorded.to(self.world.device)
         has_reversed_rows, kept_logits = self.spec.inputs.reverse_rows, self._kept_logits
+        # If the rounds are unknown, the pass is taken for the whole window.
         token_counts = self.window.count_tokens() or [int(actor_inputs.action_mask_BA.sum())]
 
         def restore_row_order(tensor: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ class Replayer:
                 ObjectiveInputs(
                     log_probs_BA=restore_row_order(log_probs_BA),
                     action_mask_BA=restore_row_order(actor_inputs.action_mask_BA),
-                    recorded=record_on_device,
+                    recorded=recorded_on_device,
                     num_window_tokens=sum(token_counts),
                     num_window_passes=len(token_counts),
                     kept_logits=kept_logits,
@@ -447,23 +447,23 @@ class Replayer:
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch
     ) -> ReplayedPass:
-        """Collect the log-probs of the tokens that the job recorded, and those of all tokens where they are needed."""
+        """Collect the log-probs of the tokens that the job recorded; those of all action tokens if needed."""
         is_reversed = inputs.has_reversed_rows
-        target_is_row_token_BA, first_column = find_row_token_targets(
+        target_is_own_token_BA, first_action_column = find_targets_that_are_own_tokens(
             with_rows_reversed(batch) if is_reversed else batch
         )
         action_mask_BA = inputs.actor_inputs.action_mask_BA
-        needs_all_tokens = self.details_folder is not None or _has_output_of_every_token(call)
+        needs_all_action_tokens = self.details_folder is not None or _has_output_of_every_token(call)
         return ReplayedPass(
             token_log_probs=sample_log_probs(
                 outcome.log_probs_BA,
-                action_mask_BA & target_is_row_token_BA.to(self.world.device),
+                action_mask_BA & target_is_own_token_BA.to(self.world.device),
                 read_token_positions(call, *batch.sequences_BS.shape),
-                first=first_column,
+                first=first_action_column,
                 is_reversed=is_reversed,
             ),
             action_log_probs=list_action_log_probs(outcome.log_probs_BA, action_mask_BA, is_reversed=is_reversed)
-            if needs_all_tokens
+            if needs_all_action_tokens
             else (),
         )
 
@@ -496,5 +496,5 @@ def _describe_result(outcome: PassOutcome, inputs: PassInputs) -> ResultSection:
     )
 
 
-def _compute_stand_in_loss(actor_inputs: ActorInputs, log_probs_BA: Tensor) -> Tensor:
+def _compute_mean_loss(actor_inputs: ActorInputs, log_probs_BA: Tensor) -> Tensor:
     return compute_negated_mean(log_probs_BA, actor_inputs)

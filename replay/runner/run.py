@@ -12,8 +12,8 @@ from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from replay.objective.inputs import ObjectiveError, ObjectiveRecord
-from replay.objective.objective import Objective, may_count_after_padding
+from replay.objective.inputs import ObjectiveError, RecordedForObjective
+from replay.objective.objective import Objective, padding_may_predict
 from replay.options.resolved import ChosenBy, ResolvedChoice, ResolvedReplay
 from replay.options.spec import ReplaySpec, is_objective
 from replay.output.printing import open_console, print_table
@@ -101,7 +101,7 @@ def _select(spec: ReplaySpec, world: World) -> Selection:
         loss=spec.measure.loss,
         grad_accumulation=spec.actor.grad_accumulation,
         packs=spec.actor.packs,
-        padding_predicts=may_count_after_padding(spec),
+        padding_predicts=padding_may_predict(spec),
     )
 
 
@@ -215,6 +215,6 @@ def _check_objective(objective: Objective | None, first_call: Call | None) -> No
     if objective is None or first_call is None:
         return
     try:
-        objective.check(ObjectiveRecord.collect(first_call, first_call.micro_batch()))
+        objective.check(RecordedForObjective.collect(first_call, first_call.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
         raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error

@@ -247,7 +247,7 @@ class Session:
         self.watch.tracker.enter_phase(RankPhase.GATHERING)
         rank_passes: list[PassEvidence] = self.world.gather(own_pass)
         if replayer.non_finite_search.is_needed([rank_pass.record for rank_pass in rank_passes]):
-            own_pass = own_pass._replace(record=replayer.add_first_non_finite(own_pass.record))
+            own_pass = own_pass._replace(record=replayer.search_latest_pass(own_pass.record))
             self.logbook.write_again(own_pass.record)
             rank_passes = self.world.gather(own_pass)
         rank_records = [rank_pass.record for rank_pass in rank_passes]
@@ -255,6 +255,8 @@ class Session:
             own_pass = own_pass._replace(record=replayer.add_second_run(own_pass.record, rank_records))
             self.logbook.write_again(own_pass.record)
             rank_passes = self.world.gather(own_pass)
+        else:
+            replayer.learn_times(rank_records)
         if self.console:
             self.console.show_pass([rank_pass.record for rank_pass in rank_passes])
         return rank_passes, error

@@ -35,7 +35,13 @@ from replay.commands.mismatch.statistics import (
     find_worst_tokens,
     measure_mismatch,
 )
-from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveError, ObjectiveInputs, ObjectiveRecord, explain_missing
+from replay.objective.inputs import (
+    ROLLOUT_LOG_PROBS,
+    ObjectiveError,
+    ObjectiveInputs,
+    RecordedForObjective,
+    explain_missing,
+)
 from replay.objective.objective import compute_negated_mean
 from replay.options.option_parsing import spec_to_dict
 from replay.options.spec import ReplaySpec
@@ -140,14 +146,14 @@ def mismatch_in_world(
     return 0
 
 
-def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, ObjectiveRecord]:
+def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, RecordedForObjective]:
     """Read a capture. Raises UsageError if it cannot be read, or lacks the rollout's log-probs."""
     try:
         call = read_call(path)
         batch = add_model_positions(with_shift_labels_as_labels(call.micro_batch()), source.config)
     except CaptureError as error:
         raise UsageError(*error.args) from error
-    recorded = ObjectiveRecord.collect(call, batch)
+    recorded = RecordedForObjective.collect(call, batch)
     if not any(name in recorded.tensors for name in ROLLOUT_LOG_PROBS):
         raise UsageError(explain_missing(recorded, ROLLOUT_LOG_PROBS))
     if not recorded.has_action_mask:
@@ -164,7 +170,7 @@ def _replay_forwards(
     source: ModelSource,
     world: World,
     tracker: Tracker,
-    batches: Sequence[tuple[MicroBatch, ObjectiveRecord]],
+    batches: Sequence[tuple[MicroBatch, RecordedForObjective]],
 ) -> tuple[MismatchCell, list[ActionTokens]]:
     """Replay the forwards under one dtype and kernel. All ranks must call this."""
     backend = open_backend(spec.actor, source, world, lambda _: tracker.report_progress())
@@ -200,7 +206,7 @@ def _run_forward(
     world: World,
     tracker: Tracker,
     batch: MicroBatch,
-    recorded: ObjectiveRecord,
+    recorded: RecordedForObjective,
 ) -> ActionTokens:
     """Run one forward, and put its log-probs beside the rollout's."""
     tracker.begin_pass(tracker.position.index + 1, batch.origin.source)

@@ -14,7 +14,7 @@ from torch import Tensor
 from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
 from replay.objective.dpo import compute_dpo_loss
-from replay.objective.inputs import ObjectiveError, ObjectiveInputs, ObjectiveRecord
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import Objective, measure_loss_sensitivity
 from replay.objective.policy import compute_policy_loss
 from replay.options.option_parsing import build_replay_spec, format_error_with_flags
@@ -81,7 +81,7 @@ def test_a_window_of_tokens_counts_all_ranks_passes() -> None:
     recorded = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA,
         action_mask_BA=inputs.action_mask_BA,
-        recorded=ObjectiveRecord(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
+        recorded=RecordedForObjective(**{**fields_of(inputs.recorded), "num_job_ranks": 2}),
         num_window_tokens=100,
         num_window_passes=4,
     )
@@ -156,7 +156,7 @@ def test_sequences_of_a_packed_row_are_its_documents() -> None:
     packed = ObjectiveInputs(
         log_probs_BA=inputs.log_probs_BA.reshape(1, -1),
         action_mask_BA=inputs.action_mask_BA.reshape(1, -1),
-        recorded=ObjectiveRecord(
+        recorded=RecordedForObjective(
             **{
                 **fields_of(rows),
                 "tensors": {name: tensor.reshape(1, -1) for name, tensor in rows.tensors.items()},
@@ -214,7 +214,7 @@ def test_padding_that_is_not_finite_leaves_the_loss_alone() -> None:
 
 def test_what_is_missing_is_named() -> None:
     inputs = made()
-    lacks = ObjectiveRecord(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
+    lacks = RecordedForObjective(**{**fields_of(inputs.recorded), "tensors": {"input_ids": torch.zeros(1)}})
     policy = Objective.open(build_replay_spec({"loss": "policy"}))
     dpo = Objective.open(build_replay_spec({"loss": "dpo"}))
     assert policy is not None
@@ -225,20 +225,20 @@ def test_what_is_missing_is_named() -> None:
         policy.check(lacks)
     with pytest.raises(ObjectiveError, match="no ref_log_probs in this capture"):
         dpo.check(lacks)
-    refused = ObjectiveRecord(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
+    refused = RecordedForObjective(**{**fields_of(lacks), "left_out": {"advantages": "noted with shape [3]"}})
     with pytest.raises(ObjectiveError, match=r"advantages was noted with shape \[3\]"):
         policy.check(refused)
     by_divisor = Objective.open(build_replay_spec({"loss": "policy", "reduction": "divisor"}))
     assert by_divisor is not None
     with pytest.raises(ObjectiveError, match=r"no divisor in this capture, .*; or divisor='X'"):
         by_divisor.check(inputs.recorded)
-    by_divisor.check(ObjectiveRecord(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
+    by_divisor.check(RecordedForObjective(**{**fields_of(inputs.recorded), "numbers": {"divisor": 16.0}}))
     with pytest.raises(ObjectiveError, match="no action mask, no labels"):
-        policy.check(ObjectiveRecord(**{**fields_of(inputs.recorded), "has_action_mask": False}))
+        policy.check(RecordedForObjective(**{**fields_of(inputs.recorded), "has_action_mask": False}))
     with pytest.raises(ObjectiveError, match="3 sequences are no pairs"):
         compute_dpo_loss(
             ObjectiveInputs(
-                **{**fields_of(inputs), "recorded": ObjectiveRecord(**{**fields_of(lacks), "num_sequences": 3})}
+                **{**fields_of(inputs), "recorded": RecordedForObjective(**{**fields_of(lacks), "num_sequences": 3})}
             ),
             ObjectiveSpec(),
         )
@@ -279,7 +279,7 @@ def test_a_file_is_loaded_and_its_sha256_known(tmp_path: Path) -> None:
     objective = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:halved"}))
     assert objective is not None
     assert objective.sha256 == hashlib.sha256(LOSS_FILE.encode()).hexdigest()
-    assert objective.needs_logits
+    assert objective.needs_logits_or_entropies
     wrong = Objective.open(build_replay_spec({"loss": f"{tmp_path}/own.py:wrong"}))
     assert wrong is not None
     with pytest.raises(ObjectiveError, match=r"returned a tensor of shape \[4, 7\]; it must return a tensor of one"):

@@ -103,7 +103,11 @@ def test_specs_know_it() -> None:
     assert spec_from_dict(spec_to_dict(spec)) == spec
     objective = Objective.open(spec)
     assert objective is not None
-    assert (objective.formula, objective.needs_logits, objective.sums_over_window) == (FORMULA, False, True)
+    assert (objective.formula, objective.needs_logits_or_entropies, objective.sums_over_window) == (
+        FORMULA,
+        False,
+        True,
+    )
 
 
 def test_help_lists_it() -> None:
