@@ -323,11 +323,12 @@ def _make_gated_optimizer(
     spec: ActorSpec, model: nn.Module, source: ModelSource, gate: StepGate
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return an optimizer factory for deepspeed.initialize whose step does nothing while `gate` is closed."""
-    names = {id(parameter): name for name, parameter in list_named_parameters(model)}
-    outer = find_outer_parameters(model)
 
     def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
         given = list(parameters)
+        # By now DeepSpeed's tensor parallelism has put its own parameters in place of the model's.
+        names = {id(parameter): name for name, parameter in list_named_parameters(model)}
+        outer = find_outer_parameters(model)
         named = [(names[id(parameter)], parameter) for parameter in given]
         optimizer = make_optimizer(
             spec, named, outer=outer, groups=source.optimizer_groups, state=source.optimizer_state
