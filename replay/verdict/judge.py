@@ -1,7 +1,8 @@
 """Judge whether the replay computed what training computed. Plain data in, plain data out.
 
-    {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "windows": {...}, "first": null,
-     "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]}, "passes": [...]}
+    {"outcome": "REPRODUCED", "reason": null, "counts": {"REPRODUCED": 3}, "window_counts": {"REPRODUCED": 1},
+     "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
+     "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
 The weights are checked first: with other weights no number means anything. Then each number that the job recorded of a
 pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees within its bound, or it
@@ -51,6 +52,8 @@ from replay.verdict.outcomes import (
     Outcome,
     PassVerdict,
     Verdict,
+    count_reasons,
+    select_worst_findings,
 )
 from replay.verdict.pass_values import (
     MISSING_GRADIENT,
@@ -128,8 +131,8 @@ def judge(
     pass_verdicts = _keep_worst_of_peers(compared_passes, _judge_passes(compared_passes, settings))
     window_verdicts = _judge_windows(compared_passes, settings)
 
-    # As in the job, the verdict on a window follows the verdict on the pass that ends it. So a wrong gradient comes
-    # before the wrong numbers that it causes in later passes.
+    # In the job's order: a window's verdict comes after that of its last pass. So a wrong gradient comes before the
+    # wrong numbers that it causes in later passes.
     verdicts = sorted(
         [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
     )
@@ -152,7 +155,7 @@ def judge(
         counts=dict(Counter(verdict.outcome for verdict in pass_verdicts)),
         window_counts=dict(Counter(verdict.outcome for verdict in window_verdicts)),
         first=_find_first_difference(verdicts, outcome),
-        worst=_select_worst_findings(verdicts),
+        worst=select_worst_findings(verdicts),
         open=_select_open_findings(verdicts),
         weights=choose_shown_weights(compared_passes),
         environment=environment,
@@ -171,7 +174,9 @@ def judge(
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    with_norm = {
+    # If the pass before has a gradient norm too, each step took one pass. Otherwise a norm does not tell how many
+    # passes it is of.
+    passes_with_grad_norm = {
         (recorded.rank, recorded.forward)
         for _, recorded, _ in readable
         if any(claim.name == GRAD_NORM for claim in recorded.claims)
@@ -187,7 +192,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
             ],
             weights=recorded.weights,
             previous_pass_has_grad_norm=recorded.forward is not None
-            and (recorded.rank, recorded.forward - 1) in with_norm,
+            and (recorded.rank, recorded.forward - 1) in passes_with_grad_norm,
         )
         for record, recorded, replayed in readable
     ]
@@ -233,6 +238,7 @@ def _mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: V
 
     The ends of the random generators tell it, or, where they do not, the numbers: with other masks they would differ.
     """
+    # `replay_draws_job_masks` does not matter for the outcome REPRODUCED.
     return [
         replace(
             compared_pass,
@@ -267,9 +273,10 @@ def _judge_passes(compared_passes: Sequence[ComparedPass], settings: VerdictSett
 def _decide_outcome(
     compared_pass: ComparedPass, settings: VerdictSettings, *, replay_draws_job_masks: bool
 ) -> tuple[Outcome, str | None]:
-    """Decide on a pass, or on a window that is described as its last pass with the window's findings and weights.
+    """Decide on a pass, or on a window.
 
-    The first of these that holds decides:
+    For a window, `compared_pass` is its last pass, with findings, weights and masks of the whole window. The first of
+    these that holds decides:
 
     CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
     CANNOT TELL  the dropout masks are not proven to be the job's, and numbers differ, or agree within a coarse bound
@@ -296,15 +303,18 @@ def _decide_outcome(
     if not findings:
         if recorded.claims:
             return Outcome.CANNOT_TELL, NOT_REPLAYED
-        why = "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
-        return Outcome.CANNOT_TELL, recorded.incident or why
+        nothing_recorded = (
+            "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
+        )
+        # An incident ended the pass in the job before it computed a number.
+        return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
     # Without steps nobody would have judged what lies behind them, so steps that nobody asked for raise no question.
     is_behind_steps = settings.steps_unasked and compared_pass.record.result.num_steps > 0
     unsettled_outcome = Outcome.CANNOT_TELL if is_behind_steps else Outcome.UNSETTLED
-    # Dropout cannot explain a parameter without a gradient: a mask leaves each parameter some. LayerDrop can, since it
-    # skips a layer whole, which then has none.
+    # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
+    # since it skips a layer whole, which then has none.
     lacks_gradient = (
         any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
     )
@@ -366,8 +376,9 @@ def _keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Sequ
 def _judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
     """Judge the gradient of each window of which the job recorded something.
 
-    A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: where
-    no gradient could be judged at all, the verdicts on them that are open become UNSETTLED.
+    A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: if no
+    window's gradient could be judged, those verdicts become UNSETTLED whose gradient was recorded and is left open
+    (`_is_open_gradient`).
     """
     verdicts = [
         verdict
@@ -425,8 +436,9 @@ def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
 
 
 def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | None:
-    """Choose the reason to show: why the outcome is UNSETTLED, else why most of the CANNOT TELL are; None without any.
+    """Choose the reason to show: why the outcome is UNSETTLED, else why most of the CANNOT TELL are.
 
+    None if there are verdicts and none is CANNOT TELL.
     Passes with other weights and passes that failed explain nothing of the others, so their reasons come last.
     """
     if outcome is Outcome.UNSETTLED:
@@ -439,29 +451,6 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
     if outcome not in (Outcome.DIFFERS, Outcome.UNSETTLED):
         return None
     return next(verdict for verdict in verdicts if verdict.outcome is outcome)
-
-
-def count_reasons(verdicts: Sequence[PassVerdict]) -> dict[str, int]:
-    """Count the verdicts CANNOT TELL by their reason: the most frequent first, WHOLE_PASS_REASONS last."""
-    counts = Counter(str(verdict.reason) for verdict in verdicts if verdict.outcome is Outcome.CANNOT_TELL)
-
-    def sort_key(count: tuple[str, int]) -> tuple[int, int]:
-        reason, number = count
-        return WHOLE_PASS_REASONS.index(reason) if reason in WHOLE_PASS_REASONS else -1, -number
-
-    return dict(sorted(counts.items(), key=sort_key))
-
-
-def _select_worst_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select of each quantity that agrees or differs the finding that used most of its bound."""
-    worst: dict[str, Finding] = {}
-    for verdict in verdicts:
-        for finding in verdict.findings if verdict.outcome is not Outcome.CANNOT_TELL else ():
-            if finding.difference is None or not (finding.agrees or finding.status is FindingStatus.DIFFERS):
-                continue
-            if finding.name not in worst or finding.share_of_bound > worst[finding.name].share_of_bound:
-                worst[finding.name] = finding
-    return list(worst.values())
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
@@ -478,7 +467,10 @@ def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
 def _compare_environments(
     compared_passes: Sequence[ComparedPass], settings: VerdictSettings
 ) -> dict[str, tuple[str, str]]:
-    """List the settings that both know and that differ; if the job had several values, all are named."""
+    """List the settings that the job recorded and the replay knows, where they differ.
+
+    If the job had several values, all are named.
+    """
     job_values: dict[str, list[str]] = {}
     for compared_pass in compared_passes:
         recorded = compared_pass.recorded

@@ -1,5 +1,6 @@
 """Hold what a verdict says: the outcome of a run, of each pass and of each step's gradient."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,12 +10,13 @@ from actor_init.as_json import to_json
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.cause import Cause
 from replay.verdict.causes.trial import TrialReport
-from replay.verdict.findings import Finding
+from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.pass_values import WeightComparison
 
 OTHER_WEIGHTS, FAILED = "other weights", "the pass failed"
-# These hold for every number of a pass, so none of them is an open question.
+# Each is the reason for all numbers of a pass at once. So a gradient that has such a reason is not left open
+# (`_is_open_gradient` of judge.py), and they come last in `count_reasons`.
 WHOLE_PASS_REASONS = (OTHER_WEIGHTS, FAILED)
 NOT_REPLAYED = "what was recorded was not replayed"
 
@@ -76,14 +78,14 @@ class Coverage:
 class Verdict:
     """The outcome of a run, and the findings that it rests on.
 
-    reason         why the outcome is UNSETTLED, or why one cannot tell of some passes
+    reason         why the outcome is UNSETTLED, or the most frequent reason of the passes that are CANNOT TELL
     counts         passes by outcome
     window_counts  windows by outcome of their gradient
     first          the first pass or window that DIFFERS, or is UNSETTLED, if that is the outcome
     worst          of each quantity that was judged, the finding nearest to its bound or farthest beyond it
     open           of each quantity that was not judged, or is unsettled, one finding with the reason
-    weights        of the first pass with other weights, else of all passes together
-    environment    the settings that differ: in the job, here
+    weights        the comparison of weights of the first pass with other weights, else of all passes together
+    environment    the settings that differ, each with the job's value and the replay's
     dtypes         what the job and the replay computed in; each bound is that of the coarser one
     floors         the measured noise floors, by quantity
     model_differences  what the job's model is known to have other than the replay's
@@ -115,3 +117,27 @@ class Verdict:
         """Return the `verdict` of run.json."""
         values: dict[str, Any] = to_json(self)
         return values
+
+
+def count_reasons(verdicts: Sequence[PassVerdict]) -> dict[str, int]:
+    """Count the verdicts CANNOT TELL by their reason: the most frequent first, WHOLE_PASS_REASONS last."""
+    counts = Counter(str(verdict.reason) for verdict in verdicts if verdict.outcome is Outcome.CANNOT_TELL)
+
+    def sort_key(count: tuple[str, int]) -> tuple[int, int]:
+        reason, number = count
+        place = WHOLE_PASS_REASONS.index(reason) if reason in WHOLE_PASS_REASONS else -1
+        return place, -number
+
+    return dict(sorted(counts.items(), key=sort_key))
+
+
+def select_worst_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
+    """Select of each quantity that agrees or differs the finding that used most of its bound."""
+    worst: dict[str, Finding] = {}
+    for verdict in verdicts:
+        for finding in verdict.findings if verdict.outcome is not Outcome.CANNOT_TELL else ():
+            if finding.difference is None or not (finding.agrees or finding.status is FindingStatus.DIFFERS):
+                continue
+            if finding.name not in worst or finding.share_of_bound > worst[finding.name].share_of_bound:
+                worst[finding.name] = finding
+    return list(worst.values())
