@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
@@ -82,7 +82,7 @@ def find_rounded_weights(evidence: Evidence) -> Cause | None:
                 sentence=f"the job's fp32 weights are rounded to {dtype} after step {recorded.num_steps_before}: each "
                 "sampled element is a value of that dtype, and was not before the first step",
                 try_next="keep fp32 masters, and look for a copy of the weights through that dtype",
-                explains=(MOVED, OPTIMIZER, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES),
+                explains=(MOVED, STEPPED, OPTIMIZER, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES),
             )
     return None
 

@@ -7,7 +7,15 @@ first wrong number wrong, and it changes what is computed by what it is; otherwi
 
 from collections.abc import Sequence
 
-from replay.tolerances.job_bounds import ACTION_TOKENS, GRADIENT_QUANTITIES, LOG_PROBS, LOSS, TOKENS, TOKENS_RMS
+from replay.tolerances.job_bounds import (
+    ACTION_TOKENS,
+    GRADIENT_QUANTITIES,
+    LOG_PROBS,
+    LOSS,
+    STEPPED,
+    TOKENS,
+    TOKENS_RMS,
+)
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import MASKS
@@ -18,7 +26,7 @@ from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, OPTIMIZER_STATE
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
 # A wrong forward or gradient makes the steps after it wrong, too.
-ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT, OPTIMIZER_STATE, MOVED)
+ALL_FINDINGS = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, MISSING_GRADIENT, OPTIMIZER_STATE, MOVED, STEPPED)
 
 # Kinds that can make a forward wrong, and those that can make a gradient wrong after a right forward.
 FORWARD_KINDS = (

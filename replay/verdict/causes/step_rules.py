@@ -1,7 +1,7 @@
 """Tell why the job's optimizer stepped otherwise than the replay's: its settings, its schedule, its state."""
 
 from replay.output.text import pluralise
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import WRONG, CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
@@ -9,7 +9,7 @@ from replay.verdict.optimizer_facts import StateFactKind, count_stepped_paramete
 from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
 
 # A step that is another one explains the weights after it, and every number of later passes.
-OF_STEP = (OPTIMIZER, OPTIMIZER_STATE, MOVED)
+OF_STEP = (OPTIMIZER, OPTIMIZER_STATE, MOVED, STEPPED)
 EXPLAINED = (*OF_STEP, *FORWARD_FINDINGS, *GRADIENT_QUANTITIES)
 RATE, CLIPPED = "learning rate", "clipped to "
 MISCOUNTS = {

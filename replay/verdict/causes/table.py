@@ -25,6 +25,7 @@ from replay.verdict.causes.evidence import CauseRule, Evidence
 RULES = (
     *weight_rules.RULES,
     *step_rules.RULES,
+    *weight_rules.STEP_RULES,
     *route_rules.RULES,
     *trial_rules.RULES,
     *model_rules.FIRST_RULES,

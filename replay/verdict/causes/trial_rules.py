@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 from replay.verdict.causes.trial import FORWARD_FINDINGS, SURE_GAIN_A_TRIAL, TrialReport, TrialResult
 from replay.verdict.pass_values import OPTIMIZER_STATE
 
 # What a wrong forward explains: its gradient is another one, too.
-EXPLAINED = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE)
+EXPLAINED = (*FORWARD_FINDINGS, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED)
 # A trial that is so many times farther from the job than the best one is not told from rounding, and not named.
 RIVAL_FACTOR = 10.0
 # So many times nearer than the unchanged pass a trial has to come to be sure, and to be likely.

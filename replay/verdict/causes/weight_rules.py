@@ -1,9 +1,16 @@
 """Tell when the replay did not run on the weights that the job had."""
 
+from collections.abc import Mapping, Sequence
+
 from replay.output.text import pluralise
+from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_some
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
+from replay.verdict.causes.step_rules import EXPLAINED
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
+
+# So many parameters have to be sampled in both of two passes before they tell that the weights are equal.
+LEAST_SAMPLES = 4
 
 
 def find_other_weights(evidence: Evidence) -> Cause | None:
@@ -38,6 +45,66 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
+    """Tell that the job went back to weights that it had before: they were loaded again in the midst of training."""
+    if evidence.first_wrong is None:
+        return None
+    by_rank: dict[int, dict[int, dict[tuple[str, int], Sequence[float]]]] = {}
+    for compared in evidence.passes:
+        recorded = compared.recorded
+        if recorded.num_steps_before is not None:
+            by_step = by_rank.setdefault(recorded.rank or 0, {})
+            samples = by_step.setdefault(recorded.num_steps_before, {})
+            samples.update({(sample.name, sample.start): sample.values for sample in recorded.samples})
+    for by_step in by_rank.values():
+        steps = sorted(by_step)
+        for place, step in enumerate(steps[2:], start=2):
+            earlier = next((old for old in steps[: place - 1] if _are_same(by_step[old], by_step[step])), None)
+            # Weights that never moved are no sign of it.
+            if earlier is not None and _have_moved(by_step[earlier], by_step[steps[place - 1]]):
+                return Cause(
+                    name=CauseName.WEIGHTS_CHANGED,
+                    sureness=Sureness.IS,
+                    sentence=f"the job's weights before step {step + 1} are again those before step {earlier + 1}: "
+                    "they were loaded or copied back",
+                    try_next="look for what loads or copies weights between these steps",
+                    explains=(STEPPED, *EXPLAINED),
+                )
+    return None
+
+
+Samples = Mapping[tuple[str, int], Sequence[float]]
+
+
+def _are_same(samples: Samples, others: Samples) -> bool:
+    shared = samples.keys() & others.keys()
+    return len(shared) >= LEAST_SAMPLES and all(tuple(samples[key]) == tuple(others[key]) for key in shared)
+
+
+def _have_moved(samples: Samples, others: Samples) -> bool:
+    """Tell whether most parameters of which there are samples in both have moved from one to the other."""
+    shared = samples.keys() & others.keys()
+    num_moved = sum(tuple(samples[key]) != tuple(others[key]) for key in shared)
+    return 2 * num_moved > len(shared) >= LEAST_SAMPLES
+
+
+def find_other_update(evidence: Evidence) -> Cause | None:
+    """Tell that a step moved the weights otherwise than its gradient and its settings do."""
+    wrong = evidence.find_wrong(STEPPED)
+    if wrong is None or wrong[0] is not evidence.first_wrong:
+        return None
+    verdict, finding = wrong
+    return Cause(
+        name=CauseName.WEIGHTS_CHANGED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the gradient is the job's, and the weights after it are not, {name_time(verdict)}"
+        f"{'' if finding.where is None else f' ({finding.where})'}: something besides the optimizer changed them, or "
+        "clipped the gradient otherwise",
+        try_next="look for weights that are loaded, averaged, tied or clipped by hand behind the step",
+        explains=(STEPPED, *EXPLAINED),
+    )
+
+
 RULES = (
     CauseRule(
         name=CauseName.OTHER_WEIGHTS,
@@ -45,5 +112,21 @@ RULES = (
         means="the replay does not run on the weights that the job had",
         told_by="samples of the weights in the capture",
         job="still-one-weight",
+    ),
+    CauseRule(
+        name=CauseName.WEIGHTS_CHANGED,
+        find=find_weights_of_earlier_step,
+        means="the job's weights went back to those of an earlier step",
+        told_by="samples of the weights before each step",
+        job="trainer-weights-reloaded",
+    ),
+)
+STEP_RULES = (
+    CauseRule(
+        name=CauseName.WEIGHTS_CHANGED,
+        find=find_other_update,
+        means="a step moved the weights otherwise than its gradient and its settings do",
+        told_by="the weights behind each step, in the job and in the replay",
+        job="average-swapped-in",
     ),
 )

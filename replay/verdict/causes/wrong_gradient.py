@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.evidence import Evidence, name_some
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
@@ -13,7 +13,7 @@ from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evid
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER_STATE
 
-GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES, OPTIMIZER_STATE)
+GRADIENT_FINDINGS = (MISSING_GRADIENT, *GRADIENT_QUANTITIES, OPTIMIZER_STATE, STEPPED)
 # A gradient that is this much longer or shorter, and whose direction is this near, is the same but for rounding.
 SAME_RATIO = {False: 1e-3, True: 0.08}
 SAME_COSINE = {False: 0.9999, True: 0.9}
