@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import GRADIENT_KINDS
@@ -124,6 +124,24 @@ def find_uniform_factor(wrong: WrongGradient) -> float | None:
         return None
     tolerance = 4 * SAME_RATIO[wrong.is_coarse]
     return middle if all(abs(factor / middle - 1) <= tolerance for factor in known) else None
+
+
+def find_other_norm(evidence: Evidence) -> Cause | None:
+    """Tell that the norm that the job clipped by is not that of its gradient, whose parts are the replay's."""
+    wrong = evidence.find_wrong(GRAD_NORM)
+    if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
+        return None
+    verdict, norm = wrong
+    if not any(finding.agrees and finding.name == GRADIENT_NORMS for finding in verdict.findings):
+        return None
+    return Cause(
+        name=CauseName.CLIPPING,
+        sureness=Sureness.IS,
+        sentence=f"the job clips by a norm of {norm.recorded:.6g}, and its gradient has one of {norm.replayed:.6g}, "
+        f"{name_time(verdict)}: the gradient of each parameter is as long as here",
+        try_next="look for a norm of some parameters, of one rank's shards, or of each parameter alone",
+        explains=GRADIENT_FINDINGS,
+    )
 
 
 def find_summed_gradients(evidence: Evidence) -> Cause | None:
@@ -352,6 +370,13 @@ RULES = (
         means="the micro-batches of a step, or its ranks, weigh otherwise than by their tokens",
         told_by="what the job multiplied each loss by before the backward",
         job="mean-of-means",
+    ),
+    CauseRule(
+        name=CauseName.CLIPPING,
+        find=find_other_norm,
+        means="the job clips by another norm than its gradient's",
+        told_by="the recorded norm, beside the norms of each parameter's gradient",
+        job="clipped-each",
     ),
     CauseRule(
         name=CauseName.GRADIENTS_SCALED,

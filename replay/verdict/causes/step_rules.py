@@ -35,6 +35,8 @@ def find_other_state(evidence: Evidence) -> Cause | None:
         facts = [fact for fact in facts if fact.kind is not StateFactKind.BEGINS_WITH_STATE]
     if not facts:
         return None
+    if find_repeated_steps(evidence) is not None:
+        return None
     # An optimizer that counts otherwise than it steps may look at its first step as if it had an older state.
     fact = next((fact for fact in facts if fact.kind in MISCOUNTS), facts[0])
     name = MISCOUNTS.get(fact.kind, CauseName.OPTIMIZER_STATE)
@@ -59,10 +61,59 @@ def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
     return not counts or counts[0] is None or counts[0] > step
 
 
+def find_repeated_steps(evidence: Evidence) -> Cause | None:
+    """Tell that the optimizer counts several steps for each that the job's loop takes."""
+    by_number: dict[int, int] = {}
+    for compared in evidence.passes:
+        step = compared.recorded.step_after
+        if step is not None and step.state_steps:
+            by_number[step.number] = max(step.state_steps)
+    counts = [by_number[number] for number in sorted(by_number)]
+    numbers = sorted(by_number)
+    advances = {
+        (counts[place + 1] - counts[place]) / (numbers[place + 1] - numbers[place]) for place in range(len(counts) - 1)
+    }
+    if evidence.first_wrong is None or len(counts) < 3 or len(advances) != 1 or min(advances) < 2:
+        return None
+    return Cause(
+        name=CauseName.STEPS_SKIPPED,
+        sureness=Sureness.IS,
+        sentence=f"the optimizer takes {min(advances):g} steps for each that the job's loop seems to take: it has "
+        f"counted {counts[0]} before step {numbers[0] + 1} and {counts[-1]} before step {numbers[-1] + 1}",
+        try_next="look for a second call of optimizer.step(), or a step that a wrapper takes too",
+        explains=EXPLAINED,
+    )
+
+
+def find_untaken_passes(evidence: Evidence) -> Cause | None:
+    """Name a training pass, between others whose gradients were taken, that no step took."""
+    taken: dict[int, set[int]] = {}
+    for compared in evidence.passes:
+        if compared.recorded.step_after is not None:
+            taken.setdefault(compared.recorded.rank or 0, set()).update(compared.recorded.step_after.passes)
+    for compared in evidence.passes:
+        recorded = compared.recorded
+        forwards = taken.get(recorded.rank or 0, set())
+        is_between = recorded.forward is not None and forwards and min(forwards) < recorded.forward < max(forwards)
+        if evidence.first_wrong is not None and recorded.trains and is_between and recorded.forward not in forwards:
+            return Cause(
+                name=CauseName.STEPS_SKIPPED,
+                sureness=Sureness.PROBABLY,
+                sentence=f"no step of the job takes the gradient of pass {compared.record.index + 1} "
+                f"({compared.record.source}): a step is left out there",
+                try_next="look for a step that is skipped, or gradients that are cleared before it",
+                explains=EXPLAINED,
+            )
+    return None
+
+
 def find_other_optimizer(evidence: Evidence) -> Cause | None:
     """Tell that the job stepped with other settings than the replay was told to."""
     wrong = [(verdict, finding) for verdict, finding in evidence.wrong if finding.name == OPTIMIZER]
     if not wrong:
+        return None
+    if find_repeated_steps(evidence) is not None:
+        # It holds moments before the first step that was seen, because that was not its first.
         return None
     verdict, finding = wrong[0]
     said = str(finding.said)
@@ -106,6 +157,20 @@ def find_left_out_parameters(evidence: Evidence) -> Cause | None:
 
 
 RULES = (
+    CauseRule(
+        name=CauseName.STEPS_SKIPPED,
+        find=find_repeated_steps,
+        means="the optimizer takes several steps where the job's loop seems to take one",
+        told_by="the optimizer's own count of steps",
+        job="steps-twice",
+    ),
+    CauseRule(
+        name=CauseName.STEPS_SKIPPED,
+        find=find_untaken_passes,
+        means="a step is left out",
+        told_by="a training pass that is in no step",
+        job="step-left-out",
+    ),
     CauseRule(
         name=CauseName.OPTIMIZER_STATE,
         find=find_other_state,

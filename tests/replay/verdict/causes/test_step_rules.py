@@ -1,73 +1,71 @@
-"""A state of the job's optimizer is the cause of numbers behind its step, and of none before."""
+"""Steps that are taken twice or left out, and clipping by another norm: made steps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from capture.file_format.optimizer_step import OptimizerStep
-from replay.tolerances.job_bounds import GRADIENT, LOSS
-from replay.verdict.causes.cause import CauseName
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
+from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import Evidence
-from replay.verdict.causes.step_rules import find_other_state
+from replay.verdict.causes.gradient_rules import find_other_norm
+from replay.verdict.causes.step_rules import find_repeated_steps, find_untaken_passes
 from replay.verdict.findings import make_finding
-from replay.verdict.outcomes import Outcome, PassVerdict
-from replay.verdict.pass_values import OPTIMIZER_STATE
-from tests.replay.verdict.causes.made_evidence import SETTINGS
+from tests.replay.verdict.causes.made_evidence import (
+    SETTINGS,
+    draw_gradients,
+    make_forward_evidence,
+    make_verdict,
+    make_window,
+)
 
 pytestmark = pytest.mark.quick
 
-
-def make_evidence(*verdicts: PassVerdict, counted: int = 3, **settings: Any) -> Evidence:
-    """Make two passes, each before a step; the optimizer began with a state of `counted` steps."""
-    passes: list[Any] = []
-    for number in range(2):
-        step = OptimizerStep(
-            number=number, passes=(number,), shares=(1.0,), has_state=True, state_steps=(counted + number,)
-        )
-        recorded = SimpleNamespace(rank=0, num_steps_before=number, step_after=step)
-        passes.append(SimpleNamespace(record=SimpleNamespace(index=number), recorded=recorded))
-    return Evidence(
-        passes=passes,
-        windows=[[member] for member in passes],
-        verdicts=verdicts,
-        settings=replace(SETTINGS, **settings),
-        environment={},
-    )
+SOUND = draw_gradients()
 
 
-def make_wrong(index: int, name: str, *, optimizer_step: int | None = None) -> PassVerdict:
-    return PassVerdict(
-        index=index,
-        source="",
-        rank=0,
-        outcome=Outcome.DIFFERS,
-        reason=None,
-        findings=[make_finding(name, 1.0, 2.0, difference=1.0, bound=0.1)],
-        optimizer_step=optimizer_step,
-    )
+def make_steps(counts: Sequence[tuple[int, ...]], left_out: Sequence[int] = ()) -> Evidence:
+    """Passes of which each ends a step before which the optimizer had counted so many; some are in no step."""
+    passes = []
+    for index, state_steps in enumerate(counts):
+        [compared] = make_window([SOUND], SOUND, index=index)
+        step = compared.recorded.step_after
+        assert step is not None
+        step = None if index in left_out else replace(step, has_state=True, state_steps=state_steps)
+        passes.append(replace(compared, recorded=replace(compared.recorded, step_after=step)))
+    return replace(make_forward_evidence(LOSS), passes=passes)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [make_wrong(1, LOSS), make_wrong(0, OPTIMIZER_STATE, optimizer_step=0), make_wrong(1, GRADIENT, optimizer_step=1)],
-)
-def test_a_state_explains_what_comes_behind_its_step(wrong: PassVerdict) -> None:
-    cause = find_other_state(make_evidence(wrong))
+def test_an_optimizer_that_counts_two_for_each_step_takes_two() -> None:
+    cause = find_repeated_steps(make_steps([(1,), (2, 3), (4, 5), (6, 7)]))
     assert cause is not None
-    assert cause.name is CauseName.OPTIMIZER_STATE
-    assert cause.sentence.startswith("the optimizer held the state of 3 steps before step 1")
+    assert (cause.name, cause.sureness) == (CauseName.STEPS_SKIPPED, Sureness.IS)
+    assert "takes 2 steps for each" in cause.sentence
 
 
-@pytest.mark.parametrize("wrong", [make_wrong(0, LOSS), make_wrong(0, GRADIENT, optimizer_step=0)])
-def test_it_explains_nothing_before(wrong: PassVerdict) -> None:
-    assert find_other_state(make_evidence(wrong)) is None
+@pytest.mark.parametrize("counts", [[(0,), (1,), (2,)], [(0,), (2,)], [(0,), (2,), (3,)], [(), (), ()]])
+def test_an_optimizer_that_counts_as_it_steps_has_no_such_cause(counts: Sequence[tuple[int, ...]]) -> None:
+    assert find_repeated_steps(make_steps(counts)) is None
 
 
-def test_a_state_that_the_replay_was_given_explains_nothing() -> None:
-    assert find_other_state(make_evidence(make_wrong(1, LOSS), loaded_counts=(3,))) is None
+def test_a_pass_between_others_that_no_step_took_is_named() -> None:
+    cause = find_untaken_passes(make_steps([(0,), (1,), (1,), (2,)], left_out=[1]))
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.STEPS_SKIPPED, Sureness.PROBABLY)
+    assert "the gradient of pass 2" in cause.sentence
+    # The last pass of a recording may have been cut off before its step.
+    assert find_untaken_passes(make_steps([(0,), (1,), (2,), (3,)], left_out=[3])) is None
 
 
-def test_a_job_without_a_wrong_number_has_no_cause() -> None:
-    assert find_other_state(make_evidence()) is None
+@pytest.mark.parametrize(("off", "is_found"), [(0.0, True), (1.0, False)])
+def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(off: float, is_found: bool) -> None:
+    findings = [
+        make_finding(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4),
+        make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
+    ]
+    evidence = Evidence(
+        passes=[], windows=[], verdicts=[make_verdict(0, findings, optimizer_step=0)], settings=SETTINGS, environment={}
+    )
+    cause = find_other_norm(evidence)
+    assert (cause is not None) is is_found
+    assert cause is None or cause.name is CauseName.CLIPPING
