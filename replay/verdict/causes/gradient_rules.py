@@ -17,6 +17,7 @@ from replay.verdict.causes.wrong_gradient import (
 )
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
+from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MOVED, WEIGHTING
 
 # A loss scale of fp16 is a power of 2, and rarely less.
@@ -76,6 +77,8 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     seen_factor = finding.recorded / finding.replayed if finding.replayed else math.nan
     if abs(factor - 1) < 1e-4 or not math.isclose(seen_factor, factor, rel_tol=0.1):
         return None
+    if _explain_factor(factor) and _clips_under_scale(window):
+        return _name_early_clipping(factor, verdict)
     num_passes = len(window)
     if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):
         return Cause(
@@ -104,6 +107,17 @@ def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> boo
     """Tell whether a factor may be that of a wrong reduction over the ranks, and not one on the gradients."""
     num_ranks = window[0].recorded.world_size or 1
     return num_ranks > 1 and any(math.isclose(factor, number, rel_tol=0.1) for number in (num_ranks, 1 / num_ranks))
+
+
+def _name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
+    return Cause(
+        name=CauseName.CLIPPED_EARLY,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the job clips its gradients while they are multiplied by the loss scale: each is {factor:.6g} times "
+        f"that of the loss, {name_time(verdict)}",
+        try_next="call GradScaler.unscale_(optimizer) before the clipping",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
 
 
 def _clips_under_scale(window: Sequence[ComparedPass]) -> bool:
@@ -174,14 +188,7 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
         if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
             return None
         if _explain_factor(uniform) and _clips_under_scale(wrong.window):
-            return Cause(
-                name=CauseName.CLIPPED_EARLY,
-                sureness=Sureness.PROBABLY,
-                sentence=f"the job clips its gradients while they are multiplied by the loss scale: each is "
-                f"{uniform:.6g} times that of the loss, {name_time(wrong.verdict)}",
-                try_next="call GradScaler.unscale_(optimizer) before the clipping",
-                explains=GRADIENT_FINDINGS,
-            )
+            return _name_early_clipping(uniform, wrong.verdict)
         return Cause(
             name=CauseName.GRADIENTS_SCALED,
             sureness=Sureness.PROBABLY if _may_come_of_reduction(uniform, wrong.window) else Sureness.IS,
