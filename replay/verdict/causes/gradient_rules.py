@@ -99,7 +99,7 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
 
 
 def _explain_factor(factor: float) -> str:
-    is_power_of_2 = factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-6
+    is_power_of_2 = factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 0.02
     return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
 
 
