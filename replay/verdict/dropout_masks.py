@@ -169,7 +169,7 @@ def leave_out_other_masks(
     return [
         finding
         if finding.name == MISSING_GRADIENT and "layerdrop" not in settings.dropout
-        else replace(finding, status=FindingStatus.NOT_JUDGED, doubt=OTHER_MASKS, counts=False)
+        else replace(finding, status=FindingStatus.NOT_JUDGED, doubt=OTHER_MASKS, is_evidence=False)
         for finding in findings
     ]
 
@@ -186,7 +186,7 @@ def judge_masks(
     if masks.said is None or not findings:
         return leave_out_other_masks(findings, [masks], settings), masks
     is_off = any(finding.status in (FindingStatus.DIFFERS, FindingStatus.UNSETTLED) for finding in findings)
-    agrees = any(finding.agrees and finding.counts for finding in findings)
+    agrees = any(finding.agrees and finding.is_evidence for finding in findings)
     if not is_off and agrees and not is_coarse(list_dtypes(recorded, settings)):
         unseen = _report_masks(masks.said, FindingStatus.NOT_JUDGED, "no number shows it")
         return [*findings, unseen], PROVEN_MASKS
@@ -199,7 +199,7 @@ def judge_masks(
 
 
 def _report_masks(said: str, status: FindingStatus, doubt: str | None) -> Finding:
-    return Finding(name=MASKS, status=status, recorded=0.0, doubt=doubt, counts=False, said=said)
+    return Finding(name=MASKS, status=status, recorded=0.0, doubt=doubt, is_evidence=False, values_as_text=said)
 
 
 def is_about_masks(doubt: str | None) -> bool:

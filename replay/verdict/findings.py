@@ -172,13 +172,13 @@ class VerdictSettings:
 class Finding:
     """One recorded quantity beside the replay's. Where it has many values, this is the farthest of them.
 
-    where       which of many values it is: a row, a token, a parameter
-    replayed    None where the replay has no such number
-    difference  relative; absolute where the recorded number is below 1, as a sum of log-probs may be 0
-    doubt       why a different number proves nothing, or why there is nothing to compare
-    counts      an equal number is evidence, in spite of a doubt. A key of run.json, unlike `Verdict.counts` no number
-    num_values  how many values were compared
-    said        both values as text, where they are no numbers
+    where           which of many values it is: a row, a token, a parameter
+    replayed        None where the replay has no such number
+    difference      relative; absolute where the recorded number is below 1, as a sum of log-probs may be 0
+    doubt           why a different number proves nothing, or why there is nothing to compare
+    is_evidence     an equal number is evidence, in spite of a doubt
+    num_values      how many values were compared
+    values_as_text  both values, where they are no numbers
     """
 
     name: str
@@ -189,9 +189,9 @@ class Finding:
     bound: AnyFloat | None = None
     where: str | None = None
     doubt: str | None = None
-    counts: bool = True
+    is_evidence: bool = True
     num_values: int = 1
-    said: str | None = None
+    values_as_text: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -211,16 +211,16 @@ def make_finding(
     difference: float,
     bound: float,
     doubt: str | None = None,
-    counts: bool | None = None,
+    is_evidence: bool | None = None,
     where: str | None = None,
     num_values: int = 1,
 ) -> Finding:
-    """Make a finding with its status. Where `counts` is not given, an equal number is evidence if there is no doubt.
+    """Make a finding with its status. If `is_evidence` is None, an equal number is evidence unless there is a doubt.
 
     A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged.
     """
     if difference <= bound and bound > HIDING_BOUND and name in (LOSS, *GRADIENT_QUANTITIES):
-        status, doubt, counts = FindingStatus.NOT_JUDGED, ROUNDING_HIDES, False
+        status, doubt, is_evidence = FindingStatus.NOT_JUDGED, ROUNDING_HIDES, False
     elif difference <= bound:
         status = FindingStatus.AGREES
     else:
@@ -234,7 +234,7 @@ def make_finding(
         bound=bound,
         where=where,
         doubt=doubt,
-        counts=doubt is None if counts is None else counts,
+        is_evidence=doubt is None if is_evidence is None else is_evidence,
         num_values=num_values,
     )
 
@@ -246,8 +246,8 @@ def report_unmoved_weights(num_sampled: int, rate: float) -> Finding:
         status=FindingStatus.UNSETTLED,
         recorded=0.0,
         doubt="in bf16 a step that is smaller than half the spacing of a weight is lost. Are there fp32 masters?",
-        counts=False,
-        said=f"none of {num_sampled} sampled parameters moved in a step at learning rate {rate:g}",
+        is_evidence=False,
+        values_as_text=f"none of {num_sampled} sampled parameters moved in a step at learning rate {rate:g}",
     )
 
 
@@ -258,8 +258,8 @@ def report_other_settings(differences: Sequence[str]) -> Finding:
         status=FindingStatus.UNSETTLED,
         recorded=math.nan,
         doubt="--step steps otherwise than the job did",
-        counts=False,
-        said="; ".join(differences),
+        is_evidence=False,
+        values_as_text="; ".join(differences),
     )
 
 
@@ -273,15 +273,15 @@ def report_other_weighting(job_shares: Sequence[float], replay_shares: Sequence[
         status=FindingStatus.UNSETTLED,
         recorded=math.nan,
         doubt=why,
-        counts=False,
-        said=f"{job} in the job, {replay} here",
+        is_evidence=False,
+        values_as_text=f"{job} in the job, {replay} here",
     )
 
 
 def make_unjudged_finding(name: str, recorded: float, why: str, replayed: float | None = None) -> Finding:
     """Make the finding of a recorded number that nothing can be held against."""
     return Finding(
-        name=name, status=FindingStatus.NOT_JUDGED, recorded=recorded, replayed=replayed, doubt=why, counts=False
+        name=name, status=FindingStatus.NOT_JUDGED, recorded=recorded, replayed=replayed, doubt=why, is_evidence=False
     )
 
 
@@ -320,7 +320,7 @@ def _compare_root_mean_square(
         difference=rms_difference,
         bound=compute_rms_bound(floor),
         doubt=settings.doubt_expert_routes(TOKENS_RMS, rms_difference, dtypes, record.index),
-        counts=True,
+        is_evidence=True,
         num_values=len(pairs),
     )
 
@@ -368,7 +368,7 @@ def _compare_claim(
                 difference=distance,
                 bound=bound,
                 doubt=doubt or settings.doubt_expert_routes(claim.name, distance, dtypes, record.index, tokens),
-                counts=doubt is None,
+                is_evidence=doubt is None,
                 where=where,
             )
         )

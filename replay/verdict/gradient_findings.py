@@ -128,7 +128,9 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictS
     if rates and not any(rates):
         return []
     findings = _compare_judged_gradient(window, settings)
-    if any(finding.counts and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings):
+    if any(
+        finding.is_evidence and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings
+    ):
         return []
     reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
     last = window[-1].recorded.num_steps_before
@@ -290,7 +292,7 @@ def _format_forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
 
 def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say why a different gradient would prove nothing; None if it would prove a difference."""
-    if any(compared_pass.loss is None or not compared_pass.loss.counts for compared_pass in window):
+    if any(compared_pass.loss is None or not compared_pass.loss.is_evidence for compared_pass in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):
         shares = _as_shares([compared_pass.record.result.weight for compared_pass in window])
@@ -399,7 +401,7 @@ def _compare_norm(
         difference=difference,
         bound=settings.choose_bound(GRAD_NORM, dtypes, 1, index),
         doubt=doubt or settings.doubt_expert_routes(GRAD_NORM, difference, dtypes, index),
-        counts=doubt is None,
+        is_evidence=doubt is None,
         where=f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None,
     )
 
@@ -462,7 +464,7 @@ def _compare_elements(
                     bound=bound,
                     doubt=doubt
                     or settings.doubt_expert_routes(GRADIENT, pair.difference, dtypes, index, least_floor=least_floor),
-                    counts=True,
+                    is_evidence=True,
                     where=f"{pair.name}, element {pair.sample.start + pair.worst}{rank}",
                 )
             )
@@ -472,7 +474,7 @@ def _compare_elements(
     worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
     worst = replace(worst, num_values=len(findings))
     if worst.agrees and not can_tell:
-        return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)]
+        return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, is_evidence=False)]
     return [worst]
 
 

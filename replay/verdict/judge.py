@@ -332,16 +332,18 @@ def _decide_outcome(
     if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         first = differing[0]
-        # What is said is no number. Of a missing gradient `where` is a sentence: which parameters have none.
+        # What is text is no number. Of a missing gradient `where` is a sentence: which parameters have none.
         difference = (
-            f"{first.name} is off by {first.difference:.2g}" if first.said is None else first.where or first.said
+            f"{first.name} is off by {first.difference:.2g}"
+            if first.values_as_text is None
+            else first.where or first.values_as_text
         )
         return unsettled_outcome, f"{difference}, but {doubt}"
     if differing:
         return Outcome.DIFFERS, None
     if unsettled:
         return unsettled_outcome, unsettled[0].doubt
-    if any(finding.agrees and finding.counts for finding in findings):
+    if any(finding.agrees and finding.is_evidence for finding in findings):
         return Outcome.REPRODUCED, None
     return Outcome.CANNOT_TELL, masks.why or findings[0].doubt
 

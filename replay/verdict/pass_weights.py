@@ -159,7 +159,9 @@ def follow_weights_through_steps(
             followed.append(replace(compared_pass, weights=replace(initial, differing=differing)))
             continue
         # Weights that agree behind a step leave no doubt of the steps before.
-        num_proven = max((number + 1 for number in stepped if number < num_steps and stepped[number].counts), default=0)
+        num_proven = max(
+            (number + 1 for number in stepped if number < num_steps and stepped[number].is_evidence), default=0
+        )
         doubt = next((step_reasons[0] for step_reasons in reasons[num_proven:num_steps] if step_reasons), None)
         other_count = _explain_step_count(compared_pass.recorded, windows[0], num_steps)
         if other_count is not None and settings.steps_unasked:

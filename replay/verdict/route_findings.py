@@ -46,14 +46,14 @@ def _judge_router(router: RouterFlips, tie: float) -> Finding:
         share,
         difference=share,
         bound=compute_flip_bound(router.num_tokens),
-        counts=False,
+        is_evidence=False,
         where=router.router,
         num_values=router.num_tokens,
     )
     if finding.agrees:
         return finding
     text = f"{share:.1%} of the tokens have scores that choose other experts than the job did, beyond a tie"
-    return replace(finding, said=text)
+    return replace(finding, values_as_text=text)
 
 
 def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, ReplayedPass]]) -> Pairs:

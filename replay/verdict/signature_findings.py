@@ -111,7 +111,7 @@ class _SignatureJudge:
             difference=difference,
             bound=compute_norm_bound(bound, self.dtypes, len(compared.names)),
             doubt=self.doubt or self._doubt_routes(compared, difference),
-            counts=True,
+            is_evidence=True,
             where=_name_place(compared, rank),
         )
 
@@ -130,7 +130,7 @@ class _SignatureJudge:
             difference=compared.difference,
             bound=bound,
             doubt=self.doubt or self._doubt_routes(compared, compared.difference),
-            counts=True,
+            is_evidence=True,
             where=_name_place(compared, rank),
             num_values=compared.num_values,
         )

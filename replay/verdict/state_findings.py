@@ -55,7 +55,7 @@ def compare_states(
                         run.values[worst],
                         difference=differences[worst] / scale,
                         bound=factor * gradient_bound,
-                        counts=False,
+                        is_evidence=False,
                         where=f"{key} of {name}, element {sample.start + worst}",
                     )
                 )

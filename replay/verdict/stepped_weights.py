@@ -43,7 +43,7 @@ def compare_stepped_weights(
         if any(not finding.agrees and finding.status is not FindingStatus.NOT_JUDGED for finding in findings):
             # The update follows from another gradient, or from other settings, and so do all later ones.
             return found
-        if not any(finding.agrees and finding.counts for finding in findings):
+        if not any(finding.agrees and finding.is_evidence for finding in findings):
             continue
         samples = [
             sample
@@ -96,7 +96,7 @@ def _compare(
         num_values=len(drifts),
     )
     if bound > HIDING_BOUND and finding.agrees:
-        return replace(finding, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, counts=False)
+        return replace(finding, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, is_evidence=False)
     return finding
 
 

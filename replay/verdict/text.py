@@ -183,8 +183,8 @@ def _label_of(finding: Finding) -> str:
 
 
 def _describe_difference(finding: Finding) -> str:
-    if finding.said is not None:
-        return finding.said
+    if finding.values_as_text is not None:
+        return finding.values_as_text
     if finding.difference is None or finding.bound is None:
         return f"{finding.recorded:.6g} in the job, {_describe_replayed(finding)} here, not judged"
     return (
@@ -198,8 +198,8 @@ def _describe_replayed(finding: Finding) -> str:
 
 
 def _describe_open_finding(finding: Finding) -> str:
-    if finding.said is not None:
-        return f"{_label_of(finding)}: {finding.said}: {finding.doubt}"
+    if finding.values_as_text is not None:
+        return f"{_label_of(finding)}: {finding.values_as_text}: {finding.doubt}"
     replayed = _describe_replayed(finding)
     bound = f" (bound {finding.bound:.2g})" if finding.doubt == ROUNDING_HIDES else ""
     return f"{_label_of(finding)}: {finding.recorded:.6g} in the job, {replayed} here: {finding.doubt}{bound}"

@@ -47,6 +47,8 @@ def find_missing_gradients(
     where = f"{', '.join(missing[:MAX_NAMED])}{others}, which {have} no gradient in the job"
     size = sizes[missing[0]]
     finding = make_finding(
-        MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, counts=True, where=where
+        MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, is_evidence=True, where=where
     )
-    return [replace(finding, num_values=len(missing), said=f"none in the job, root mean square {size:.3g} here")]
+    return [
+        replace(finding, num_values=len(missing), values_as_text=f"none in the job, root mean square {size:.3g} here")
+    ]

@@ -328,7 +328,7 @@ def find_other_weighting(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.WINDOW_WEIGHTS,
         sureness=Sureness.IS,
-        sentence=f"the passes of a step weigh {finding.said}, {name_time(verdict)}: {finding.doubt}",
+        sentence=f"the passes of a step weigh {finding.values_as_text}, {name_time(verdict)}: {finding.doubt}",
         try_next="weigh each pass by its share of the step's tokens, as num_items_in_batch does",
         explains=(WEIGHTING, *GRADIENT_FINDINGS),
     )
@@ -351,13 +351,14 @@ def find_other_loss(evidence: Evidence) -> Cause | None:
 def find_lost_steps(evidence: Evidence) -> Cause | None:
     """Tell that steps in a 16-bit dtype moved no weight."""
     wrong = evidence.find_wrong(MOVED)
-    if wrong is None or not str(wrong[1].said).startswith("none of"):
+    if wrong is None or not str(wrong[1].values_as_text).startswith("none of"):
         return None
     verdict, finding = wrong
     return Cause(
         name=CauseName.DTYPE,
         sureness=Sureness.PROBABLY,
-        sentence=f"{finding.said}, {name_time(verdict)}: in bf16 a step smaller than half a weight's spacing is lost",
+        sentence=f"{finding.values_as_text}, {name_time(verdict)}: "
+        "in bf16 a step smaller than half a weight's spacing is lost",
         try_next="keep fp32 masters of the weights in the job",
         explains=(MOVED,),
     )

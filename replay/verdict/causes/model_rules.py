@@ -248,7 +248,7 @@ def find_other_masks(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.DROPOUT,
         sureness=Sureness.IS,
-        sentence=f"{finding.said or finding.doubt}, {name_time(verdict)}",
+        sentence=f"{finding.values_as_text or finding.doubt}, {name_time(verdict)}",
         try_next="compare the dropout settings of the config with those of the job's modules, and their train mode",
         explains=(MASKS, *ALL_FINDINGS),
     )

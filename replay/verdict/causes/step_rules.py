@@ -116,11 +116,15 @@ def find_other_optimizer(evidence: Evidence) -> Cause | None:
         # It holds moments before the first step that was seen, because that was not its first.
         return None
     verdict, finding = wrong[0]
-    said = str(finding.said)
+    said = str(finding.values_as_text)
     differences = said.split("; ")
     # A rate that is another one in some steps alone is one of another schedule.
-    is_rate_alone = all(RATE in difference for _, other in wrong for difference in str(other.said).split("; "))
-    is_schedule = is_rate_alone and (len(wrong) < len(evidence.windows) or len({str(f.said) for _, f in wrong}) > 1)
+    is_rate_alone = all(
+        RATE in difference for _, other in wrong for difference in str(other.values_as_text).split("; ")
+    )
+    is_schedule = is_rate_alone and (
+        len(wrong) < len(evidence.windows) or len({str(f.values_as_text) for _, f in wrong}) > 1
+    )
     if not all(" in the job, " in difference for difference in differences):
         return None
     name = CauseName.SCHEDULE if is_schedule else CauseName.OPTIMIZER

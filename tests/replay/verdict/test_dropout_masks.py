@@ -132,7 +132,7 @@ def test_dropout_that_acts_in_the_job_alone_is_a_finding() -> None:
     assert (verdict.outcome, verdict.window_counts) == (Outcome.DIFFERS, {Outcome.CANNOT_TELL: 1})
     finding, *others = verdict.passes[0].findings
     said = "the job's forward drew 5 random numbers, the replay's none"
-    assert (finding.name, finding.said) == (MASKS, said)
+    assert (finding.name, finding.values_as_text) == (MASKS, said)
     assert {other.status for other in others} == {FindingStatus.NOT_JUDGED}
 
 
@@ -146,7 +146,7 @@ def test_dropout_that_acts_here_alone_is_a_finding_and_the_jobs_mode_is_said() -
     mode = {"model": False, "parts": []}
     verdict = judge_pass(make_recorded(WRONG, draws=NONE, training=mode), make_replayed())
     assert verdict.outcome is Outcome.DIFFERS
-    assert verdict.passes[0].findings[0].said == (
+    assert verdict.passes[0].findings[0].values_as_text == (
         "the job's forward, in eval mode, drew no random numbers, the replay's random numbers by attention_dropout"
     )
 
@@ -156,7 +156,7 @@ def test_a_pass_without_autograd_that_drew_masks_is_a_finding() -> None:
     mode = {"model": True, "parts": []}
     verdict = judge_pass(make_recorded(WRONG, trains=False, training=mode), make_replayed(NONE))
     assert verdict.outcome is Outcome.DIFFERS
-    assert "in training mode without autograd, drew random numbers" in str(verdict.passes[0].findings[0].said)
+    assert "in training mode without autograd, drew random numbers" in str(verdict.passes[0].findings[0].values_as_text)
 
 
 def test_another_number_on_a_gpu_may_be_of_another_kernel_of_attention() -> None:

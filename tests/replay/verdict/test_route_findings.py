@@ -52,7 +52,7 @@ def routed(num_flips: int, num_tokens: int) -> PassRecord:
 def test_any_number_of_flips_within_a_tie_agrees_and_is_no_evidence() -> None:
     [finding] = compare_routes(record(0), RECORDED, replayed_with([], [TIE * 0.9] * NUM_TOKENS), SETTINGS)
     assert finding.agrees
-    assert not finding.counts
+    assert not finding.is_evidence
 
 
 def test_a_few_flips_beyond_a_tie_agree_and_many_differ() -> None:
@@ -61,8 +61,10 @@ def test_a_few_flips_beyond_a_tie_agree_and_many_differ() -> None:
     assert finding.agrees
     [finding] = compare_routes(record(0), RECORDED, replayed_with([TIE * 2] * many), SETTINGS)
     assert finding.status is FindingStatus.DIFFERS
-    assert finding.said is not None
-    assert finding.said.startswith("25.0% of the tokens have scores that choose other experts than the job did")
+    assert finding.values_as_text is not None
+    assert finding.values_as_text.startswith(
+        "25.0% of the tokens have scores that choose other experts than the job did"
+    )
 
 
 def test_the_first_router_that_differs_is_named() -> None:

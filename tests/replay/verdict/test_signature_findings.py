@@ -65,7 +65,7 @@ def judge(
 def test_a_sound_gradient_agrees_and_is_evidence() -> None:
     found = judge({})
     assert found.keys() == {GRADIENT_NORMS, GRADIENT_RMS}
-    assert all(finding.agrees and finding.counts for finding in found.values())
+    assert all(finding.agrees and finding.is_evidence for finding in found.values())
     assert (found[GRADIENT_NORMS].num_values, found[GRADIENT_RMS].num_values) == (6, 5 * 64)
 
 
@@ -169,6 +169,6 @@ def test_norms_of_several_parameters_have_a_sharper_bound() -> None:
 @pytest.mark.parametrize("name", [LOSS, GRADIENT_NORMS])
 def test_a_bound_of_half_its_size_judges_no_loss_and_no_gradient(name: str) -> None:
     hidden = make_finding(name, 1.0, 1.4, difference=0.4, bound=0.51)
-    assert (hidden.status, hidden.counts) == (FindingStatus.NOT_JUDGED, False)
+    assert (hidden.status, hidden.is_evidence) == (FindingStatus.NOT_JUDGED, False)
     assert make_finding(name, 1.0, 1.6, difference=0.6, bound=0.51).status is FindingStatus.DIFFERS
     assert make_finding(name, 1.0, 1.4, difference=0.4, bound=0.49).agrees

@@ -34,7 +34,7 @@ def compare(
 
 def test_equal_states_agree_and_are_no_evidence_of_the_gradient() -> None:
     [finding] = compare({"exp_avg": (0.5, 0.25)}, {"exp_avg": StateRun(values=(0.5, 0.25), scale=0.5)})
-    assert (finding.status, finding.counts) == (FindingStatus.AGREES, False)
+    assert (finding.status, finding.is_evidence) == (FindingStatus.AGREES, False)
 
 
 def test_the_farthest_element_is_named() -> None:

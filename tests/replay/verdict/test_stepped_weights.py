@@ -71,7 +71,7 @@ def test_a_gradient_of_rounding_alone_judges_nothing() -> None:
 
 def test_where_the_dtype_is_as_coarse_as_the_update_nothing_is_judged() -> None:
     finding = compare(make_sample(RIGHT, dtype="bfloat16"))
-    assert (finding.status, finding.counts) == (FindingStatus.NOT_JUDGED, False)
+    assert (finding.status, finding.is_evidence) == (FindingStatus.NOT_JUDGED, False)
 
 
 def test_a_parameter_that_the_replay_did_not_move_tells_nothing() -> None:

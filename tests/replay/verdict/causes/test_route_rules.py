@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 def make_route_evidence(*others: str) -> Evidence:
     """Evidence of a router of layer 3 that sends half of the tokens elsewhere, and of other wrong numbers."""
     where = "model.layers.3.mlp.gate"
-    findings = [make_finding(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, counts=False, where=where)]
+    findings = [make_finding(ROUTES, 0.0, 0.5, difference=0.5, bound=0.02, is_evidence=False, where=where)]
     findings += [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in others]
     return replace(make_forward_evidence(), verdicts=[make_verdict(1, findings)])
 
