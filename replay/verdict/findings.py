@@ -178,7 +178,7 @@ class Finding:
     doubt           why a different number proves nothing, or why there is nothing to compare
     is_evidence     an equal number is evidence, in spite of a doubt
     num_values      how many values were compared
-    values_as_text  both values, where they are no numbers
+    values_as_text  what was compared, in words, where it is no number
     """
 
     name: str
