@@ -17,6 +17,7 @@ from replay.verdict.causes.wrong_gradient import (
 )
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
+from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MOVED, WEIGHTING
 
@@ -146,6 +147,9 @@ def find_other_norm(evidence: Evidence) -> Cause | None:
     if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
         return None
     verdict, norm = wrong
+    if any(difference.kind is ModelDifferenceKind.FROZEN for difference in evidence.settings.model_differences):
+        # The job's norm is of fewer parameters, then.
+        return None
     if not any(finding.agrees and finding.name == GRADIENT_NORMS for finding in verdict.findings):
         return None
     return Cause(
@@ -257,10 +261,11 @@ def find_earlier_gradients(evidence: Evidence) -> Cause | None:
     own, earlier, residual = shares
     if residual > (0.1 if wrong.is_coarse else 1e-4) or abs(earlier) < 0.1:
         return None
-    what = "is that of the step before" if abs(own) < 0.05 else "still holds that of the step before"
+    is_late = abs(own) < 0.05
+    what = "is that of the step before" if is_late else "still holds that of the step before"
     return Cause(
         name=CauseName.NOT_CLEARED,
-        sureness=Sureness.IS,
+        sureness=Sureness.PROBABLY if is_late else Sureness.IS,
         sentence=f"the gradient {what}, {name_time(wrong.verdict)}: it is {own:.3g} times the step's own and "
         f"{earlier:.3g} times that of the step before",
         try_next="call zero_grad() after each step",

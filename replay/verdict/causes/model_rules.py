@@ -46,6 +46,7 @@ LOSS_KINDS = (Kind.LOSS_FUNCTION, Kind.FORWARD, Kind.FUNCTION, Kind.HOOK, Kind.C
 # What the recording states of the gradient itself, and code that may have changed it on its way.
 STATED_GRADIENT_KINDS = (Kind.WRAPPER, Kind.FROZEN, Kind.TIED)
 GRADIENT_CODE_KINDS = (
+    Kind.WRAPPER,
     Kind.PARAMETER_HOOK,
     Kind.HOOK,
     Kind.FORWARD,
@@ -54,6 +55,8 @@ GRADIENT_CODE_KINDS = (
     Kind.CLASS,
 )
 GRADIENT_KINDS = (*STATED_GRADIENT_KINDS, *GRADIENT_CODE_KINDS)
+# The key of a wrapper that leaves the ranks' gradients apart.
+GRADIENT_SYNC = "gradient sync"
 # What these state cannot be without effect on a forward.
 CERTAIN_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER, Kind.TIED, Kind.MODULE)
 # The same of a gradient.
@@ -143,11 +146,21 @@ def find_gradient_code(evidence: Evidence) -> Cause | None:
     return _name_difference(evidence, first, evidence.settings.model_differences, GRADIENT_CODE_KINDS)
 
 
+def _fits(difference: ModelDifference, kinds: Sequence[Kind]) -> bool:
+    """Tell whether a difference of these kinds belongs here.
+
+    That a wrapper does not reduce is stated. What its hook or its factor does to a gradient, the numbers tell better.
+    """
+    if difference.kind is not Kind.WRAPPER:
+        return True
+    return (difference.key == GRADIENT_SYNC) is (kinds is STATED_GRADIENT_KINDS)
+
+
 def _name_difference(
     evidence: Evidence, first: PassVerdict, differences: Sequence[ModelDifference], kinds: Sequence[Kind]
 ) -> Cause | None:
     """Name the difference of the first of these kinds that there is; None without one."""
-    fitting = [difference for difference in differences if difference.kind in kinds]
+    fitting = [difference for difference in differences if difference.kind in kinds and _fits(difference, kinds)]
     if not fitting:
         return None
     fitting.sort(key=lambda difference: kinds.index(difference.kind))
