@@ -104,6 +104,13 @@ def _explain_factor(factor: float) -> str:
     return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
 
 
+def _find_round_norm(wrong: WrongGradient) -> float | None:
+    """Find the norm of the job's whole gradient if it is a number that a person would clip to; None if it is not."""
+    norm = math.hypot(*(parameter.job_norm or 0.0 for parameter in wrong.gradient.parameters.values()))
+    rounded = float(f"{norm:.1g}")
+    return rounded if math.isclose(norm, rounded, rel_tol=1e-3) else None
+
+
 def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> bool:
     """Tell whether a factor may be that of a wrong reduction over the ranks, and not one on the gradients."""
     num_ranks = window[0].recorded.world_size or 1
@@ -186,8 +193,19 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     wrong = find_wrong_gradient(evidence)
     if wrong is None:
         return None
+    if find_scaled_loss(evidence) is not None:
+        return None
     parameters = wrong.gradient.parameters
     uniform = find_uniform_factor(wrong)
+    if uniform is not None and uniform < 1 and (limit := _find_round_norm(wrong)) is not None:
+        return Cause(
+            name=CauseName.CLIPPING,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the job's gradient has a norm of {limit:g}, {name_time(wrong.verdict)}, and is {uniform:.4g} times "
+            "that of the loss: code of its own clipped it to that norm before it was recorded",
+            try_next="clip with torch.nn.utils.clip_grad_norm_, whose gradients are recorded before they are clipped",
+            explains=GRADIENT_FINDINGS,
+        )
     if uniform is not None:
         if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
             return None
@@ -223,7 +241,7 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
 def find_changed_gradients(evidence: Evidence) -> Cause | None:
     """Tell that some parameters have another gradient, while the others have the loss's."""
     wrong = find_wrong_gradient(evidence)
-    if wrong is None:
+    if wrong is None or find_scaled_gradients(evidence) is not None:
         return None
     parameters = wrong.gradient.parameters
     off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
@@ -334,7 +352,9 @@ def find_other_weighting(evidence: Evidence) -> Cause | None:
         name=CauseName.WINDOW_WEIGHTS,
         sureness=Sureness.IS,
         sentence=f"the passes of a step weigh {finding.values_as_text}, {name_time(verdict)}: {finding.doubt}",
-        try_next="weigh each pass by its share of the step's tokens, as num_items_in_batch does",
+        try_next="look for a loss that is multiplied by 0, or left out"
+        if " 0," in f" {finding.values_as_text},"
+        else "weigh each pass by its share of the step's tokens, as num_items_in_batch does",
         explains=(WEIGHTING, *GRADIENT_FINDINGS),
     )
 

@@ -19,6 +19,7 @@ from replay.tolerances.job_bounds import (
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import MASKS
+from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, OPTIMIZER_STATE
@@ -216,6 +217,15 @@ def find_unstated_difference(evidence: Evidence) -> Cause | None:
     first = evidence.first_wrong
     if first is None or evidence.settings.model_differences:
         return None
+    wrong = [finding for verdict, finding in evidence.wrong if verdict is first]
+    if all(finding.status is FindingStatus.UNSETTLED and finding.doubt is not None for finding in wrong):
+        return Cause(
+            name=CauseName.OBJECTIVE,
+            sureness=Sureness.MAY_BE,
+            sentence=f"{wrong[0].doubt}, {name_time(first)}",
+            try_next="--loss with the job's objective; or labels and recorder.note(loss=...) in the job",
+            explains=ALL_FINDINGS,
+        )
     if evidence.is_forward_wrong:
         where = "the forward gives other numbers"
         rest = "code of the job that leaves no trace in the model's modules, or weights that no sample shows"

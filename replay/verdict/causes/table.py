@@ -49,7 +49,8 @@ def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[
     causes: list[Cause] = []
     for sureness in SURENESS_ORDER:
         for cause in found:
-            if cause.sureness is not sureness:
+            # What may be is said only where nothing better is known.
+            if cause.sureness is not sureness or (sureness is Sureness.MAY_BE and causes):
                 continue
             is_explained = set(cause.explains) & wrong <= {name for other in causes for name in other.explains}
             is_named = any(other.name is cause.name for other in causes)

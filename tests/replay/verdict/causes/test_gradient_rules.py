@@ -14,6 +14,7 @@ from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_gradient_evidence,
     make_window,
+    measure_norm,
     scale_gradients,
     transpose_gradient,
 )
@@ -103,3 +104,10 @@ def test_a_gradient_that_holds_the_last_steps_was_not_cleared(
     assert (cause.name, cause.sureness) == (CauseName.NOT_CLEARED, sureness)
     assert words in cause.sentence
     assert "since the job's step 2" in cause.sentence
+
+
+def test_a_gradient_of_a_round_norm_was_clipped_by_the_jobs_own_code() -> None:
+    clipped = scale_gradients(SOUND, 1 / measure_norm(SOUND))
+    cause = find_causes(make_gradient_evidence(make_window([clipped], SOUND)))[0]
+    assert (cause.name, cause.sureness) == (CauseName.CLIPPING, Sureness.PROBABLY)
+    assert "a norm of 1" in cause.sentence
