@@ -201,8 +201,8 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
         return Cause(
             name=CauseName.CLIPPING,
             sureness=Sureness.PROBABLY,
-            sentence=f"the job's gradient has a norm of {limit:g}, {name_time(wrong.verdict)}, {uniform:.4g} times that of "
-            "the loss: code of its own clipped it to that norm before it was recorded",
+            sentence=f"the job's gradient has a norm of {limit:g}, {name_time(wrong.verdict)}, {uniform:.4g} times the "
+            "loss's: code of its own clipped it to that norm before it was recorded",
             try_next="clip with torch.nn.utils.clip_grad_norm_, whose gradients are recorded before they are clipped",
             explains=GRADIENT_FINDINGS,
         )
