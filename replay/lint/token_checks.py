@@ -202,7 +202,7 @@ def _check_prompts(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             topic="labels",
             text=f"all {len(rows)} rows begin with the same {at_least}{common} tokens, which have labels: "
             "is a prompt left in the loss?",
-            weight=Weight.FACT,
+            weight=Weight.SAME_ROWS,
         )
 
 
