@@ -210,7 +210,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path, capsys: pyte
     assert "outside its folder" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("max_bytes", [30_000, 60_000, 10_000_000])
+@pytest.mark.parametrize("max_bytes", [60_000, 120_000, 10_000_000])
 def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.zip"
     assert main(["pack", str(find_sample_folder()), str(target), "--max-bytes", str(max_bytes)]) == 0

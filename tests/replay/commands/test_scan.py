@@ -116,7 +116,8 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
     damaged.write_bytes(damaged.read_bytes()[:-9])
     calls = iter([compute_negated_mean] * 3 + [out_of_memory] + [compute_negated_mean] * 99)
     monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", lambda *tensors: next(calls)(*tensors))
-    assert scan("--inputs", str(inputs), "--group", "2", "--no-noise-floor", logs=tmp_path / "logs") == 1
+    typed = ("--group", "2", "--no-noise-floor", "--loss", "stand-in")
+    assert scan("--inputs", str(inputs), *typed, logs=tmp_path / "logs") == 1
     folder, log = written(tmp_path / "logs")
     states = [group["state"] for group in log["groups"]]
     assert states == ["done", "failed", *["done"] * (len(states) - 2)]

@@ -72,7 +72,11 @@ class Law:
         parallel = spec.actor.parallel
         num_ranks = task.num_processes
         num_data_ranks = num_ranks // (parallel.tp * parallel.ring)
-        columns = [select(spec.inputs, rank, num_data_ranks).inputs for rank in range(num_data_ranks)]
+        accumulation = spec.actor.grad_accumulation
+        columns = [
+            select(spec.inputs, rank, num_data_ranks, grad_accumulation=accumulation).inputs
+            for rank in range(num_data_ranks)
+        ]
         records = [
             self.passed(spec, index, rank, columns[rank % num_data_ranks][index], num_data_ranks)
             for index in range(len(columns[0]))
@@ -138,7 +142,8 @@ def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
 
 
 def worst(logs: Path, *typed: str) -> tuple[int, dict[str, Any]]:
-    code = main(["worst", *typed, "--dtype", "fp32", "--log-folder", str(logs)])
+    # The law is of passes that are windows of their own.
+    code = main(["worst", *typed, "--grad-accumulation", "1", "--dtype", "fp32", "--log-folder", str(logs)])
     (path,) = logs.glob("*-worst/worst.json")
     return code, json.loads(path.read_text())["result"]
 

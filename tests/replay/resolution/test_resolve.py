@@ -92,7 +92,7 @@ def test_each_choice_says_who_made_it(world: World) -> None:
 def test_what_to_type_for_the_same_run_leaves_to_the_machine_what_it_chose(world: World) -> None:
     replay = resolve_typed(world)
     job_s = ActorSpec(
-        dtype=Dtype.FP32, packing=True, attention=Attention.SDPA, kernels=Kernels.MODEL, grad_accumulation=1
+        dtype=Dtype.FP32, packing=True, attention=Attention.SDPA, kernels=Kernels.MODEL, grad_accumulation=2
     )
     typed = spec_of(["--max-inputs", "1"])
     assert spec_to_dict(replay.to_spec()) == spec_to_dict(replace(typed, actor=job_s))

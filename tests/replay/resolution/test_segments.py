@@ -99,7 +99,9 @@ def inspect_with_text(folder: Path) -> tuple[Inspection, list[str]]:
 def test_an_inspection_is_the_same(sample: Path) -> None:
     found, text = inspect_with_text(sample)
     expected, expected_text = inspect_with_text(find_sample_folder())
-    assert text == expected_text
+    # The table of recordings says how many files there are, and of segments how many hosts wrote them.
+    [place] = [number for number, line in enumerate(text) if line.startswith("recording ")]
+    assert [*text[:place], *text[place + 2 :]] == [*expected_text[:place], *expected_text[place + 2 :]]
     assert (found.num_by_format, expected.num_by_format) == ({"of format 1 in segments": 40}, {"of format 1": 40})
     [recording], [of_files] = found.recordings, expected.recordings
     assert (recording.num_hosts, of_files.num_hosts, of_files.num_files) == (1, None, 40)
