@@ -30,7 +30,7 @@ from actor_init.world import World
 from replay.command_line.cli import leave, parse_command_line
 from replay.runner.run import run_in
 from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
-from tests.helpers.replay_worker import PATIENCE, graphs_alone, proved_once
+from tests.helpers.replay_worker import MEAN_LOSS, PATIENCE, graphs_alone, proved_once
 from tests.helpers.sabotage import SABOTAGES
 from tests.helpers.unproved_rows import rows_unproved
 
@@ -91,7 +91,7 @@ def _replay(job: dict[str, Any], world: World) -> int:
         if "inductor" not in job:
             stack.enter_context(graphs_alone())
         stack.enter_context(patch("replay.runner.replayer.open_backend", opened))
-        spec = parse_command_line([*job["arguments"], *PATIENCE]).args[0].spec
+        spec = parse_command_line([*MEAN_LOSS, *job["arguments"], *PATIENCE]).args[0].spec
         code = run_in(world, spec, show_traceback=True).exit_code
     if world.rank == 0:
         torch.save(windows, job["gradients"])
