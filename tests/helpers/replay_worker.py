@@ -22,8 +22,8 @@ from actor_init.world import World
 from replay.command_line.cli import leave, parse_command_line
 from replay.runner.run import run_in
 
-# The references are of this loss, and not of the policy's, which the sample's job noted.
-MEAN_LOSS = ("--loss", "stand-in")
+# The references are of this loss in windows of this size and weights, and not of what the sample's job had.
+MEAN_LOSS = ("--loss", "stand-in", "--window", "tokens", "--grad-accumulation", "1")
 PATIENCE = ("--timeout", "3600")  # a machine under load is no hang
 
 
