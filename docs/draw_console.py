@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-COMMAND = ["replay", "--max-inputs", "5"]
+COMMAND = ["replay", "--max-inputs", "6"]
 WIDTH = 108
 
 

@@ -18,7 +18,7 @@ from replay.runner.checkpoint import find_state_to_load
 from replay.runner.replayer import Replayer
 from replay.runner.states import find_whole_states
 
-TRAINING = "--step --dtype fp32 --quiet --learning-rate 0.01 --backend"
+TRAINING = "--step --grad-accumulation 1 --dtype fp32 --quiet --learning-rate 0.01 --backend"
 pytestmark = pytest.mark.usefixtures("one_world")
 
 
