@@ -2,8 +2,8 @@
 
     python examples/tiny_ppo/ship.py inputs/my-run inputs/sample
 
-Left out are manifests, and the random states of each pass, a quarter of its file: the model draws no random numbers, and
-Python's and NumPy's generators, which are not seeded, are in other states each time.
+Left out are manifests, and the random states of each pass, a quarter of its file: the model draws no random numbers,
+and Python's and NumPy's generators, which are not seeded, are in other states each time.
 """
 
 import shutil
