@@ -113,7 +113,8 @@ def _compare_values(reference: PastRun, other: PastRun, names: Collection[str]) 
     values = [
         (option, option.read_value(other), option.read_value(reference))
         for option in list_options()
-        if option.field in names
+        # A switch sets a field that has an option of its own here.
+        if option.field in names and not option.is_switch
     ]
     return [
         f"{_format_typed(option, value)}, not {_format_typed(option, reference_value)}"

@@ -9,7 +9,8 @@ from typing import Self, TypeVar
 
 from actor_init.spec import UsageError
 from replay.options.option_parsing import format_error_with_flags, spec_from_dict
-from replay.options.spec import EXAMPLE, ReplayParts, StepMode, check_log
+from replay.options.resolved import LOSS
+from replay.options.spec import EXAMPLE, LossName, ReplayParts, StepMode, check_log
 from replay.output.text import join_lines, pluralise
 from replay.runlog.records import PassRecord, parse_line
 from replay.runlog.run_file import RUN_FILE, RunFile, RunStart, Values
@@ -46,13 +47,17 @@ class PastRun(ReplayParts):
         start, num_passes = _check_finished(folder, run)
         spec = spec_from_dict(start.spec, source=f"{folder / RUN_FILE}, spec")
         records = _read_all_ranks(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command)
-        # Of `auto` the records tell whether it stepped.
+        # Of `--step auto` the records tell whether it stepped.
         has_stepped = spec.measure.steps or any(record.result.has_stepped for record in records)
         past_run = cls(
             folder=folder,
             actor=spec.actor,
             inputs=spec.inputs,
-            measure=replace(spec.measure, step=StepMode.ON if has_stepped else StepMode.OFF),
+            measure=replace(
+                spec.measure,
+                loss=_find_loss(spec.measure.loss, start),
+                step=StepMode.ON if has_stepped else StepMode.OFF,
+            ),
             state=spec.state,
             objective=spec.objective,
             command=start.command,
@@ -77,6 +82,13 @@ class PastRun(ReplayParts):
     @property
     def num_data_ranks(self) -> int:
         return len(self.devices) // (self.actor.parallel.tp * self.actor.parallel.ring)
+
+
+def _find_loss(typed: str, start: RunStart) -> str:
+    """Return the loss of a run's passes: the typed word, or of `auto` what the run chose."""
+    if typed != LossName.AUTO:
+        return typed
+    return next((str(choice["value"]) for choice in start.resolved if choice["setting"] == LOSS), typed)
 
 
 def find_run_folder(path: Path) -> Path:

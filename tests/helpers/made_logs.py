@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from replay.options.option_parsing import build_replay_spec
-from replay.options.spec import ReplaySpec
+from replay.options.resolved import LOSS, ChosenBy, ResolvedChoice
+from replay.options.spec import LossName, ReplaySpec
 from replay.resolution.selection import Selection
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RunEnd, RunWork
@@ -49,10 +50,12 @@ def write_log(
     memory_kind: str = "cuda allocator",
     exit_code: int | None = 0,
     spec: ReplaySpec | None = None,
+    chosen_loss: str = LossName.STAND_IN,
 ) -> Path:
     """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end.
 
-    `spec` stands for options that were parsed before.
+    spec         options that were parsed before, instead of `typed`
+    chosen_loss  what the run chose where no loss was typed
     """
     words = typed.split()
     given = {
@@ -61,11 +64,13 @@ def write_log(
     spec = spec or build_replay_spec(
         {name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()}
     )
+    is_auto = spec.measure.loss == LossName.AUTO
+    choices = [ResolvedChoice(setting=LOSS, value=chosen_loss, by=ChosenBy.DEFAULT)] if is_auto else []
     folder.mkdir(parents=True)
     ranks = sorted({record.rank for record in records})
     books = [Logbook(folder, rank) for rank in ranks]
     books[0].begin(
-        MadeReplay.of(spec),
+        MadeReplay.of(spec, *choices),
         facts=FACTS | (facts or {}),
         work=RunWork(**(WORK | (work or {}))),
         inputs=SELECTION.describe(),

@@ -25,7 +25,7 @@ from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES, save_model
 
-STEP = "--step yes"
+STEP = "--step on"
 ONE = [passed(0, "x")]
 Captured = pytest.CaptureFixture[str]
 
@@ -128,7 +128,7 @@ def test_help_needs_neither_torch_nor_rich() -> None:
         ({"work": {"weights": "other digest"}}, "weights are other ones, both random, seed 0"),
         ({"typed": "--loss sft"}, "--loss sft, not --loss stand-in"),
         ({"typed": "--backward no"}, "--no-backward, not --backward"),
-        ({"typed": "--step yes"}, "--step, not --no-step"),
+        ({"typed": "--step on"}, "--step, not --step off"),
         ({"records": [passed(0, "y")]}, "no input in common: y.pkl, not x.pkl"),
         (
             {"records": [passed(0, "y", trains=False)], "typed": "--passes rollout"},
@@ -167,6 +167,27 @@ def test_what_decides_a_step_must_be_the_same_under_step(tmp_path: Path, capsys:
     a = write_log(tmp_path / "a", ONE, typed=STEP)
     b = write_log(tmp_path / "b", ONE, typed=f"{STEP} {typed}")
     assert f": {typed}, not " in refusal(capsys, a, b)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "typed", "says"),
+    [
+        ("stand-in", "--loss stand-in", None),
+        ("policy", "--loss policy", None),
+        ("policy", "--loss stand-in", "--loss stand-in, not --loss policy"),
+        ("policy", "", "--loss stand-in, not --loss policy"),
+    ],
+)
+def test_a_loss_that_was_not_typed_is_the_one_that_the_run_chose(
+    tmp_path: Path, capsys: Captured, chosen: str, typed: str, says: str | None
+) -> None:
+    a = write_log(tmp_path / "a", ONE, chosen_loss=chosen)
+    b = write_log(tmp_path / "b", ONE, typed=typed)
+    if says is None:
+        assert compare(a, b) == 0
+        assert "loss   " not in capsys.readouterr().out.partition("\nrun ")[0]
+    else:
+        assert f": {says}" in refusal(capsys, a, b)
 
 
 def on(*columns: str) -> list[PassRecord]:
@@ -500,7 +521,7 @@ def test_other_code_and_another_window_are_compared_and_told_first(
     again = run_replay("again", *user)
     assert told(built, again, 0).startswith(f"{own} has changed, or is another file: its sha256 is ")
     means = run_replay("means", *user, "--window", "mean-of-means")
-    assert told(again, means, 1) == "--window mean-of-means, not --window tokens"
+    assert told(again, means, 1) == "--window mean-of-means, not --window job"
     users = run_replay("users", *user, "--loss", f"{loss}:loss")
     # the user's mean is of each pass, and the passes weigh the same
     assert told(again, users, 1) == f"--loss {loss}:loss, not --loss stand-in"

@@ -146,7 +146,7 @@ def test_a_step_is_its_micro_batches_on_all_data_ranks_and_its_slowest_ranks(tmp
         for index, ranks in enumerate(losses)
         for rank, loss in enumerate(ranks)
     ]
-    typed = "--step yes --grad-accumulation 2"
+    typed = "--step on --grad-accumulation 2"
     found = read_curve(PastRun.read(write_log(tmp_path / "log", records, typed=typed)))
     assert found.losses == [3.5, 2.5]
     assert [step.norm for step in found.steps] == [8.0, 10.0]
