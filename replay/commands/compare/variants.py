@@ -13,6 +13,7 @@ from pathlib import Path
 
 from actor_init.as_json import to_json
 from actor_init.spec import USER_FUNCTION, ActorSpec, Attention, Kernels, UsageError
+from capture.facts import Setting
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import ThisMachine
 from replay.options.option_parsing import list_options, parse_value, replace_values, spec_from_dict
@@ -143,5 +144,5 @@ def _make_stock(actor: ActorSpec) -> ActorSpec:
     if not actor.is_custom:
         raise UsageError("stock: the log's run has transformers' own code already. Give FILE.py:FUNCTION")
     if actor.weights is None:
-        raise UsageError("stock: the log's run names no --weights, whose folder would have the config")
+        raise UsageError(f"stock: the log's run names no {Setting('weights')}, whose folder would have the config")
     return replace(actor, model=str(actor.weights), weights=None)

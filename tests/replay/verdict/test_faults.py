@@ -30,6 +30,13 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 SGD_STEPS = ("--step", "--optimizer", "sgd", "--learning-rate")
 
 
+def become_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Let what is recorded next be of this rank of two, in the one recording of a job."""
+    monkeypatch.setattr("capture.record.recorder.read_rank_and_world_size", lambda: (rank, 2))
+    began = "2026-11-25T12:00:00.000000+00:00"
+    monkeypatch.setattr("capture.record.recorder.choose_recording_id", lambda *_, **__: began)
+
+
 def model_loss(outputs: Any, labels: Tensor) -> Tensor:
     loss: Tensor = outputs.loss
     return loss
@@ -302,7 +309,7 @@ def test_other_weights_of_one_rank_are_not_blamed_on_another(
 ) -> None:
     """Two ranks whose models began apart, each with whole weights."""
     for rank in (0, 1):
-        monkeypatch.setattr("capture.record.recorder.read_rank_and_world_size", lambda rank=rank: (rank, 2))
+        become_rank(monkeypatch, rank)
         model = make_model("llama", {})
         with torch.no_grad():
             model.get_parameter("model.layers.2.mlp.up_proj.weight").add_(0.01 * rank)
@@ -364,7 +371,7 @@ def test_gradients_that_ranks_did_not_average_are_said_to_be_each_ranks_own(
 ) -> None:
     """As under DDP's no_sync: two ranks step on the gradients of their own batches."""
     for rank in (0, 1):
-        monkeypatch.setattr("capture.record.recorder.read_rank_and_world_size", lambda rank=rank: (rank, 2))
+        become_rank(monkeypatch, rank)
         train(tmp_path / "job", make_model("llama", {}), rank=rank)
     verdict_on(tmp_path / "job", tmp_path / "logs", "--dtype", "fp32")
     said = "ranks      the job's ranks had different gradients, which were not averaged, in step 1: "
