@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,6 @@ from actor_init.backends.deepspeed_autotp import (
 from actor_init.compiling import compile_blocks
 from actor_init.declarations.backends.deepspeed import is_partitioned_over
 from actor_init.declarations.backends.deepspeed_config import build_config, has_block_hooks
-from actor_init.declarations.optimizers import OPTIMIZERS
-from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.fused.rotary import fuse_if_requested
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import (
@@ -236,8 +234,8 @@ class DeepSpeedBackend:
 
     def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         # DeepSpeed's partitions hold a state from the first step on.
-        if self.spec.optimizer in OPTIMIZERS and self.schedule.last_epoch:
-            yield from gather_optimizer_states(self.engine, names, self.spec.optimizer, self.source.optimizer_groups)
+        if self.schedule.last_epoch:
+            yield from gather_optimizer_states(self.engine, names)
 
     def loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
@@ -380,28 +378,53 @@ def gather_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str,
             yield name, gather_over_tp(parameter, gradient).float() / loss_scale
 
 
-def gather_optimizer_states(
-    engine: Any, names: Collection[str], family: str, groups: Sequence[ParameterGroup]
-) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def gather_optimizer_states(engine: Any, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield what the optimizer holds of these parameters, whole; nothing at stage 0 in half precision.
 
-    family  that of parameters which are in none of the `groups`
+    Where a rank lacks a state of its part, that state is left out on all ranks: gathering it would never end.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    for name, parameter in engine.module.named_parameters():
-        if name not in names or not parameter.requires_grad:
-            continue
+    named = [(name, each) for name, each in engine.module.named_parameters() if name in names and each.requires_grad]
+    _link_optimizer_states(engine.optimizer)
+    rank_keys: list[dict[str, list[str] | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(rank_keys, {name: _list_partitioned_states(parameter) for name, parameter in named})
+    for name, parameter in named:
         if not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping"):
             state = engine.basic_optimizer.state.get(parameter, {})
             whole = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         else:
-            word = next((group.family for group in groups if name in group.names), family)
-            # An elementwise family keeps the same of every parameter.
-            keys = sorted(OPTIMIZERS[word].state[0])
+            held = [set(keys) for keys_of in rank_keys if (keys := keys_of[name]) is not None]
+            keys = sorted(set.intersection(*held)) if held else []
             whole = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
         if whole:
             yield name, {key: gather_over_tp(parameter, value) if value.ndim else value for key, value in whole.items()}
+
+
+def _link_optimizer_states(optimizer: Any) -> None:
+    """Let parameters find their states in DeepSpeed's flat partitions, as they are now, under ZeRO 1 and 2.
+
+    DeepSpeed links them once, and too early where the optimizer has several groups: it steps one group at a time, and
+    links all of them after the first, when the others hold nothing. Loading a checkpoint takes the links away.
+    """
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _list_partitioned_states(parameter: Any) -> list[str] | None:
+    """List the states of a parameter that this rank holds a part of; None where it holds no part of the parameter.
+
+    A state of another size than its partition is of no single element, as a count of steps.
+    """
+    if hasattr(parameter, "ds_id"):
+        zero = parameter._z3_optimizer
+        number, _, _ = zero.grad_position[zero.get_param_id(parameter)]
+        partition = zero.fp32_partitioned_groups_flat[number]
+        state = zero.optimizer.state.get(partition, {})
+        return [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == partition.shape]
+    mapping = getattr(parameter, "_hp_mapping", None)
+    return None if mapping is None else mapping.get_optim_state_keys()
 
 
 @contextmanager
