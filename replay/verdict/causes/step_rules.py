@@ -139,6 +139,25 @@ def find_other_optimizer(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_other_moments(evidence: Evidence) -> Cause | None:
+    """Tell that the optimizer's moments are of another gradient than the one that was recorded, which agrees."""
+    wrong = evidence.find_wrong(OPTIMIZER_STATE)
+    if wrong is None or wrong[0] is not evidence.first_wrong:
+        return None
+    verdict, finding = wrong
+    if any(other.status in WRONG and other.name in GRADIENT_QUANTITIES for other in verdict.findings):
+        return None
+    where = "" if finding.where is None else f" ({finding.where})"
+    return Cause(
+        name=CauseName.GRADIENTS_CHANGED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the optimizer was given another gradient than the backward gave, before the job's step "
+        f"{(verdict.optimizer_step or 0) + 1}: its moments are not the replay's{where}, and the recorded gradients are",
+        try_next="look for gradients that are clipped by value, scaled or changed after they were clipped by norm",
+        explains=EXPLAINED,
+    )
+
+
 def find_left_out_parameters(evidence: Evidence) -> Cause | None:
     """Tell that the job's optimizer has fewer parameters than are trained."""
     steps = [compared.recorded.step_after for compared in evidence.passes if compared.recorded.step_after is not None]
@@ -161,6 +180,13 @@ def find_left_out_parameters(evidence: Evidence) -> Cause | None:
 
 
 RULES = (
+    CauseRule(
+        name=CauseName.GRADIENTS_CHANGED,
+        find=find_other_moments,
+        means="the optimizer is given another gradient than the backward gave",
+        told_by="samples of the optimizer's moments, beside the recorded gradients",
+        job="clipped-by-value",
+    ),
     CauseRule(
         name=CauseName.STEPS_SKIPPED,
         find=find_repeated_steps,

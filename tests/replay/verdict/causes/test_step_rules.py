@@ -9,8 +9,9 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.gradient_rules import find_other_norm
-from replay.verdict.causes.step_rules import find_repeated_steps, find_untaken_passes
+from replay.verdict.causes.step_rules import find_other_moments, find_repeated_steps, find_untaken_passes
 from replay.verdict.findings import make_finding
+from replay.verdict.pass_values import OPTIMIZER_STATE
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
@@ -69,3 +70,17 @@ def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(off: fl
     cause = find_other_norm(evidence)
     assert (cause is not None) is is_found
     assert cause is None or cause.name is CauseName.CLIPPING
+
+
+@pytest.mark.parametrize(("off", "is_found"), [(0.0, True), (1.0, False)])
+def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: float, is_found: bool) -> None:
+    findings = [
+        make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
+        make_finding(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3),
+    ]
+    evidence = Evidence(
+        passes=[], windows=[], verdicts=[make_verdict(1, findings, optimizer_step=1)], settings=SETTINGS, environment={}
+    )
+    cause = find_other_moments(evidence)
+    assert (cause is not None) is is_found
+    assert cause is None or (cause.name, cause.sureness) == (CauseName.GRADIENTS_CHANGED, Sureness.PROBABLY)
