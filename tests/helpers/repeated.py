@@ -36,10 +36,12 @@ def repeated_by(line: str) -> Repeated:
 
 def _with_remark(spec: ReplaySpec, said: str) -> ReplaySpec:
     fields = dict(setting.split("=") for setting in said.split(", ")) if said else {}
-    assert fields.keys() <= {"details", "reverse_rows"}
-    assert set(fields.values()) <= {"True"}
+    known = {"details": "True", "reverse_rows": "True", "trials": "False"}
+    assert all(known.get(name) == value for name, value in fields.items()), said
     if "details" in fields:
         spec = replace(spec, measure=replace(spec.measure, details=True))
+    if "trials" in fields:
+        spec = replace(spec, measure=replace(spec.measure, trials=False))
     if "reverse_rows" in fields:
         spec = replace(spec, inputs=replace(spec.inputs, reverse_rows=True))
     return spec
