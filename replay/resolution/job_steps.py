@@ -6,6 +6,7 @@ What was typed is not the job's: a typed learning rate is the rate of every step
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from actor_init.declarations.optimizers import (
@@ -22,7 +23,7 @@ from capture.facts import Setting
 from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
-from replay.verdict.optimizer_settings import FAMILY
+from replay.verdict.optimizer_settings import FAMILY, LABELS, format_value
 from replay.verdict.pass_values import match_parameter_name
 
 
@@ -130,6 +131,8 @@ def _explain_unfollowable(
     groups = _merge_groups(window.steps)
     if not groups or any("lr" not in group for group in groups):
         return f"the settings of {step_name} were not recorded"
+    if (why := _explain_other_settings(window, step_name)) is not None:
+        return why
     if len(groups) > 1 and (not job_names or any("parameters" not in group for group in groups)):
         return f"the optimizer has {pluralise(len(groups), 'group')}, and their parameters were not recorded"
     for group in groups:
@@ -171,6 +174,41 @@ def _read_limit(step: OptimizerStep) -> float | None:
 
 def _merge_groups(steps: Sequence[OptimizerStep]) -> list[dict[str, Any]]:
     return list(merge_equal_settings([group for step in steps for group in step.settings]))
+
+
+def _explain_other_settings(window: JobWindow, step_name: str) -> str | None:
+    """Say that two ranks of the job stepped a parameter with different settings; None if none are known to have."""
+    ranks = list(dict.fromkeys(job_pass.rank for job_pass in window.passes))
+    first, *others = zip(ranks, window.steps, strict=False) if ranks else [(0, window.steps[0])]
+    for rank, step in others:
+        for groups in product(first[1].settings, step.settings):
+            names = _list_other_settings(*groups)
+            if names and _have_common_parameters(*map(_read_members, (first[1], step), groups)):
+                values = [format_value(group.get(names[0])) for group in groups]
+                setting = f"{LABELS.get(names[0], names[0])} {values[0]} on rank {first[0]}, {values[1]} on rank {rank}"
+                return f"the ranks' optimizers have other settings in {step_name}: {setting}"
+    return None
+
+
+def _list_other_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """List the settings in which two groups differ."""
+    names = dict.fromkeys([*group, *other])
+    return [
+        name for name in names if name not in ("num_parameters", "parameters") and group.get(name) != other.get(name)
+    ]
+
+
+def _read_members(step: OptimizerStep, group: Mapping[str, Any]) -> frozenset[int] | None:
+    """Return the numbers of a group's parameters, none where they are not known; None: it has all of them."""
+    if "parameters" not in group and len(step.settings) == 1:
+        return None
+    return frozenset(parse_numbers(group.get("parameters", "")))
+
+
+def _have_common_parameters(members: frozenset[int] | None, others: frozenset[int] | None) -> bool:
+    if members is None or others is None:
+        return members != frozenset() and others != frozenset()
+    return not members.isdisjoint(others)
 
 
 def _find_family(settings: Mapping[str, Any], step: OptimizerStep) -> OptimizerDeclaration:

@@ -41,7 +41,7 @@ def list_setting_differences(
         differences.append(difference)
     if (step.max_norm or None) != (spec.max_norm or None) and _may_clip(step, spec, norms):
         differences.append(
-            f"clipped to {_format_value(step.max_norm)} in the job, to {_format_value(spec.max_norm)} here"
+            f"clipped to {format_value(step.max_norm)} in the job, to {format_value(spec.max_norm)} here"
         )
     return differences
 
@@ -105,9 +105,9 @@ def _compare_group(
     for name, replay_value in replay_settings.items():
         if name not in followed and not _is_same(job_settings[name], replay_value):
             label = LABELS.get(name, name)
-            yield f"{label} {_format_value(job_settings[name])} in the job, {_format_value(replay_value)} here"
+            yield f"{label} {format_value(job_settings[name])} in the job, {format_value(replay_value)} here"
     for name in family.list_unknown_settings(settings):
-        yield f"{name} {_format_value(settings[name])} in the job, which {family.word} here does not have"
+        yield f"{name} {format_value(settings[name])} in the job, which {family.word} here does not have"
 
 
 def _describe_class(group: JobGroup, spec: ActorSpec) -> str:
@@ -131,11 +131,12 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """Format a setting of an optimizer for people."""
     if value is None:
         return "nothing"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"({', '.join(map(_format_value, value))})"
+        return f"({', '.join(map(format_value, value))})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,5 +1,7 @@
 """A replay takes over the settings of each of the job's steps, but for what was typed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
 from replay.resolution.job_windows import JobWindow
+from replay.resolution.windows import JobPass
 
 pytestmark = pytest.mark.quick
 
@@ -75,6 +78,51 @@ def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str
     found = find_followed_steps([window], ActorSpec(), NAMES, NAMES)
     assert isinstance(found, str)
     assert why in found
+
+
+def make_ranks_window(*rank_groups: Sequence[dict[str, Any]]) -> JobWindow:
+    windows = [make_window(0, *groups) for groups in rank_groups]
+    passes = [
+        JobPass(rank=rank, forward=0, world_size=len(windows), num_steps_before=0, step=None, tokens_of_mean=1.0)
+        for rank in range(len(windows))
+    ]
+    return replace(windows[0], passes=passes, steps=[window.steps[0] for window in windows])
+
+
+LOW, HIGH = {"lr": 0.5}, {"lr": 1.0}
+FIRST, REST = {"parameters": "0"}, {"parameters": "1-2"}
+OTHER_RATE = "the ranks' optimizers have other settings in step 1: learning rate 0.5 on rank 0, 1 on rank 1"
+
+
+@pytest.mark.parametrize(
+    "rank_groups",
+    [
+        ([LOW], [HIGH]),
+        ([LOW | FIRST, LOW | REST], [HIGH | FIRST, LOW | REST]),
+        ([LOW | FIRST, HIGH | REST], [HIGH | FIRST, LOW | REST]),
+        ([LOW], [HIGH | FIRST, LOW | REST]),
+    ],
+)
+def test_ranks_that_step_with_other_settings_are_not_followed(rank_groups: Sequence[Any]) -> None:
+    assert find_followed_steps([make_ranks_window(*rank_groups)], ActorSpec(), NAMES, NAMES) == OTHER_RATE
+
+
+@pytest.mark.parametrize(
+    "rank_groups",
+    [
+        ([LOW], [LOW]),
+        ([LOW | FIRST, HIGH | REST], [LOW | FIRST, HIGH | REST]),
+        # Each rank steps its own parameters.
+        ([LOW | FIRST], [HIGH | REST]),
+    ],
+)
+def test_ranks_whose_settings_agree_are_followed(rank_groups: Sequence[Any]) -> None:
+    assert isinstance(find_followed_steps([make_ranks_window(*rank_groups)], ActorSpec(), NAMES, NAMES), FollowedSteps)
+
+
+def test_of_several_groups_without_numbers_it_is_not_known_which_the_ranks_share() -> None:
+    found = find_followed_steps([make_ranks_window([LOW, HIGH], [LOW, HIGH])], ActorSpec(), NAMES, NAMES)
+    assert found == "the optimizer has 2 groups, and their parameters were not recorded"
 
 
 def test_steps_are_followed_as_far_as_they_follow_each_other() -> None:
