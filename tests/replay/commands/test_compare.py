@@ -510,17 +510,19 @@ def test_other_code_and_another_window_are_compared_and_told_first(
         assert first.startswith("other work B: ")
         return first.removeprefix("other work B: ")
 
-    stock = run_replay("stock", "--model", str(models["first"]), "--no-packing")
+    # A mean of log-probs is what --window is for; the sample's own loss is the policy's.
+    mean = "--loss", "stand-in"
+    stock = run_replay("stock", "--model", str(models["first"]), "--no-packing", *mean)
     user = "--model", f"{own}:build", "--weights", str(models["first"])
-    built = run_replay("built", *user)
+    built = run_replay("built", *user, *mean)
     of_stock = f"the model is {own}:build, not {models['first']}; model_type is custom, not llama"
     assert told(stock, built, 0) == of_stock
-    wrong = run_replay("wrong", "--model", f"{own}:build_wrong", *user[2:])
+    wrong = run_replay("wrong", "--model", f"{own}:build_wrong", *user[2:], *mean)
     assert told(built, wrong, 1) == f"the model is {own}:build_wrong, not {own}:build"
     own.write_text(own.read_text() + "# a new version\n")
-    again = run_replay("again", *user)
+    again = run_replay("again", *user, *mean)
     assert told(built, again, 0).startswith(f"{own} has changed, or is another file: its sha256 is ")
-    means = run_replay("means", *user, "--window", "mean-of-means")
+    means = run_replay("means", *user, *mean, "--window", "mean-of-means")
     assert told(again, means, 1) == "--window mean-of-means, not --window job"
     users = run_replay("users", *user, "--loss", f"{loss}:loss")
     # the user's mean is of each pass, and the passes weigh the same
@@ -530,7 +532,7 @@ def test_other_code_and_another_window_are_compared_and_told_first(
     loss.write_text(OWN_LOSS.replace("-inputs", "-3 * inputs"))
     changed = run_replay("changed", *user, "--loss", f"{loss}:loss")
     assert told(users, changed, 1) == f"--loss {loss}:loss is other code: its file has changed in between"
-    layers = run_replay("layers", *user, "--num-layers", "1")
+    layers = run_replay("layers", *user, *mean, "--num-layers", "1")
     capsys.readouterr()
     assert "num_hidden_layers is 1, not " in refusal(capsys, again, layers)
 
