@@ -8,6 +8,7 @@ rank, OUT.json gets the largest relative error of a loss, of a parameter's gradi
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from actor_init.backends.deepspeed import DeepSpeedBackend
 from actor_init.inputs.packing import prepare_inputs
-from actor_init.spec import ParallelSpec
+from actor_init.spec import OptimizerName, ParallelSpec
 from actor_init.world import World
 from capture.file_format.capture_file import read_micro_batch
 from replay.command_line.cli import leave, parse_command_line
@@ -45,7 +46,8 @@ def whole_gradients(parameter: Any, whole_shape: torch.Size, world: World) -> li
 
 def compare(world: World, folder: str, arguments: list[str]) -> dict[str, Any]:
     spec = parse_command_line([*arguments, "--model", folder]).args[0].spec
-    backend = DeepSpeedBackend.open(spec.actor, find_source(spec), world)
+    actor = replace(spec.actor, optimizer=OptimizerName.ADAMW)
+    backend = DeepSpeedBackend.open(actor, find_source(spec), world)
     reference = reference_of(Path(folder))
     paths = select(spec.inputs, world.data_rank, world.num_data_ranks).inputs
     assert len(paths) == spec.actor.num_accumulated
