@@ -2,10 +2,10 @@
 
 Python runs one thread at a time. While this thread works, the job's own thread has to wait for its turn, and each time
 this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device that has
-finished all earlier work stands idle until the job's thread gives it more. So this thread sleeps until the job calls
-`wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to the backward, or
-waits for the device, and needs Python for neither. What is queued later waits for the next call of `wake`, or for
-MAX_DELAY_SECONDS.
+finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is queued when
+the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to
+the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
+`wake`, and for MAX_DELAY_SECONDS at most: so often the thread looks by itself.
 
 A task is here what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """

@@ -28,6 +28,8 @@ def _do_nothing(*_: Any) -> None:
 class ForwardHooks:
     """Calls `on_begin` before each forward that the job itself calls, and `on_end` after that forward.
 
+    After a forward that KeyboardInterrupt ended, torch calls no hook, and so `on_end` is not called.
+
     on_begin  is given the module, its positional arguments and its keyword arguments
     on_end    is given the output, and what the forward raised, or None
     """

@@ -49,8 +49,8 @@ Plan = TypeVar("Plan")
 class CampaignJob:
     """A replay in processes of its own.
 
-    The journal knows it by a digest of these fields and their names. So renaming a field changes every digest, and no
-    journal written before would know its jobs.
+    The journal knows it by a digest of these fields and their names, but for where it writes. So renaming a field
+    changes every digest, and no journal written before would know its jobs.
 
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
@@ -87,7 +87,7 @@ class FinishedJob(NamedTuple):
     """A campaign job that has ended and need not run again.
 
     position   among the campaign jobs that the command asked for
-    ran_alone  nothing else ran on the machine; otherwise its times mean nothing
+    ran_alone  no other campaign job ran on the machine; otherwise its times mean nothing. Never known on Ray
     is_new     it was run now; False: its result was in the journal
     """
 
@@ -276,7 +276,7 @@ class Campaign(Generic[Plan]):
     def forget(self, job: CampaignJob) -> None:
         """Forget, in this process, the result of a campaign job, so that it runs again.
 
-        Its line stays in the journal until a later one replaces it.
+        Its line stays in the journal; of several lines of a campaign job the last one holds.
         """
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 

@@ -1,7 +1,8 @@
 """Make every choice of a run once, on all ranks together, before its actor is opened.
 
-What was typed stays. Anything else is decided by the first that can: the job, by its captures; the model, by probes of
-it; this machine; else the default. Rank 0 chooses; files and probes are checked on each rank.
+What was typed stays. Anything else is as in the job, by its captures, where the model, by probes of it, and this
+machine allow it; else as they or other options require; else the default. Rank 0 chooses, and the others get what it
+chose; files are checked on each rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -61,10 +62,10 @@ def resolve(
     """Choose what the options leave open.
 
     The choices come in this order, since each needs those before it: what the job's captures say; the model, found on
-    every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and
-    whether the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in
-    transformers. Last come the settings that have a default: those of the backend, the inputs and the objective. Each
-    choice is listed with who made it and why.
+    every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and whether
+    the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in transformers;
+    whether and how the optimizer steps. Last come the settings that have a default: those of the backend, the inputs
+    and the objective. Each choice is listed with who made it and why.
 
     spec        what was typed
     first_call  the call of the first capture; None if it cannot be read

@@ -106,9 +106,9 @@ class ReopenableActor:
 class Replayer:
     """Replay captures through an actor, one after another, and keep track of the accumulation window.
 
-    `replay` reads a capture, runs its pass and returns the record of the pass. When each rank has the records of all
-    ranks of that pass, they may decide together to run it once more: `search_latest_pass` searches it for its first NaN
-    or infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the
+    `replay` reads a capture, runs its pass and returns its record with the evidence. When each rank has the records of
+    all ranks of that pass, they may decide together to run it once more: `search_latest_pass` searches it for its first
+    NaN or infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the
     actor again.
 
     trace       writes what each layer computed; None: the run is not traced
@@ -321,7 +321,7 @@ class Replayer:
     def _count_drawn_numbers(
         self, recorded: RecordedPass, replayed: ReplayedPass, call: Call
     ) -> tuple[RecordedPass, ReplayedPass]:
-        """Count, once in a run, what the job's forward and the replay's drew, where that may be another number."""
+        """Count, on a CPU and once in a run, what both forwards drew, where that may be another number."""
         job, own = recorded.draws, replayed.draws
         if self._has_counted_draws or job is None or own is None or job.after == own.after or job.before != own.before:
             return recorded, replayed

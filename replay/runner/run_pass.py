@@ -7,7 +7,7 @@ their passes here. What differs between them is in the inputs, the clock and the
 
 The order of collectives in a pass is the same on every rank: the ranks wait for each other; the collectives of the
 forward; those of observers after it; the ranks wait for the slowest; the collectives of the backward; those of
-observers after it; those of the window's end.
+observers after it, and before the step; those of the window's end.
 
 Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
@@ -267,7 +267,7 @@ def run_pass(
 
     With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
-    gradient of the window. If the window ends here with a step, the step is measured; if it ends without one, its
+    gradient of the window. If `takes_step`, the step is measured; if the window ends without one, its
     gradient norm is read and its gradients are cleared after the clock has stopped. Before each phase and after forward
     and backward the observers have their turn.
 

@@ -4,10 +4,11 @@
      "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
-The weights are checked first: with other weights no number means anything. Then each number that the job recorded of a
-pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees within its bound, or it
-differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing else explains it: the
-weights are known to be the job's, and both computed the same quantity. Where there is a doubt, it is UNSETTLED.
+With other weights than the job's no number means anything, so each pass is judged only on the job's. Each number that
+the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees
+within its bound, or it differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing
+else explains it: the weights are known to be the job's, and both computed the same quantity. Where there is a doubt, it
+is UNSETTLED.
 """
 
 from collections import Counter
@@ -100,8 +101,8 @@ def judge(
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
        the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks its numbers differ by chance, so they are judged only where the ends of
-       the random generators show that the masks are the job's. Where the job did not record these, a training pass
+    3. Judge each pass. With other dropout masks its numbers differ by chance, so they are judged only where the masks
+       are known to be the job's (`dropout_masks` says by what). Where the job did not record these, a training pass
        whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
        the window had the job's masks.
@@ -236,7 +237,7 @@ def _refuse_to_judge(compared_passes: Sequence[ComparedPass], reason: str, setti
 def _mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Mark the training passes whose dropout masks are the job's.
 
-    The ends of the random generators tell it, or, where they do not, the numbers: with other masks they would differ.
+    What is known of the masks tells it, or, where nothing is, the numbers: with other masks they would differ.
     """
     # `replay_draws_job_masks` does not matter for the outcome REPRODUCED.
     return [
