@@ -205,7 +205,7 @@ def test_two_runs_beside_each_other_show_what_changed(logs: dict[str, Path], tmp
     page = Page((tmp_path / "page.html").read_text())
     assert ["packing", "yes", "no"] in page.rows
     a, b = (written(logs[name]) for name in ("first", "second"))
-    ratios = [row[4] for row in page.rows if len(row) == 10 and row[0].startswith("rank0 #")]
+    ratios = [row[4] for row in page.rows if len(row) == 10 and row[0].startswith(("rank0 #", "rank1 #"))]
     sums = [[sum(phase["seconds"] for phase in line["phases"].values()) for line in lines] for lines in (a, b)]
     assert ratios == [f"{after / before:.3f}" for before, after in zip(*sums, strict=True)]
 
