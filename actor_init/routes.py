@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from capture.record.routers import calls_topk, find_routers
 
 TOPK = (torch.topk, Tensor.topk)
+# A router's own projection. ZeRO 3 puts a function of its own in the place of `F.linear`, of these products.
+LINEAR = (F.linear, torch.matmul, Tensor.matmul, torch.addmm)
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 SIGMOID = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -103,7 +105,7 @@ class _RouterMode(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if self._has_chosen:
             return output
-        if func is F.linear:
+        if func in LINEAR:
             self._logits = output
         elif func in SOFTMAX or func in SIGMOID:
             self._activated, self._slope = output, "softmax" if func in SOFTMAX else "sigmoid"

@@ -1,6 +1,6 @@
 """Tokens go to the experts that were recorded, with the model's own weights, in every way to run a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -132,8 +132,16 @@ class SoftmaxRouter(nn.Module):
         return logits_TE, values, index
 
 
+def multiply(input: Tensor, weight: Tensor) -> Tensor:
+    return input.matmul(weight.t())
+
+
+@pytest.mark.parametrize("linear", [torch._C._nn.linear, multiply], ids=["torch", "ZeRO 3"])
 @pytest.mark.parametrize(("gap", "distance"), [(0.0, 0.0), (0.01, 0.005), (1.0, 0.462)])
-def test_the_distance_is_the_error_of_the_logits_that_explains_a_flip(gap: float, distance: float) -> None:
+def test_the_distance_is_the_error_of_the_logits_that_explains_a_flip(
+    gap: float, distance: float, linear: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "linear", linear)
     model = nn.ModuleDict({"router": SoftmaxRouter()})
     # The logits have a root mean square of 1 but for the gap: a half of it for each of the two experts.
     logits_TE = torch.tensor([[3**0.5 / 2**0.5 + gap, 3**0.5 / 2**0.5, 0.0]])

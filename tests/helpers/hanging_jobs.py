@@ -71,14 +71,20 @@ JOBS: dict[str, tuple[str, Callable[[], None], bool]] = {
 }
 
 
-def happens(name: str, where: str, number: int, rank: int) -> None:
+def make_sign(folder: Path) -> Path:
+    """Return the file that the bad rank writes just before it hangs."""
+    return folder.with_suffix(".hangs")
+
+
+def happens(folder: Path, name: str, where: str, number: int, rank: int) -> None:
     place, what, _ = JOBS[name]
     if (place, number, rank) == (where, FATAL_PASS, BAD_RANK):
+        make_sign(folder).touch()
         what()
 
 
-def compute_loss(name: str, output: Any, number: int, rank: int) -> torch.Tensor:
-    happens(name, "loss", number, rank)
+def compute_loss(folder: Path, name: str, output: Any, number: int, rank: int) -> torch.Tensor:
+    happens(folder, name, "loss", number, rank)
     loss: torch.Tensor = output["loss"]
     return loss
 
@@ -92,18 +98,18 @@ def train(name: str, folder: Path, rank: int) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     number = 0
-    model.first.weight.register_hook(lambda gradient: happens(name, "backward", number, rank))
+    model.first.weight.register_hook(lambda gradient: happens(folder, name, "backward", number, rank))
     slow_step = "0.3s" if name.startswith("slow") else None
     with recording(wrapped, folder, flight_recorder=2, slow_step=slow_step):
         for number in range(NUM_PASSES):
             if JOBS[name][0] == "end" and (number, rank) == (FATAL_PASS, BAD_RANK):
                 break
-            happens(name, "data", number, rank)
+            happens(folder, name, "data", number, rank)
             output = wrapped(torch.randint(32, (2, 6 + number + rank)))
             if JOBS[name][0] == "no backward" and (number, rank) == (FATAL_PASS, BAD_RANK):
                 dist.barrier()
             else:
-                compute_loss(name, output, number, rank).backward()
+                compute_loss(folder, name, output, number, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -113,8 +119,16 @@ def positions(folder: Path) -> list[LastPosition]:
     return [record for record in found if record is not None]
 
 
-def is_stuck(name: str, folder: Path) -> bool:
+def sleeps(process: int) -> bool:
+    """Tell whether a process's main thread waits or is stopped."""
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return state in "ST"
+
+
+def is_stuck(name: str, folder: Path, bad_process: int) -> bool:
     """Tell whether both ranks have come to where they stay."""
+    if JOBS[name][0] != "no backward" and not (make_sign(folder).exists() and sleeps(bad_process)):
+        return False
     if name.startswith("slow"):
         records = read_incidents(folder) if folder.is_dir() else []
         return {record.rank for record in records for found in record.incidents if found.forward == FATAL_PASS} == {
@@ -152,7 +166,7 @@ def run(name: str, folder: Path) -> None:
             os.waitpid(process, 0)
         return
     deadline = time.monotonic() + MOST_SECONDS
-    while not is_stuck(name, folder) and time.monotonic() < deadline:
+    while not is_stuck(name, folder, processes[BAD_RANK]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if name.startswith("slow"):
         for process in processes:

@@ -47,8 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
 COMMON = ["--dtype", "fp32", "--quiet"]
 # several rows along the sequence, which an older torch cannot: then these replay packed ones
 SEVERAL_ROWS = "--no-packing" if TorchVersion(torch.__version__) >= GATHERS_IN_ONE_PIECE else "--packing"
-FEW = "--skip-inputs 28 --max-inputs 2"  # short ones, one of a length that two do not divide
-ONE = "--skip-inputs 28 --max-inputs 1"
+FEW = "--skip-inputs 14 --max-inputs 2"  # short ones, one of a length that two do not divide
+ONE = "--skip-inputs 14 --max-inputs 1"
 ALL = "--max-inputs 32"  # every training pass of the sample
 
 

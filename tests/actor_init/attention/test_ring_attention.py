@@ -30,7 +30,9 @@ STANDING = [
     Job(QWEN3, 4, f"--tp 2 --ring 2 {FEW}", "small_chunks"),
     Job(LLAMA, 2, f"--ring 2 --whole-logits {FEW}"),
 ]
-WRONG = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
+# So few tokens that keys from another rank are a large part of them.
+SHORT = "--skip-inputs 28 --max-inputs 1"
+WRONG = [Job(LLAMA, 2, f"--ring 2 {SHORT}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
 WRONG_GRADIENTS = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("ring_averaged", "last_chunk_alone")]
 
 

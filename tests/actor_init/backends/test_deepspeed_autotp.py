@@ -36,7 +36,7 @@ CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_si
 QWEN3 = "qwen3, norms on heads"
 SOME = [QWEN3, "llama, tied, biases, uneven", "llama, all biases, odd sizes"]
 # Two short inputs.
-TWO = "--grad-accumulation 2 --skip-inputs 28 --max-inputs 2"
+TWO = "--grad-accumulation 2 --skip-inputs 14 --max-inputs 2"
 # Processes, flags and models of runs of one accumulation window each. The first feeds every input of the sample.
 RUNS = [
     (2, "--zero-stage 1 --grad-accumulation 32 --max-inputs 32", ["llama"]),
@@ -44,7 +44,7 @@ RUNS = [
     (2, f"--zero-stage 3 {TWO}", CONFIGS),
     (2, f"--zero-stage 0 {TWO} --gradient-checkpointing", SOME),
     (2, f"--zero-stage 2 {TWO} --no-packing", SOME),
-    (2, "--zero-stage 1 --skip-inputs 28 --max-inputs 1 --compile", [QWEN3]),
+    (2, "--zero-stage 1 --skip-inputs 14 --max-inputs 1 --compile", [QWEN3]),
     (4, f"--zero-stage 1 {TWO}", [QWEN3]),
     (4, f"--zero-stage 3 {TWO} --gradient-checkpointing", [QWEN3]),
 ]

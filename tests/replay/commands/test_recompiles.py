@@ -179,7 +179,9 @@ def test_padding_to_lengths_changes_no_log_prob(layout: str, one_world: None, tm
             "--num-layers",
             "2",
             "--pick-inputs",
-            "14,21",
+            "13,14",
+            "--grad-accumulation",
+            "1",
             "--quiet",
             "--no-noise-floor",
         ]

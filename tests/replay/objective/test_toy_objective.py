@@ -21,6 +21,7 @@ from replay.options.option_parsing import (
     spec_to_dict,
 )
 from replay.options.spec import ObjectiveSpec
+from tests.helpers.made_captures import write_config, write_pass
 from tests.helpers.policy_job import train
 from tests.helpers.read_logs import read_log
 from tests.helpers.toy_objective import FORMULA, TOY
@@ -72,8 +73,12 @@ def test_it_is_computed_as_the_same_function_of_a_user_s_and_is_named(
 
 
 @pytest.mark.usefixtures("one_world", "register")
-def test_what_a_capture_lacks_is_said_before_a_model_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--inputs", "inputs/sample", "--loss", "toy"]) == 2
+def test_what_a_capture_lacks_is_said_before_a_model_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pass(tmp_path)
+    write_config(tmp_path)
+    assert main(["--inputs", str(tmp_path), "--loss", "toy"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("replay: --loss toy: ")
     assert "no advantages in this capture" in said

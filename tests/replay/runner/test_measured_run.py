@@ -25,7 +25,18 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_world")]
 
 def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:
     monkeypatch.setattr("replay.runner.replayer.compute_negated_mean", loss)
-    arguments = ["--dtype", "fp32", "--max-inputs", "3", "--num-layers", "1", "--log-folder", str(home)]
+    arguments = [
+        "--dtype",
+        "fp32",
+        "--max-inputs",
+        "3",
+        "--num-layers",
+        "1",
+        "--loss",
+        "stand-in",
+        "--log-folder",
+        str(home),
+    ]
     assert main(arguments) == 0
     (folder,) = home.iterdir()
     _, [_warm_up, *records] = read_log(folder)

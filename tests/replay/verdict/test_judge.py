@@ -119,15 +119,16 @@ def test_a_job_replayed_from_its_weights_is_reproduced(
     assert PastRun.read(log).records[0].result.row_action_tokens == [5, 7]  # what `replay compare` reads
 
 
-def test_of_the_sample_the_passes_before_the_first_step_are_reproduced(tmp_path: Path, one_world: None) -> None:
-    """Its job trained on weights that are random by name, on two ranks; a step moved them."""
-    inputs = ["--passes", "all", "--max-inputs", "6"]
-    assert replay_main([*inputs, *FP32, "--verdict", "strict", "--log-folder", str(tmp_path)]) == 0
+def test_the_sample_is_reproduced_with_its_steps(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its job trained weights that are random by name, on two ranks."""
+    assert replay_main(["--max-inputs", "8", *FP32, "--verdict", "strict", "--log-folder", str(tmp_path)]) == 0
     [run] = tmp_path.glob("*/run.json")
     verdict = json.loads(run.read_text())["verdict"]
-    assert [judged_pass["outcome"] for judged_pass in verdict["passes"]] == ["REPRODUCED"] * 5 + ["CANNOT TELL"]
-    assert (verdict["outcome"], verdict["reason"]) == ("REPRODUCED", "other weights")
-    assert [finding["name"] for finding in verdict["worst"]] == [LOG_PROBS]
+    assert [judged_pass["outcome"] for judged_pass in verdict["passes"]] == ["REPRODUCED"] * 8
+    assert verdict["outcome"] == "REPRODUCED"
+    assert "coverage   8 of 8 passes and 4 of 4 steps judged\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
