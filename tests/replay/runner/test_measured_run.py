@@ -37,7 +37,7 @@ def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[.
         "--log-folder",
         str(home),
     ]
-    assert main(arguments) == 0
+    assert main([*arguments, "--log-folder", str(home)]) == 0
     (folder,) = home.iterdir()
     _, [_warm_up, *records] = read_log(folder)
     return records
