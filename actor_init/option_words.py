@@ -23,12 +23,14 @@ def option(
     choices: Collection[str] = (),
     metavar: str | Callable[[], str] | None = None,
     bare: Any = None,
+    aliases: Collection[str] = (),
 ) -> Any:
     """Return a dataclass field that is also a command line option.
 
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
     named=False they are the only way to set it. `bare` is what the field's own flag sets where no word follows it.
     `choices` are the words that a text value may be; `metavar` says in the help what it may be where that is no list.
+    `aliases` are other flags for the same, such as `-o`.
     `choices`, and functions for `help` and `metavar`, are evaluated when needed, because more backends may have been
     registered by then.
     """
@@ -40,6 +42,7 @@ def option(
         "choices": choices,
         "metavar": metavar,
         "bare": bare,
+        "aliases": aliases,
     }
     return field(default=default, metadata={"help": help, **shape})
 

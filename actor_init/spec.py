@@ -226,7 +226,10 @@ class ActorSpec:
     gradient_checkpointing: bool = option(False, "Recompute each block's activations in backward.")
     optimizer: str = option(OptimizerName.AUTO.value, _optimizer_help, metavar=_list_optimizer_forms)
     learning_rate: float | None = option(
-        None, "Used with --step. Default: the job's in each step, where the inputs hold its steps; else 1e-6.", min=0
+        None,
+        "Used with --step. Default: the job's in each step, where the inputs hold its steps; else 1e-6.",
+        min=0,
+        aliases=("--lr",),
     )
     weight_decay: float | None = option(None, lambda: _setting_help("weight_decay"), min=0)
     beta1: float | None = option(None, lambda: _setting_help("beta1"), min=0, max=1)

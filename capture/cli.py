@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(parsed.action(parsed))
 
 
+def find_product_version() -> str:
+    """Return the version that is installed."""
+    try:
+        return version("micro-replay")
+    except PackageNotFoundError:
+        return "of a folder that is not installed"
+
+
 def _parser() -> argparse.ArgumentParser:
     """Build the parser. Each command but `run` takes a folder first, and has its function as `action`."""
     from capture.importers import IMPORTERS
 
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
+    parser.add_argument("--version", action="version", version=f"capture {find_product_version()}")
     # `deepspeed --module capture run ...` puts this before the command. The script gets it, as without `capture run`.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,8 @@ from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
 from replay.processes.launch import count_missing_processes, relaunch
 
+# Of an unknown option and the one that is meant, as difflib measures it. Its own 0.6 finds --ring for --version.
+LEAST_LIKENESS = 0.75
 # The base class of typer's own errors. It is click's, which newer versions of typer vendor and older ones import.
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 
@@ -61,8 +64,16 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"max_content_width": 110},
+    context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from capture.cli import find_product_version
+
+        print(f"replay {find_product_version()}")
+        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
@@ -73,6 +84,9 @@ def replay(
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     explain: bool = typer.Option(
         False, "--explain", help="Print each setting, who chose it and why, and end before the actor is opened."
+    ),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and end."
     ),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
     job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
@@ -198,8 +212,10 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
         message += f", not {value!r}"
     if option and message.startswith("No such option"):
         message = f"unknown option {option}"
-        if error.possibilities:
-            return f"{message}. Did you mean {error.possibilities[0]}? {advice}"
+        # Without the dashes, which every option shares.
+        names = {name.strip("-"): name for name in error.possibilities or ()}
+        if close := get_close_matches(option.strip("-"), names, n=1, cutoff=LEAST_LIKENESS):
+            return f"{message}. Did you mean {names[close[0]]}? {advice}"
     if (unknown := re.fullmatch(r"No such command '(.+)'", message)) and Path(unknown[1]).exists():
         advice = f"Try: replay --{'inputs' if Path(unknown[1]).is_dir() else 'input-file'} {unknown[1]}"
     return f"{message[0].lower()}{message[1:]}. {advice}"

@@ -56,6 +56,7 @@ class DeclaredOption:
     choices       the allowed words, if the value is one of a few
     metavar       what help shows for the value, if it is not the choices or the type
     bare_value    the value that the flag sets where no value follows it; None: one has to follow
+    aliases       other flags that set the same
     """
 
     part: str
@@ -71,6 +72,7 @@ class DeclaredOption:
     choices: Collection[str] = ()
     metavar: str | None = None
     bare_value: Any = None
+    aliases: Collection[str] = ()
 
     @property
     def parameter(self) -> str:
@@ -122,6 +124,7 @@ def _make_options(part: str, spec_field: Field[Any], value_type: Any) -> Iterato
             choices=choices,
             metavar=metavar,
             bare_value=metadata["bare"],
+            aliases=metadata["aliases"],
             **shared,
         )
     for flag, value in metadata["flags"].items():
@@ -185,6 +188,7 @@ def _make_parameter(option: DeclaredOption) -> inspect.Parameter:
         annotation=(bool if option.value_type is bool else str) | None,
         default=typer.Option(
             None,
+            *option.aliases,
             f"{option.flag}/{option.negation}" if has_negation else option.flag,
             help=help,
             metavar=option.metavar or "|".join(option.choices) or METAVARS[option.value_type],

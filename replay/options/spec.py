@@ -211,7 +211,7 @@ class MeasureSpec:
     quiet: bool = option(False, "Print the answer and the summary alone.")
     full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
     # It is not called --logs, since torchrun has an option --logs-specs.
-    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.")
+    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.", aliases=("-o",))
     name: str = option("replay", "Last part of that folder's name.")
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from replay.command_line.cli import app, main
 from replay.options.option_parsing import list_options
 from replay.options.spec import ReplaySpec
 from tests.helpers.made_captures import damage, write_config, write_pass
+from tests.helpers.typed import spec_of
 
 pytestmark = pytest.mark.quick
 
@@ -43,6 +45,28 @@ def run_command(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess
 
 def scripts(name: str) -> str:
     return str(Path(sys.executable).parent / name)
+
+
+@pytest.mark.parametrize("typed", [["--version"], ["-h"], ["worst", "-h"]])
+def test_version_and_short_help_are_printed(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed) == 0
+    said = capsys.readouterr().out
+    assert said == f"replay {version('micro-replay')}\n" if typed == ["--version"] else said.startswith("Usage: replay")
+
+
+def test_an_option_has_its_short_names() -> None:
+    assert spec_of(["-o", "x", "--lr", "0.1"]) == spec_of(["--log-folder", "x", "--learning-rate", "0.1"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("--max-input", "--max-inputs"), ("--zero_stage", "--zero-stage"), ("--verison", None)]
+)
+def test_an_option_is_proposed_where_it_is_nearly_what_was_typed(
+    typed: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["worst", typed]) == 2
+    said = capsys.readouterr().err
+    assert (f"Did you mean {meant}?" in said) if meant else ("Did you mean" not in said)
 
 
 def test_an_error_is_left_for_torchrun_to_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
