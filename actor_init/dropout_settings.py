@@ -10,11 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-
-from actor_init.model import build_on_meta
-
 # They stand in attention_dropout, resid_pdrop, layerdrop and router_jitter_noise.
 RANDOM_WORDS = ("drop", "jitter")
 
@@ -52,6 +47,12 @@ def _is_above_0(value: Any) -> bool:
 
 def _build_and_inspect(config: Mapping[str, object]) -> tuple[dict[tuple[str, str], float], str]:
     """Return the numbers in a model's modules, by module and attribute, and the source of its file."""
+    # `replay inspect` and `compare` import this file, and seldom come to here.
+    import torch
+    from transformers import AutoConfig
+
+    from actor_init.model import build_on_meta
+
     fields = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **fields)
     model = build_on_meta(hf_config, attention="eager", dtype=torch.float32)

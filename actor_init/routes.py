@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -249,7 +248,9 @@ def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str,
         for name, state in states.items():
             recorded_TK = routes.recorded.get(name)
             if recorded_TK is not None:
-                torch._dynamo.maybe_mark_dynamic(recorded_TK, 0)
+                from torch._dynamo import maybe_mark_dynamic
+
+                maybe_mark_dynamic(recorded_TK, 0)
             state.begin(recorded_TK, forces=routes.forces, logits_index=routes.kept_logits.get(name))
         yield states
     finally:

@@ -12,16 +12,17 @@ Shape letters: T tokens of the whole row, L = T / R of them on each of the R ran
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from actor_init.parallel.split_linear import all_reduce_copy
 from actor_init.spec import ParallelSpec, UsageError
 from capture.facts import Setting
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,17 +114,17 @@ def make_ring_slice(
     )
 
 
-def has_sliding_window(text: PretrainedConfig) -> bool:
+def has_sliding_window(text: "PretrainedConfig") -> bool:
     """Does a text model that does not list its layers' types have a sliding window?"""
     return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True) is not False
 
 
-def may_zigzag(config: PretrainedConfig) -> bool:
+def may_zigzag(config: "PretrainedConfig") -> bool:
     """Does the model have no sliding window? Zigzag's chunks do not support one."""
     return getattr(config.get_text_config(), "sliding_window", None) is None
 
 
-def check_head_stride(config: PretrainedConfig, parallel: ParallelSpec) -> None:
+def check_head_stride(config: "PretrainedConfig", parallel: ParallelSpec) -> None:
     """Raise UsageError unless llama3's form can gather that many key-value heads at a time."""
     if parallel.ring_head_stride is None:
         return
@@ -148,6 +149,8 @@ def sum_over_ring(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _SumOverRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        from actor_init.parallel.split_linear import all_reduce_copy
+
         ctx.size = group.size()
         return all_reduce_copy(tensor, group)
 

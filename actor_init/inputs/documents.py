@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from actor_init.attention.ring import sum_over_ring
-from actor_init.parallel.vocab_parallel import compute_sharded_entropies
 from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError, MicroBatch
 
@@ -175,6 +173,8 @@ class KeptLogits:
 
         Raises ValueError where a rank holds a part of them alone: under ring attention, or sharded on the vocabulary.
         """
+        from torch.distributed.tensor import DTensor
+
         assert self._logits is not None
         if self._ring is not None or isinstance(self._logits, DTensor):
             raise ValueError(
@@ -184,6 +184,10 @@ class KeptLogits:
 
     def compute_entropies(self) -> Tensor:
         """Compute the entropy of the distribution that each action token was predicted with, in nats; fp32 [B, A]."""
+        from torch.distributed.tensor import DTensor
+
+        from actor_init.parallel.vocab_parallel import compute_sharded_entropies
+
         if self._entropy_N is not None:
             entropy_N = self._entropy_N
         elif isinstance(self._logits, DTensor):

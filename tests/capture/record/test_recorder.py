@@ -427,6 +427,32 @@ def test_importing_capture_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=1800, check=True)
 
 
+def test_a_job_that_is_recorded_gets_no_library_of_the_recorder(tmp_path: Path) -> None:
+    job = f"""
+        import sys
+        import torch
+        from tests.helpers.small_jobs import TinyModel
+
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = set(sys.modules)
+
+        from capture import recording
+
+        with recording(model, {str(tmp_path)!r}, reproduce=True):
+            for _ in range(3):
+                model(torch.ones(2, 4, dtype=torch.long)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+        print(new - sys.stdlib_module_names - {{"capture", "torch"}})
+    """
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(job)], cwd=ROOT, timeout=1800, capture_output=True, text=True, check=True
+    )
+    assert child.stdout == "set()\n"
+
+
 def test_recording_works_without_the_black_box(tmp_path: Path) -> None:
     job = f"""
         import sys

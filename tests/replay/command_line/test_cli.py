@@ -20,6 +20,7 @@ from replay.command_line.cli import app, main
 from replay.options.option_parsing import list_options
 from replay.options.spec import ReplaySpec
 from tests.helpers.made_captures import damage, write_config, write_pass
+from tests.helpers.made_logs import passed, write_log
 from tests.helpers.typed import spec_of
 
 pytestmark = pytest.mark.quick
@@ -273,6 +274,17 @@ def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(tmp_path
     assert len(lines) == len(NOWHERE)
     assert all("nowhere" in line and ("Try: " in line or "Give " in line) for line in lines)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_what_runs_no_model_imports_neither_a_model_library_nor_a_compiler(tmp_path: Path) -> None:
+    log = str(write_log(tmp_path / "log", [passed(0, "a")]))
+    commands = [["inspect", "inputs/sample"], ["hang", "inputs/sample"], ["compare", log, log]]
+    heavy = ("transformers", "deepspeed", "peft", "torch._dynamo", "torch._inductor", "torch.distributed.tensor")
+    probe = (
+        f"import sys; from replay.command_line.cli import main; codes = [main(typed) for typed in {commands}]; "
+        f"print(codes, [m for m in {heavy} if m in sys.modules])"
+    )
+    assert run_command(sys.executable, "-c", probe).stdout.splitlines()[-1] == "[0, 0, 0] []"
 
 
 WAYS = {
