@@ -1,12 +1,13 @@
 """Make every choice of a run once, on all ranks together, before its actor is opened.
 
-What was typed stays. Anything else is as in the job, by its captures, where the model, by probes of it, and this
-machine allow it; else as they or other options require; else the default. Rank 0 chooses, and the others get what it
-chose; files are checked on each rank.
+What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
+probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
+else the default. Rank 0 chooses, and the others get what it chose; files are checked on each rank.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
+from typing import TypeVar
 
 from actor_init.declarations.backends import find_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
@@ -14,7 +15,7 @@ from actor_init.model import ModelSource
 from actor_init.model_form import Layout
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
+from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan, UsageError
 from actor_init.world import World
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
@@ -50,6 +51,9 @@ from replay.resolution.job_defaults import (
 from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
 
+CHOSEN_BY_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
+ChoicesT = TypeVar("ChoicesT")
+
 
 def resolve(
     spec: ReplaySpec,
@@ -61,21 +65,24 @@ def resolve(
 ) -> ResolvedReplay:
     """Choose what the options leave open.
 
-    The choices come in this order, since each needs those before it: what the job's captures say; the model, found on
-    every rank; the parameters that the job froze; the attention kernel that the job had; the layout of rows and whether
-    the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in transformers;
-    whether and how the optimizer steps. Last come the settings that have a default: those of the backend, the inputs
-    and the objective. Each choice is listed with who made it and why.
+    The choices come in this order: what the job's captures say; the model, found on every rank; the parameters that the
+    job froze; whether and how the optimizer steps; the attention kernel that the job had; the layout of rows, and
+    whether the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in
+    transformers. Last come the settings that have a default: those of the backend, the inputs and the objective. Each
+    choice is listed with who made it and why.
 
     spec        what was typed
-    first_call  the call of the first capture; None if it cannot be read
+    selection   the inputs of this rank, and what the captures tell of the job's windows
+    first_call  the call of this rank's first capture; None if it cannot be read
     loss        what `choose_loss` chose
-    objective   what that names; None for stand-in and sft
+    objective   the objective that `loss` names; None for stand-in and sft
 
     All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ.
-    spec, job_choices = world.from_first((spec, choose_from_job(spec, first_call, selection, world.device.type)))
+    spec, job_choices = _choose_on_first_rank(
+        world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
+    )
     filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
 
     source = find_source_on_all(filled_spec, world)
@@ -100,18 +107,20 @@ def resolve(
         is_typed=is_packing_typed,
         trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
+    if actor.attention != actor_before_probes.attention:
+        kernel = replace(kernel, why=CHOSEN_BY_PROBE)
     # `Layout.describe` shows the reason in the header, too: the job's labels need padded rows.
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
     head = choose_head(actor, source, world, why_whole_logits=why_whole_logits)
     source = replace(source, layout=layout, head=head)
-    # `named_actor.attention` is the chosen kernel's word. `actor.attention` is still `auto` if neither the user nor the
-    # job nor the probe named a kernel: by that `_explain_attention` knows who chose.
+    # `named_actor.attention` is the chosen kernel's word, if it has one. `actor.attention` is still `auto` if neither
+    # the user nor the job nor the probe named a kernel: by that `_explain_attention` knows who chose.
     named_actor, kernel_name = choose_actor_kernel(actor, world.device, source.config)
 
     settings_with_defaults = [
-        *_list_backend_settings(actor),
+        *_list_backend_and_optimizer_settings(actor),
         *_list_inputs_settings(filled_spec.inputs, selection),
         *_choose_clip_high_default(filled_spec),
     ]
@@ -142,9 +151,26 @@ def resolve(
     )
 
 
+def _choose_on_first_rank(world: World, choose: Callable[[], ChoicesT]) -> ChoicesT:
+    """Return on every rank what `choose` returns on rank 0, or raise the UsageError that it raises there."""
+    answer: ChoicesT | UsageError | None = None
+    if world.rank == 0:
+        try:
+            answer = choose()
+        except UsageError as error:
+            answer = error
+    answer = world.from_first(answer)
+    if isinstance(answer, UsageError):
+        raise answer
+    choices: ChoicesT = answer
+    return choices
+
+
 def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None) -> ResolvedChoice:
-    """Choose the loss: as typed, else the objective that the job noted in every pass, else that of the labels where the
-    first capture has some.
+    """Choose the loss.
+
+    It is what was typed; else the objective that the job noted in every training pass, if nothing is against it; else
+    sft, if the first capture has labels; else the stand-in.
     """
     loss = spec.measure.loss
     if loss != LossName.AUTO:
@@ -163,13 +189,16 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
     if noted is not None and obstacle:
         return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.OPTION, why=obstacle)
     why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
+    if first_call is None:
+        why = "the first input cannot be read"
     return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why=why)
 
 
 def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
     """Say why a noted objective is not the loss unless it is typed; None if nothing is against it.
 
-    Runs that keep details are compared with each other, by a mean of log-probs: there is nothing to say.
+    Empty for runs that keep details: they are compared with each other, by a mean of log-probs, and no user typed
+    anything that has to be explained.
     """
     inputs, measure = spec.inputs, spec.measure
     if measure.details:
@@ -205,7 +234,7 @@ def _explain_attention(
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # On CUDA `choose_job_kernel` gives a reason (`kernel.why`), except of a ring, for which it does not choose.
+    # On CUDA `kernel.why` is there wherever `choose_job_kernel` chose, which it does not for a ring.
     by_machine = (
         "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
     )
@@ -236,7 +265,7 @@ def _explain_model(spec: ReplayParts, source: ModelSource) -> Iterator[ResolvedC
 
 
 def describe_frozen(names: Collection[str]) -> str:
-    """Name the first of the parameters that are not trained, and say how many there are."""
+    """Name the first of the parameters that are not trained, and say how many more there are."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more" if others else first
 
@@ -246,13 +275,12 @@ def _explain_head(actor: ActorSpec, source: ModelSource, why_whole_logits: str) 
     needs_whole_for_options = actor.compile is Compile.DEEPCOMPILE or (
         actor.parallel.tp > 1 and not find_declaration(actor.backend).splits_head
     )
-    by = (
-        ChosenBy.TYPED
-        if actor.whole_logits
-        else ChosenBy.OPTION
-        if why_whole_logits or needs_whole_for_options
-        else ChosenBy.MODEL
-    )
+    if actor.whole_logits:
+        by = ChosenBy.TYPED
+    elif why_whole_logits or needs_whole_for_options:
+        by = ChosenBy.OPTION
+    else:
+        by = ChosenBy.MODEL
     why = source.head.why_whole or "its head's logits are the same in chunks of tokens"
     return ResolvedChoice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
 
@@ -268,7 +296,7 @@ def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:
         yield ResolvedChoice(setting=LOSS_SCALE, value=KNOWN_WHEN_OPEN, by=ChosenBy.DEFAULT)
 
 
-def _list_backend_settings(actor: ActorSpec) -> Iterator[ResolvedChoice]:
+def _list_backend_and_optimizer_settings(actor: ActorSpec) -> Iterator[ResolvedChoice]:
     """Yield the ZeRO stage of the backend, and the settings of the optimizer but for its learning rate."""
     if find_declaration(actor.backend).shards:
         by, why = ChosenBy.TYPED, ""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from actor_init.as_json import to_json
+from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, ParallelSpec, UsageError
 from actor_init.world import World
@@ -33,7 +34,13 @@ from replay.options.resolved import (
 )
 from replay.options.spec import MeasureSpec, ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
-from replay.resolution.resolve import _explain_attention, choose_loss, resolve
+from replay.resolution.resolve import (
+    CHOSEN_BY_PROBE,
+    _choose_on_first_rank,
+    _explain_attention,
+    choose_loss,
+    resolve,
+)
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.resolution.windows import InputRound, JobPass
 from tests.helpers.families import tiny_config
@@ -225,6 +232,36 @@ def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
         choose_layout(spec, tiny_config("llama"), cast(World, first), is_typed=False)
     assert "flash-attn has no CPU kernel" in str(first.sent[0].refusal)
+
+
+def test_what_the_first_rank_refuses_is_raised_on_the_others_which_choose_nothing() -> None:
+    first = FirstOfTwo()
+
+    def refuse() -> None:
+        raise UsageError("--routing recorded needs routes of experts")
+
+    with pytest.raises(UsageError, match="needs routes"):
+        _choose_on_first_rank(cast(World, first), refuse)
+    second = SimpleNamespace(rank=1, from_first=lambda value: first.sent[0])
+    with pytest.raises(UsageError, match="needs routes"):
+        _choose_on_first_rank(cast(World, second), lambda: pytest.fail("the second rank chose"))
+
+
+def test_a_kernel_that_the_probe_chose_has_the_probe_as_its_reason(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose_eager(spec: ActorSpec, *arguments: Any, **options: Any) -> tuple[ActorSpec, Layout]:
+        return replace(spec, packing=True, attention=Attention.EAGER), Layout(packs=True)
+
+    monkeypatch.setattr("replay.resolution.resolve.choose_layout", choose_eager)
+    replay = resolve_typed(world)
+    [choice] = [choice for choice in replay.choices if choice.setting == ATTENTION]
+    assert (choice.value, choice.by, choice.why) == ("eager", ChosenBy.MODEL, CHOSEN_BY_PROBE)
+    assert replay.attention_reason == CHOSEN_BY_PROBE
+
+
+def test_a_first_input_that_cannot_be_read_is_not_said_to_have_no_labels() -> None:
+    assert choose_loss(ReplaySpec(), SELECTION, None).why == "the first input cannot be read"
 
 
 def test_explain_prints_the_table_and_opens_no_actor(
