@@ -83,7 +83,7 @@ class ResolvedReplay(ReplayParts):
     attention_reason  why that kernel, for readers who may expect another; else empty
     why_whole_logits  what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
-    followed_settings the settings in them that are the job's, by torch's names, and `max_norm`
+    followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
     """
 
     source: "ModelSource"

@@ -1,4 +1,7 @@
-"""Fill options that were not given from the job: dtype, window, attention kernel, fused modules, sometimes rows."""
+"""Make the choices that the job's captures decide, and find the model of a run.
+
+The choices are dtype, packing, fused modules, accumulation, routing and the attention kernel.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +37,10 @@ PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
 def choose_from_job(
     spec: ReplayParts, first_call: Call | None, selection: Selection, device_type: str
 ) -> list[ResolvedChoice]:
-    """Choose dtype, packing, kernels, routes and accumulation: as typed, else as `first_call`, one of the job's, says.
+    """Choose dtype, packing, fused modules, accumulation and routing: as typed, else as `first_call`, one of the job's.
 
     Without a capture, and where it does not say, the usual defaults apply. Where padding predicts a label of the loss,
-    rows are padded, as the job's were.
+    rows are padded, as the job's were. Raises UsageError for a routing that was typed and cannot be had.
     """
     return [
         _choose_dtype(spec.actor, first_call, device_type),
@@ -55,9 +58,9 @@ def apply_choices(actor: ActorSpec, choices: Sequence[ResolvedChoice]) -> ActorS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenKernel:
-    """The attention kernel of --attention auto: the job's, or auto where another has to be chosen.
+    """The word for the attention kernel: what was typed, or the job's; auto where another has yet to be chosen.
 
-    why  for the header; empty: nothing that a reader would not expect
+    why  the reason, for the header; empty where nobody would ask for one
     """
 
     attention: str
@@ -67,7 +70,7 @@ class ChosenKernel:
 def choose_job_kernel(
     spec: ActorSpec, first_call: Call | None, device: torch.device, config: PretrainedConfig
 ) -> ChosenKernel:
-    """Return the kernel that the job had, if it can be had here; what was typed stays. No other choice is open."""
+    """Return what was typed, else the kernel that the job had, if it can be had here; else auto, with the reason."""
     if spec.attention != Attention.AUTO or spec.is_custom or spec.parallel.ring > 1:
         return ChosenKernel(attention=spec.attention)
     on_cuda = device.type == "cuda"
@@ -142,7 +145,7 @@ def _choose_fused_kernels(actor: ActorSpec, first_call: Call | None, device_type
 
 
 def _choose_routing(actor: ActorSpec, first_call: Call | None) -> ResolvedChoice:
-    """Choose the job's experts where the captures hold them. Raises UsageError where they were asked for in vain."""
+    """Choose the job's experts where the captures hold them. Raises UsageError if they were typed and are not there."""
 
     def choose(value: Routing, by: ChosenBy, why: str = "") -> ResolvedChoice:
         return ResolvedChoice(setting=ROUTING, value=value, by=by, why=why)
@@ -171,7 +174,7 @@ def _choose_accumulation(actor: ActorSpec, selection: Selection) -> ResolvedChoi
 
 
 def _is_padded(first_call: Call | None) -> bool:
-    """Are rows separate, and free of rows with several documents, which padding could not separate?"""
+    """Is each row of the capture one document? Positions or borders would tell of several documents in a row."""
     return first_call is not None and not {"position_ids", *BORDER_NAMES} & first_call.tensors.keys()
 
 
@@ -182,7 +185,10 @@ def _draws_masks(first_call: Call | None) -> bool:
 
 
 def find_source(spec: ReplayParts) -> ModelSource:
-    """Find the model of a run: the one that --model names, or the job's, whose config lies beside the inputs."""
+    """Find the model of a run: the one that --model names, or the job's, whose config lies beside the inputs.
+
+    Raises UsageError if there is none, or if it has an adapter, and whole models are to be saved.
+    """
     folder = find_inputs_folder(spec.inputs)
     try:
         captured = read_actor_config(folder) if spec.actor.model is None or spec.actor.is_custom else None
@@ -229,10 +235,11 @@ def find_inputs_folder(spec: InputsSpec) -> Path:
 
 
 def find_frozen_in_job(spec: ReplayParts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
-    """Return the parameters that the job did not train, if its first pass had as many as were there to begin with.
+    """Return the names here of the parameters that were frozen when the recording began.
 
-    There are none where the job had an adapter: it froze all other parameters, and if the adapter is merged into the
-    weights here, those are trained.
+    None are returned if another number was frozen in the first pass: then the job has frozen or thawed some since. Nor
+    are any where the job had an adapter: it froze all other parameters, and if the adapter is merged into the weights
+    here, those are trained.
     """
     folder = find_inputs_folder(spec.inputs)
     names = read_frozen_names(folder)

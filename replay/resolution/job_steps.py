@@ -1,6 +1,6 @@
 """Find the steps of the job's optimizer that a replay can take as the job did, each with the settings that it had then.
 
-What was typed is not the job's: a typed learning rate is the rate of every step.
+A setting that was typed takes the place of the job's in every step, as a learning rate does.
 """
 
 import math
@@ -29,14 +29,14 @@ from replay.verdict.pass_values import match_parameter_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowedSteps:
-    """The job's steps that a replay takes as the job did: those of its first windows, as far as they go.
+    """The job's steps that a replay takes as the job did: those of its windows up to the first that it cannot take.
 
-    optimizer       the job's, by its word here
-    max_norm        what the job clipped to, or what was typed
+    optimizer       the job's, by its word for --optimizer
+    max_norm        what was typed, else the norm that the job clipped to; None: neither clips
     groups          of the optimizer, with the settings of the first step
-    settings        by the index of the pass that ends the window
-    setting_names   the settings that are the job's, by torch's names; FAMILY among them
-    why_no_more     why the windows behind them are not followed; empty: they all are
+    settings        of each step, by the index of the pass that ends its window
+    setting_names   the settings that are the job's, by torch's names, and FAMILY where no optimizer was typed
+    why_no_more     why the windows after these are not followed; empty: all are followed
     """
 
     optimizer: str
@@ -69,8 +69,8 @@ def find_followed_steps(
     if reason is not None and not followed:
         return reason
     group_lists = [_merge_groups(window.steps) for window in followed]
-    members, labels = _divide_parameters(group_lists, names, job_names)
-    families = [_find_family(group_lists[0][label[0]], followed[0].steps[0]) for label in labels]
+    members, group_places = _divide_parameters(group_lists, names, job_names)
+    families = [_find_family(group_lists[0][places[0]], followed[0].steps[0]) for places in group_places]
     main = next((family for family in families if family.companion is not None), families[0])
     return FollowedSteps(
         optimizer=main.word,
@@ -78,19 +78,19 @@ def find_followed_steps(
         groups=[
             ParameterGroup(
                 family=family.word,
-                settings=_read_settings(family, group_lists[0][label[0]], actor, with_typed=True),
+                settings=_read_settings(family, group_lists[0][places[0]], actor, with_typed=True),
                 names=member_names,
             )
-            for family, label, member_names in zip(families, labels, members, strict=True)
+            for family, places, member_names in zip(families, group_places, members, strict=True)
         ],
         settings={
             window.last_index: StepSettings(
                 groups=[
-                    _read_settings(family, groups[label[place]], actor, with_typed=False)
-                    for family, label in zip(families, labels, strict=True)
+                    _read_settings(family, groups[places[step_number]], actor, with_typed=False)
+                    for family, places in zip(families, group_places, strict=True)
                 ]
             )
-            for place, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
+            for step_number, (window, groups) in enumerate(zip(followed, group_lists, strict=True))
         },
         setting_names=frozenset(
             [
@@ -116,13 +116,13 @@ def explain_missing_start(window: JobWindow) -> str | None:
 
 
 def _explain_unfollowable(
-    window: JobWindow, first: JobWindow, actor: ActorSpec, job_names: Sequence[str]
+    window: JobWindow, first_window: JobWindow, actor: ActorSpec, job_names: Sequence[str]
 ) -> str | None:
-    """Say why the job's step behind a window cannot be taken here; None if it can."""
+    """Say why the job's step after a window cannot be taken here; None if it can."""
     step_name = "a step" if window.number is None else f"step {window.number + 1}"
     if not window.steps:
         return f"not all passes of {step_name} were recorded, or they are not all replayed"
-    if window.number is None or first.number is None or window.number - first.number != window.place:
+    if window.number is None or first_window.number is None or window.number - first_window.number != window.place:
         return f"{step_name} does not follow the step before"
     if actor.custom_optimizer is not None:
         return f"{Setting('optimizer', actor.optimizer)} has settings of its own"
@@ -138,7 +138,7 @@ def _explain_unfollowable(
     for group in groups:
         if (why := _explain_group(group, window.steps[0], actor)) is not None:
             return why
-    return None if actor.max_norm is not None else _explain_clipping(window, first, step_name)
+    return None if actor.max_norm is not None else _explain_clipping(window, first_window, step_name)
 
 
 def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: ActorSpec) -> str | None:
@@ -148,8 +148,8 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     if family is None:
         return explain_unknown_class(group)
     if actor.optimizer != OptimizerName.AUTO:
-        own = OPTIMIZERS.get(actor.optimizer)
-        if own is None or family.word not in (own.word, own.companion):
+        typed_family = OPTIMIZERS.get(actor.optimizer)
+        if typed_family is None or family.word not in (typed_family.word, typed_family.companion):
             return f"the job stepped with {group.class_name}, and {Setting('optimizer', actor.optimizer)} was given"
     if unknown := family.list_unknown_settings(settings):
         return f"{group.class_name} had {unknown[0]} {settings[unknown[0]]}, which {family.word} here does not have"
@@ -158,11 +158,11 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     return None
 
 
-def _explain_clipping(window: JobWindow, first: JobWindow, step_name: str) -> str | None:
+def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:
     limits = {_read_limit(step) for step in window.steps}
     if any(step.num_clipped is not None and _read_limit(step) is not None for step in window.steps):
-        return f"a part of the gradient of {step_name} was clipped apart"
-    if limits != {_read_limit(first.steps[0])}:
+        return f"only a part of the gradient of {step_name} was clipped"
+    if limits != {_read_limit(first_window.steps[0])}:
         return f"the gradient of {step_name} was clipped to another norm than the first step's"
     return None
 
@@ -182,7 +182,7 @@ def _explain_other_settings(window: JobWindow, step_name: str) -> str | None:
     first, *others = zip(ranks, window.steps, strict=False) if ranks else [(0, window.steps[0])]
     for rank, step in others:
         for groups in product(first[1].settings, step.settings):
-            names = _list_other_settings(*groups)
+            names = _list_differing_settings(*groups)
             if names and _have_common_parameters(*map(_read_members, (first[1], step), groups)):
                 values = [format_value(group.get(names[0])) for group in groups]
                 setting = f"{LABELS.get(names[0], names[0])} {values[0]} on rank {first[0]}, {values[1]} on rank {rank}"
@@ -190,7 +190,7 @@ def _explain_other_settings(window: JobWindow, step_name: str) -> str | None:
     return None
 
 
-def _list_other_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _list_differing_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """List the settings in which two groups differ."""
     names = dict.fromkeys([*group, *other])
     return [
@@ -213,7 +213,7 @@ def _have_common_parameters(members: frozenset[int] | None, others: frozenset[in
 
 def _find_family(settings: Mapping[str, Any], step: OptimizerStep) -> OptimizerDeclaration:
     family = recognise_group(read_job_group(settings, step.optimizer or ""))
-    assert family is not None, "_explain_group has looked"
+    assert family is not None, "_explain_group refuses such a group"
     return family
 
 
@@ -224,26 +224,27 @@ def _divide_parameters(
 
     group_lists  the groups of each step
 
-    Returns the names of each set, and the places of its group in the steps. A parameter that the job gave to no
-    optimizer is in the first set: it is trained here, and seen to have moved where the job's did not.
+    Returns the names of each set, and for each step the place of the set's group among the step's groups. A parameter
+    that the job gave to no optimizer is in the first set: it is trained here, and then seen to have moved, unlike the
+    job's.
     """
-    places: dict[int, list[int]] = {}
+    places_by_number: dict[int, list[int]] = {}
     for step_number, groups in enumerate(group_lists):
         if len(groups) > 1:
             for place, group in enumerate(groups):
                 for number in parse_numbers(group["parameters"]):
-                    places.setdefault(number, [0] * len(group_lists))[step_number] = place
-    if not places:
+                    places_by_number.setdefault(number, [0] * len(group_lists))[step_number] = place
+    if not places_by_number:
         return [frozenset(names)], [(0,) * len(group_lists)]
     members: dict[tuple[int, ...], set[str]] = {}
-    for number in sorted(places):
+    for number in sorted(places_by_number):
         name = match_parameter_name(job_names[number], names) if number < len(job_names) else None
         if name is not None:
-            members.setdefault(tuple(places[number]), set()).add(name)
-    labels = list(members) or [(0,) * len(group_lists)]
+            members.setdefault(tuple(places_by_number[number]), set()).add(name)
+    group_places = list(members) or [(0,) * len(group_lists)]
     grouped = {name for group_names in members.values() for name in group_names}
-    members.setdefault(labels[0], set()).update(name for name in names if name not in grouped)
-    return [frozenset(members[label]) for label in labels], labels
+    members.setdefault(group_places[0], set()).update(name for name in names if name not in grouped)
+    return [frozenset(members[places]) for places in group_places], group_places
 
 
 def _read_settings(

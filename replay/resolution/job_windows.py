@@ -1,6 +1,6 @@
-"""Tell from captures which steps the job's optimizer took behind the passes of a replay, and what each pass weighed.
+"""Tell from captures which steps the job's optimizer took after the passes of a replay, and what each pass weighed.
 
-A window of the replay is a step of the job where it has the same passes, on all ranks of the job.
+A window of the replay is a step of the job if it has the same passes, of all ranks of the job.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from replay.tolerances.job_bounds import SAME_SHARES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobWindow:
-    """The passes of one window of the replay, and the job's step behind them.
+    """The passes of one window of the replay, and the job's step after them.
 
     place        of the window among the replay's
     first_index  index of the window's first pass
@@ -53,9 +53,9 @@ def list_job_windows(rounds: Sequence[InputRound], size: int) -> list[JobWindow]
 
 
 def find_steps_of_job(passes: Sequence[JobPass]) -> Sequence[OptimizerStep]:
-    """Return what each rank recorded of the one step that these passes are all the passes of; nothing if they are not.
+    """Return what each rank of the job recorded of one step, if these are all the passes of that step; else nothing.
 
-    The passes of a rank come in the job's order.
+    passes  at least one; those of a rank in the job's order
     """
     by_rank: dict[int, list[JobPass]] = {}
     for job_pass in passes:
@@ -72,7 +72,7 @@ def find_steps_of_job(passes: Sequence[JobPass]) -> Sequence[OptimizerStep]:
 
 
 def did_job_average_means(rounds: Sequence[InputRound], first_index: int, size: int) -> bool:
-    """Did each pass weigh the same in the job's window? False where that was not recorded, or no step is that window.
+    """Did each pass weigh the same in the job's step? False if that was not recorded, or the window is no step of it.
 
     What a pass weighed is the derivative of what the job differentiated by the pass's mean loss, as a share of the sum
     over the window. How large the sum is, is for the verdict to judge.
@@ -92,6 +92,6 @@ def did_job_average_means(rounds: Sequence[InputRound], first_index: int, size: 
         share = None if job_pass.forward is None else shares.get((job_pass.rank, job_pass.forward))
         if share is None:
             return False
-        weights.append(share * job_pass.tokens_of_mean)
+        weights.append(share * job_pass.loss_per_mean)
     total = sum(weights)
     return total > 0 and all(abs(weight / total - 1 / len(weights)) <= SAME_SHARES for weight in weights)

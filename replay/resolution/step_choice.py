@@ -27,7 +27,8 @@ class StepChoice:
     """Whether the optimizer steps.
 
     followed  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
-    why       of `auto`: why the optimizer does not step, or not all the way; empty where there is nothing to say
+    why       of `auto`: why the optimizer does not step, or why it stops before the last window of the job; empty where
+              there is nothing to say
     """
 
     mode: StepMode
@@ -42,7 +43,7 @@ class StepChoice:
         return replace(actor, optimizer=self.followed.optimizer, max_norm=self.followed.max_norm).with_step_defaults()
 
     def list_choices(self, typed: ActorSpec) -> Iterator[ResolvedChoice]:
-        """Yield the choices that the job's steps make."""
+        """Yield whether the optimizer steps and, unless they were typed, which one it is and what norm it clips to."""
         yield ResolvedChoice(setting=STEP, value=self.mode, by=self.by, why=self.why)
         if typed.optimizer == OptimizerName.AUTO:
             value, by = self.apply(typed).optimizer, ChosenBy.DEFAULT if self.followed is None else ChosenBy.JOB
@@ -56,7 +57,7 @@ class StepChoice:
 def choose_steps(
     spec: ReplayParts, source: ModelSource, selection: Selection, first_call: Call | None, world: World
 ) -> StepChoice:
-    """Choose on all ranks together. All ranks must call this.
+    """Choose whether and how the optimizer steps, on all ranks together. All ranks must call this.
 
     spec  with the accumulation and the loss chosen
     """
@@ -66,12 +67,12 @@ def choose_steps(
         world.gather(bool(checker.check(recorded).differing))
     )
     choice: StepChoice = world.from_first(
-        _choose_here(spec, source, checker, selection, first_call, world, has_other_weights)
+        _choose_on_rank(spec, source, checker, selection, first_call, world, has_other_weights)
     )
     return choice
 
 
-def _choose_here(
+def _choose_on_rank(
     spec: ReplayParts,
     source: ModelSource,
     checker: WeightChecker,
@@ -95,12 +96,12 @@ def _choose_here(
 
     if spec.measure.details:
         return refuse("", ChosenBy.DEFAULT)
-    has_steps = any(job_pass.step for input_round in selection.rounds for job_pass in input_round.job_passes)
-    if not has_steps:
+    job_passes = [job_pass for input_round in selection.rounds for job_pass in input_round.job_passes]
+    if not any(job_pass.step for job_pass in job_passes):
         return refuse("", ChosenBy.DEFAULT)
     if (option := _find_excluding_option(spec)) is not None:
         return refuse(format_error_with_flags(option), ChosenBy.OPTION)
-    if world.num_data_ranks > max(job_pass.world_size for job_pass in selection.rounds[0].job_passes or ()):
+    if world.num_data_ranks > max(job_pass.world_size for job_pass in job_passes):
         return refuse(f"{world.num_data_ranks} data ranks replay the inputs of fewer ranks", ChosenBy.OPTION)
     if world.device.type == "cpu" and "float16" in job_dtypes:
         return refuse("the job computed in float16, which a CPU does not have", ChosenBy.MACHINE)
@@ -116,7 +117,7 @@ def _choose_here(
     if spec.state.optimizer_state is None and (why := explain_missing_start(windows[0])) is not None:
         given = Setting("optimizer_state", "FOLDER")
         return refuse(format_error_with_flags(f"{why}. Try: {given}"))
-    # The weights after the last step are those of no pass. Steps at a rate of 0 leave them as they are.
+    # No pass runs on the weights after the last step, so that one is not taken. Steps at a rate of 0 move nothing.
     last_index = max(index for index, input_round in enumerate(selection.rounds) if input_round.trains)
     settings = {index: step for index, step in followed.settings.items() if index < last_index}
     moves = any(group.get("lr", spec.actor.base_rate) for step in settings.values() for group in step.groups)
@@ -156,13 +157,13 @@ def _find_excluding_option(spec: ReplayParts) -> str | None:
     """Name the option with which `auto` does not step, and say why."""
     inputs, measure, state = spec.inputs, spec.measure, spec.state
     other_order = "has another order of passes than the job"
-    saved = "is of the weights as they were loaded"
+    saved = "saves the weights as they were loaded"
     stand_in = Setting("loss", LossName.STAND_IN)
     conflicts = (
         (not measure.backward, Setting("backward", False), "leaves out the gradients"),
         (not spec.actor.has_optimizer, Setting("optimizer", OptimizerName.NONE), "was given"),
         (inputs.passes is Passes.ROLLOUT, Setting("passes", inputs.passes), "leaves out the training passes"),
-        (inputs.input_file is not None, Setting("input_file"), "is of one pass"),
+        (inputs.input_file is not None, Setting("input_file"), "replays one pass alone"),
         (inputs.shuffle_inputs, Setting("shuffle_inputs", True), other_order),
         (inputs.order is InputOrder.WORST, Setting("order", inputs.order), other_order),
         (inputs.pick_inputs is not None, Setting("pick_inputs"), other_order),
@@ -171,7 +172,7 @@ def _find_excluding_option(spec: ReplayParts) -> str | None:
         (state.load_state is not None, Setting("load_state"), "has other weights than the job's first step"),
         (state.save_state is not None, Setting("save_state"), saved),
         (state.save_model is not None, Setting("save_model"), saved),
-        (measure.trace, Setting("trace", True), "is of passes on the weights as they were loaded"),
+        (measure.trace, Setting("trace", True), "traces passes on the weights as they were loaded"),
         (measure.profile, Setting("profile", True), "runs a pass again"),
         (measure.memory_snapshot, Setting("memory_snapshot", True), "runs a pass again"),
         (measure.loss == LossName.STAND_IN, stand_in, "is not the job's objective"),

@@ -1,7 +1,8 @@
 """Group passes into gradient windows as in the job, and weigh each pass in its window.
 
-A window is the set of passes behind one optimizer step: `grad_accumulation` passes of every data rank. A capture
-records the number of its step; the last capture before a step also records which forwards of its rank are in it.
+A window is the set of passes whose gradients one optimizer step takes: `grad_accumulation` passes of every data rank. A
+capture records the number of its step; the last capture before a step also records which forwards of its rank are in
+it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ class SelectedCapture:
     forward_number     the number of its forward among those of its rank
     num_tokens         tokens that the loss averages over; None: the capture was not opened
     optimizer_step     steps that the job's optimizer had taken; None: the capture does not record it
-    window_digest      in the last capture before a step: of the numbers of its rank's forwards in the window
+    window_digest      of the numbers of its rank's forwards in the window, if it is the last capture before a step
     has_gradients      the capture holds samples of the gradient used in the step
     num_after_padding  of `num_tokens`, those that padding predicts
     job_pass           its place in the job's steps; None: the capture was not opened
@@ -53,9 +54,9 @@ class JobPass:
 
     num_steps_before  steps that the job's optimizer had taken; None: not recorded
     step              of the last pass before a step: the step, without samples of gradients
-    tokens_of_mean    how many of the job's means over tokens the replay's mean over the pass's tokens is: 1, or the
-                      tokens by what the job divided the sum of their losses by
-    objective         the objective whose loss the job noted, with what it is computed from; None: it noted no such
+    loss_per_mean     the job's loss of the pass, as a multiple of the mean over the pass's tokens: 1, or the number of
+                      tokens divided by what the job divided the sum of their losses by
+    objective         the objective whose loss the job noted, with all that it is computed from; None: it noted none
     """
 
     rank: int
@@ -63,7 +64,7 @@ class JobPass:
     world_size: int
     num_steps_before: int | None
     step: OptimizerStep | None
-    tokens_of_mean: float
+    loss_per_mean: float
     objective: str | None = None
 
 
@@ -82,7 +83,7 @@ class InputRound:
 
 
 def is_whole_window(captures: Sequence[SelectedCapture]) -> bool:
-    """Are these all the passes, of all ranks, behind one step of the job's optimizer?"""
+    """Are these all the passes, of all ranks, that one step of the job's optimizer took its gradient from?"""
     by_rank: dict[int, list[SelectedCapture]] = {}
     for capture in captures:
         by_rank.setdefault(capture.rank or 0, []).append(capture)
@@ -96,16 +97,16 @@ def is_whole_window(captures: Sequence[SelectedCapture]) -> bool:
 
 
 class WindowOrder:
-    """Sort captures by the job's steps; those in complete windows of one size come first.
+    """Order captures by the job's windows: training passes outside complete windows of one size come last.
 
-    num_passes  passes in each complete window, over all ranks; None: no complete window seen yet
+    num_passes  passes in each complete window, over all ranks, as typed or as in the first one; None: none seen yet
     """
 
     def __init__(self, num_passes: int | None = None) -> None:
         self.num_passes = num_passes
 
     def sort(self, captures: Iterable[SelectedCapture]) -> Iterator[SelectedCapture]:
-        """Yield `captures` by step, then rank; those outside such windows come last."""
+        """Yield `captures`, which come by step; training passes outside such windows come last."""
         outside_windows: list[SelectedCapture] = []
         for _, group in groupby(captures, key=lambda capture: capture.optimizer_step):
             step_captures = list(group)

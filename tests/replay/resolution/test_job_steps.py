@@ -70,7 +70,7 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
         (make_window(0), "not all passes of step 1 were recorded"),
         (make_window(0, {"lr": 1.0}, optimizer="Shampoo"), "Shampoo"),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
-        (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "clipped apart"),
+        (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "only a part of the gradient of step 1 was clipped"),
         (make_window(0, {"lr": 1.0}, optimizer=None), "was not recorded"),
     ],
 )
@@ -83,7 +83,7 @@ def test_steps_that_cannot_be_taken_are_not_followed(window: JobWindow, why: str
 def make_ranks_window(*rank_groups: Sequence[dict[str, Any]]) -> JobWindow:
     windows = [make_window(0, *groups) for groups in rank_groups]
     passes = [
-        JobPass(rank=rank, forward=0, world_size=len(windows), num_steps_before=0, step=None, tokens_of_mean=1.0)
+        JobPass(rank=rank, forward=0, world_size=len(windows), num_steps_before=0, step=None, loss_per_mean=1.0)
         for rank in range(len(windows))
     ]
     return replace(windows[0], passes=passes, steps=[window.steps[0] for window in windows])

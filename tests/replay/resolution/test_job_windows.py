@@ -24,7 +24,7 @@ def make_pass(
     ranks: int = 1,
 ) -> JobPass:
     step = OptimizerStep(number=number, passes=passes, shares=shares) if passes else None
-    return JobPass(rank=rank, forward=forward, world_size=ranks, num_steps_before=number, step=step, tokens_of_mean=1.0)
+    return JobPass(rank=rank, forward=forward, world_size=ranks, num_steps_before=number, step=step, loss_per_mean=1.0)
 
 
 def test_windows_of_the_jobs_passes_are_its_steps() -> None:

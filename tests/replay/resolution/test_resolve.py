@@ -27,6 +27,7 @@ from replay.options.resolved import (
     KNOWN_WHEN_OPEN,
     LOSS_SCALE,
     PACKING,
+    STEP,
     TP_PLAN,
     ChosenBy,
     ResolvedChoice,
@@ -149,7 +150,7 @@ def test_a_window_of_the_job_is_told_from_a_default() -> None:
 
 def make_noted_pass(objective: str | None) -> InputRound:
     job_pass = JobPass(
-        rank=0, forward=0, world_size=1, num_steps_before=0, step=None, tokens_of_mean=1.0, objective=objective
+        rank=0, forward=0, world_size=1, num_steps_before=0, step=None, loss_per_mean=1.0, objective=objective
     )
     return InputRound(trains=True, num_tokens=[1], has_gradients=False, job_passes=[job_pass])
 
@@ -258,6 +259,19 @@ def test_a_kernel_that_the_probe_chose_has_the_probe_as_its_reason(
     [choice] = [choice for choice in replay.choices if choice.setting == ATTENTION]
     assert (choice.value, choice.by, choice.why) == ("eager", ChosenBy.MODEL, CHOSEN_BY_PROBE)
     assert replay.attention_reason == CHOSEN_BY_PROBE
+
+
+def test_steps_are_chosen_where_the_first_input_cannot_be_read(world: World) -> None:
+    """A segment's damaged pass is selected, and its round knows nothing of the job's passes."""
+    spec = spec_of([])
+    selection = select(spec.inputs, 0, 1, grad_accumulation=None)
+    rounds = [replace(selection.rounds[0], job_passes=()), *selection.rounds[1:]]
+    selection = replace(selection, rounds=rounds)
+    first_call = read_first_call(selection)
+    replay = resolve(spec, selection, first_call, world, choose_loss(spec, selection, first_call), None)
+    [choice] = [choice for choice in replay.choices if choice.setting == STEP]
+    assert (choice.value, choice.by) == (StepMode.OFF, ChosenBy.JOB)
+    assert "not all passes of step 1 were recorded" in choice.why
 
 
 def test_a_first_input_that_cannot_be_read_is_not_said_to_have_no_labels() -> None:
