@@ -60,6 +60,8 @@ MAX_FORWARDS = 24
 SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.
 COARSER_DTYPE = "bfloat16"
+# In numbers that are so many times its bound apart no coarser dtype is tried.
+COARSE_REACH = 4.0
 
 
 def describe_error(error: Exception) -> str:
@@ -87,6 +89,7 @@ class PassTrials:
     not_run: list[str] = field(default_factory=list)
     num_forwards: int = 0
     _needs_other_actors: bool = False
+    _may_round: bool = False
 
     @classmethod
     def open(
@@ -194,8 +197,10 @@ class PassTrials:
         if is_right or not has_log_probs:
             results = self._confirm(actor, self._try_losses(actor, raw_BA))
         if not is_right:
+            is_fp32 = self.repeater.spec.actor.dtype is Dtype.FP32
+            self._may_round = is_fp32 and all(self._gather(self._is_near_in_coarser_dtype(raw_BA)))
             self._needs_other_actors = True
-            results += [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor)]
+            results += [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor, raw_BA)]
         return results
 
     def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
@@ -305,13 +310,15 @@ class PassTrials:
             self.not_run.append("the model does not take its masks from transformers, so no other mask can be tried")
             return []
         config = spec.source.config
+        columns = self._gather(self.evaluator.find_parting_column(raw_BA))
+        first_column = min((column for column in columns if column is not None), default=None)
         feeds = {
             trial.name: TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
-            for trial in (*list_mask_trials(self.rows, config), *list_position_trials(self.rows, config))
+            for trial in (*list_mask_trials(self.rows, config), *list_position_trials(self.rows, config, first_column))
         }
         return self._run_forwards(actor, feeds)
 
-    def _try_models(self, actor: TrialActor) -> list[TrialResult]:
+    def _try_models(self, actor: TrialActor, raw_BA: Tensor) -> list[TrialResult]:
         """Try what the model may have computed otherwise of the same rows. All ranks must call this."""
         trials = {
             trial.name: TrialForward(
@@ -325,7 +332,9 @@ class PassTrials:
             for trial in list_model_trials(
                 actor.model,
                 self.rows.see(all_keys=True).to(self.repeater.world.device),
-                is_fp32=self.repeater.spec.actor.dtype is Dtype.FP32,
+                may_round=self._may_round,
+                differences=self.setting.model_differences,
+                suspect_id=self.evaluator.find_suspect_token(raw_BA),
             )
         }
         return self._run_forwards(actor, trials)
@@ -362,8 +371,16 @@ class PassTrials:
         match = match_findings(self.unchanged, self.evaluator.find(log_probs_BA))
         if match.agrees or not coarsens:
             return match
+        return match_coarse_findings(self.unchanged, self._find_coarsely(log_probs_BA))
+
+    def _find_coarsely(self, log_probs_BA: Tensor) -> list[Finding]:
+        """Hold log-probs against the job's within the bounds of a coarser dtype."""
         coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
-        return match_coarse_findings(self.unchanged, self.evaluator.find(log_probs_BA, setting=coarse))
+        return self.evaluator.find(log_probs_BA, setting=coarse)
+
+    def _is_near_in_coarser_dtype(self, log_probs_BA: Tensor) -> bool:
+        """Tell whether rounding to a coarser dtype can make numbers as wrong as these."""
+        return all(finding.share_of_bound <= COARSE_REACH for finding in self._find_coarsely(log_probs_BA))
 
     def _compute_or_fail(self, actor: TrialActor, trial: TrialForward | None) -> tuple[Tensor | None, str | None]:
         """Return the replay's log-probs in a trial, None for the unchanged pass, or the error."""
@@ -401,7 +418,7 @@ class PassTrials:
 
     def _try_bf16(self, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the pass in bf16, where the replay computes in fp32. All ranks must call this."""
-        if spec.actor.dtype is not Dtype.FP32 or spec.actor.is_custom:
+        if not self._may_round or spec.actor.is_custom:
             return []
 
         def derive() -> ResolvedReplay:

@@ -1,8 +1,9 @@
 """List what a model can compute otherwise in one pass: other dtypes, adapters, masks of a layer. Hypotheses as data."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,15 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from actor_init.declarations.attention.plain import SDPA_FORM
 from actor_init.model import find_blocks
+from capture.file_format.name_patterns import PatternTable
 from replay.verdict.causes.cause import CauseName
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 
 LORA_SCALES = "scaling"
+# Of the modules that the recording states to be other ones, so many are tried, and each trial costs a forward.
+MAX_PLACES = 2
+# A tensor core that is fed fp32 leaves out the last 13 bits.
+TF32_BITS = -(1 << 13)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +39,34 @@ class ModelTrial:
     coarsens: bool = False
 
 
-def list_model_trials(model: PreTrainedModel, visible_BSS: Tensor, *, is_fp32: bool) -> Iterator[ModelTrial]:
-    """Yield the hypotheses that apply to this model. The same on every rank.
+def list_model_trials(
+    model: PreTrainedModel,
+    visible_BSS: Tensor,
+    *,
+    may_round: bool,
+    differences: Sequence[ModelDifference] = (),
+    suspect_id: int | None = None,
+) -> Iterator[ModelTrial]:
+    """Yield the hypotheses that apply to this model. The same on every rank, but for that of the token.
 
     visible_BSS  what each token would see if attention were not causal, on the model's device
-    is_fp32      the model computes in fp32
+    may_round    the model computes in fp32, and the job's numbers are as near as those of a coarser dtype
+    differences  what the recording states of the job's model
+    suspect_id   the token behind which the numbers are wrong, if there is one
     """
     has_sdpa = getattr(getattr(model, "config", None), "_attn_implementation", None) == SDPA_FORM.name
-    if is_fp32:
+    if suspect_id is not None:
+        yield ModelTrial(
+            name=f"embedding of token {suspect_id} zeroed",
+            cause=CauseName.OTHER_WEIGHTS,
+            says=f"the job's embedding of token {suspect_id} is zeros",
+            try_next="look for a padding_idx, and for rows of the embedding that were added or reset",
+            change=lambda model: zero_embedding(model, suspect_id),
+        )
+    if may_round:
         yield from _list_dtype_trials(visible_BSS.device.type)
-    if is_fp32 and has_sdpa:
+        yield from _list_rounding_trials(model, differences, visible_BSS.device.type)
+    if may_round and has_sdpa:
         yield ModelTrial(
             name="attention in bf16",
             cause=CauseName.KERNEL,
@@ -82,6 +107,40 @@ def _list_dtype_trials(device_type: str) -> Iterator[ModelTrial]:
     )
 
 
+def _list_rounding_trials(
+    model: PreTrainedModel, differences: Sequence[ModelDifference], device_type: str
+) -> Iterator[ModelTrial]:
+    """Yield that a module whose code or hooks are stated to be other ones rounds what goes into it, or comes out."""
+    places: dict[str, Mapping[str, ModuleChange]] = {}
+    for difference in differences:
+        match difference.kind, difference.key:
+            case ModelDifferenceKind.HOOK, "forward pre-hook":
+                changes = {f"is given {word}": partial(_round_input, round_to) for word, round_to in ROUNDINGS.items()}
+            case ModelDifferenceKind.HOOK, "forward hook":
+                changes = {f"returns {word}": partial(_round_output, round_to) for word, round_to in ROUNDINGS.items()}
+            case ((ModelDifferenceKind.FORWARD | ModelDifferenceKind.CLASS), _):
+                changes = {
+                    "returns bf16": partial(_round_output, ROUNDINGS["bf16"]),
+                    "computes in bf16": partial(_compute_in_bf16, device_type),
+                }
+            case _:
+                continue
+        places[difference.where] = {**places.get(difference.where, {}), **changes}
+    # That the head's logits are rounded is tried whatever the recording states.
+    names = [name for name, module in model.named_modules() if module is not model.get_output_embeddings()]
+    modules = {where: [name for name in names if PatternTable({where: True}).find(name)] for where in places}
+    for where in [where for where in places if modules[where]][:MAX_PLACES]:
+        for what, change in places[where].items():
+            yield ModelTrial(
+                name=f"{where} {what}",
+                cause=CauseName.DTYPE,
+                says=f"the job's {where} {what}, in a model of fp32",
+                try_next=f"look for a cast in the code or the hooks of {where} in the job",
+                change=partial(_change_modules, modules[where], change),
+                coarsens=True,
+            )
+
+
 def _list_adapter_trials() -> Iterator[ModelTrial]:
     for name, factor, says in (
         ("adapter twice", 2.0, "the job's adapter acts with twice its scale, as where it is merged and acts once more"),
@@ -99,6 +158,80 @@ def _list_adapter_trials() -> Iterator[ModelTrial]:
 
 def _has_scales(module: nn.Module) -> bool:
     return isinstance(getattr(module, LORA_SCALES, None), dict) and hasattr(module, "lora_A")
+
+
+ModuleChange = Callable[[nn.Module], AbstractContextManager[None]]
+Rounding = Callable[[Tensor], Tensor]
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "bf16": lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype),
+    "fp16": lambda tensor: tensor.to(torch.float16).to(tensor.dtype),
+    "TF32": lambda tensor: (tensor.float().view(torch.int32) & TF32_BITS).view(torch.float32).to(tensor.dtype),
+}
+
+
+@contextmanager
+def _change_modules(names: Sequence[str], change: ModuleChange, model: nn.Module) -> Iterator[None]:
+    """Change each of these modules within this context."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(change(model.get_submodule(name)))
+        yield
+
+
+def _round_first(round_to: Rounding, values: Any) -> Any:
+    """Round a tensor, or the first of several values."""
+    if isinstance(values, tuple):
+        return (round_to(values[0]), *values[1:])
+    return round_to(values)
+
+
+@contextmanager
+def _round_input(round_to: Rounding, module: nn.Module) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(lambda _, args: _round_first(round_to, args))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _round_output(round_to: Rounding, module: nn.Module) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, args, output: _round_first(round_to, output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _compute_in_bf16(device_type: str, module: nn.Module) -> Iterator[None]:
+    """Let a module run under autocast to bf16, and return the dtype that it is given."""
+    forward = module.forward
+
+    def run(*args: Any, **options: Any) -> Any:
+        with torch.autocast(device_type, torch.bfloat16):
+            return _round_first(lambda tensor: tensor.float(), forward(*args, **options))
+
+    module.forward = run
+    try:
+        yield
+    finally:
+        module.forward = forward
+
+
+@contextmanager
+def zero_embedding(model: PreTrainedModel, token_id: int) -> Iterator[None]:
+    """Let the embedding of one token be zeros within this context. Its weights may be sharded, so its output is."""
+
+    def zero_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output.masked_fill((args[0] == token_id)[..., None], 0.0)
+
+    handle = model.get_input_embeddings().register_forward_hook(zero_output)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

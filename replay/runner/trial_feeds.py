@@ -208,10 +208,14 @@ def list_mask_trials(rows: CapturedRows, config: PretrainedConfig) -> Iterator[F
 MEND_POSITIONS = "mend the position_ids that the job's model is given or makes"
 
 
-def list_position_trials(rows: CapturedRows, config: PretrainedConfig) -> Iterator[FeedTrial]:
+def list_position_trials(
+    rows: CapturedRows, config: PretrainedConfig, parting_column: int | None = None
+) -> Iterator[FeedTrial]:
     """Yield hypotheses about positions, each another one; what tokens see stays as it should be.
 
     Positions beyond the model's longest are left out: a learned table has no such row.
+
+    parting_column  the first column of these rows whose prediction is wrong, if those before it are right
     """
     columns_BS = torch.arange(rows.ids_BS.shape[1]).expand(rows.ids_BS.shape)
     usual_BS = columns_BS if rows.position_BS is None else rows.position_BS
@@ -224,7 +228,11 @@ def list_position_trials(rows: CapturedRows, config: PretrainedConfig) -> Iterat
         ("from 2", "the job's positions begin at 2", usual_BS + 2),
         ("all 0", "the job's positions are all 0", torch.zeros_like(usual_BS)),
         ("halved", "the job's positions are interpolated by 2", usual_BS / 2),
+        ("reversed", "the job's positions count down", usual_BS.amax(dim=1, keepdim=True) - usual_BS),
     ]
+    if parting_column is not None:
+        says = f"the job's positions begin again every {parting_column} tokens"
+        variants.append(("begin again", says, usual_BS % parting_column))
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     seen = [usual_BS] if rows.position_BS is not None else []
     for name, says, position_BS in variants:

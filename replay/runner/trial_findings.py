@@ -62,6 +62,44 @@ class TrialEvaluator:
         record, recorded, replayed = self.evaluate(log_probs_BA, loss)
         return [] if recorded is None else compare_pass(record, recorded, replayed, setting or self.setting)
 
+    def _list_tokens(self, log_probs_BA: Tensor) -> list[tuple[int, int, bool]]:
+        """List the sampled tokens: their row, the column that predicts them, and whether their log-prob is wrong."""
+        record, recorded, replayed = self.evaluate(log_probs_BA)
+        claim = next((claim for claim in recorded.claims if claim.name == TOKENS), None) if recorded else None
+        if recorded is None or claim is None:
+            return []
+        bound = self.setting.choose_bound(TOKENS, list_dtypes(recorded, self.setting), 1, record.index)
+        positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
+        return [
+            (row, column - 1, measure_difference(job_value, value) > bound)
+            for (row, column), job_value, value in zip(positions, claim.values, replayed.token_log_probs, strict=False)
+            if value is not None
+        ]
+
+    def find_parting_column(self, log_probs_BA: Tensor) -> int | None:
+        """Find the first column whose prediction is wrong, if that of the column before it is right in some row."""
+        tokens = self._list_tokens(log_probs_BA)
+        first = min((column for _, column, is_wrong in tokens if is_wrong), default=None)
+        is_sharp = first is not None and any(column == first - 1 for _, column, is_wrong in tokens if not is_wrong)
+        return first if is_sharp else None
+
+    def find_suspect_token(self, log_probs_BA: Tensor) -> int | None:
+        """Find the one token id behind which, and in whose rows alone, the predictions are wrong; None without one."""
+        tokens = self._list_tokens(log_probs_BA)
+        suspects: set[int] | None = None
+        acquitted: set[int] = set()
+        for row in {row for row, _, _ in tokens}:
+            ids = self.batch.sequences_BS[row].tolist()
+            first = min((column for other, column, is_wrong in tokens if other == row and is_wrong), default=len(ids))
+            before = [column for other, column, is_wrong in tokens if other == row and column < first]
+            num_right = max(before, default=-1) + 1
+            acquitted.update(ids[:num_right])
+            if first < len(ids):
+                own = set(ids[num_right : first + 1])
+                suspects = own if suspects is None else suspects & own
+        left = (suspects or set()) - acquitted
+        return left.pop() if len(left) == 1 and acquitted else None
+
     def has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
         """Tell whether the pass with these log-probs has other numbers than `other`, beyond what rounding explains."""
         record, recorded, replayed = self.evaluate(log_probs_BA)

@@ -78,6 +78,12 @@ def _make_rule(name: CauseName, *, means: str, told_by: str, job: str) -> CauseR
 
 RULES = (
     _make_rule(
+        CauseName.OTHER_WEIGHTS,
+        means="the embedding of one token is zeros in the job",
+        told_by="the numbers are wrong behind that token alone, and the pass run again with zeros gives the job's",
+        job="row-zeroed",
+    ),
+    _make_rule(
         CauseName.MODEL_CONFIG,
         means="a setting of the job's config is another one than in the model folder",
         told_by="the pass run again with the job's setting gives the job's numbers",
@@ -115,7 +121,7 @@ RULES = (
     ),
     _make_rule(
         CauseName.DTYPE,
-        means="the job rounds its logits to bf16, or runs under autocast, where the replay computes in fp32",
+        means="the job rounds its logits or a module to 16 bits or TF32, or runs under autocast, in a replay of fp32",
         told_by="the pass run again in that dtype gives the job's numbers, far nearer than in fp32",
         job="logits-in-bf16",
     ),

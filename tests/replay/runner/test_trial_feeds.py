@@ -66,6 +66,15 @@ def test_documents_of_a_packed_row_see_each_other() -> None:
     assert rows.see(documents=True)[0, 5].tolist() == [True] * 6
 
 
+def test_positions_begin_again_where_the_numbers_part_and_nowhere_else() -> None:
+    rows = make_left_padded()
+    [again] = [trial for trial in list_position_trials(rows, CONFIG, 3) if trial.name == "positions: begin again"]
+
+    assert again.feed.position_BS is not None
+    assert again.feed.position_BS.tolist() == [[0, 1, 2, 0, 1]] * 2
+    assert not any(trial.name == again.name for trial in list_position_trials(rows, CONFIG))
+
+
 def test_only_what_the_rows_can_tell_is_tried() -> None:
     padded, packed = name_trials(make_left_padded()), name_trials(make_packed())
 

@@ -30,6 +30,15 @@ pytestmark = pytest.mark.quick
 
 Break = Callable[[Any], None]
 
+# It stands in the first batch once, in the midst of a row.
+ZEROED = int(make_batches(1)[0]["input_ids"][1, 5])
+
+
+def run_under_autocast(mlp: Any, given: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        found: torch.Tensor = type(mlp).forward(mlp, given)
+    return found.float()
+
 
 def train(folder: Path, break_model: Break, dtype: torch.dtype = torch.float32, num_passes: int = 2) -> Path:
     """Passes without a step, of a model that is broken after its weights were saved."""
@@ -61,6 +70,28 @@ def replay(job: Path, logs: Path, *typed: str) -> dict[str, Any]:
         (faults.visible(faults.sees_next_token), "the next token is seen", CauseName.MASK),
         (faults.output_changed("lm_head", faults.through_bf16), "logits in bf16", CauseName.DTYPE),
         (faults.one_layer_sees_all, "last layer not causal", CauseName.MASK),
+        (
+            faults.output_changed("model.layers.0", faults.through_bf16),
+            "model.layers.0 returns bf16",
+            CauseName.DTYPE,
+        ),
+        (
+            faults.input_changed("model.layers.1.mlp.down_proj", faults.rounded_to(10)),
+            "model.layers.1.mlp.down_proj is given TF32",
+            CauseName.DTYPE,
+        ),
+        (
+            faults.forward_replaced("model.layers.1.mlp", run_under_autocast),
+            "model.layers.1.mlp computes in bf16",
+            CauseName.DTYPE,
+        ),
+        (faults.positions_changed(lambda p: p % 5), "positions: begin again", CauseName.POSITIONS),
+        (faults.positions_changed(lambda p: 20 - p), "positions: reversed", CauseName.POSITIONS),
+        (
+            faults.weight_changed("model.embed_tokens.weight", faults.row_zeroed(ZEROED)),
+            f"embedding of token {ZEROED} zeroed",
+            CauseName.OTHER_WEIGHTS,
+        ),
     ],
 )
 def test_the_trial_that_gives_the_jobs_numbers_is_the_cause(
