@@ -46,10 +46,11 @@ class ChosenRecording:
 class Selection:
     """The inputs that one data rank replays, and those it does not.
 
-    Only the files needed are read: with --max-inputs, files after the last selected one are not opened. Of segments the
-    indexes are read, and of the passes those that are selected.
+    Files are read as far as the rounds need it: with --max-inputs, few after the last selected one. All are read for
+    --order worst, and where each data rank replays what one rank captured. Of segments the indexes are read, and of the
+    passes those that are selected.
 
-    num_left_out_passes  passes of the kind that --passes does not select
+    num_left_out_passes  passes of the kind that --passes does not select, among those that were read
     num_left_over        inputs left because the data ranks hold unequal numbers
     damaged              files that cannot be read, and why
     dealing              how inputs were distributed over the data ranks, in one sentence
@@ -223,25 +224,26 @@ def select(
     """Select the inputs of `data_rank` out of `num_data_ranks`. Raises UsageError if there is nothing to replay.
 
     Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or skip
-    the same backward. Unshuffled, data rank r replays what rank r captured, if as many ranks captured as replay;
-    otherwise, and when shuffled, inputs are dealt to the ranks in turn. A single --input-file is replayed by every
-    data rank. With --uneven, inputs that do not fill a round come after the rounds.
+    the same backward. In recorded order, each data rank replays what one rank captured, if there are as many data ranks
+    as ranks that captured; otherwise, and with --shuffle-inputs or --order worst, inputs are dealt to the data ranks in
+    turn. A single --input-file is replayed by every data rank. With --uneven, inputs that do not fill a round come after
+    the rounds.
 
-    Captures that record the optimizer step are ordered by step, unless shuffled. Without `grad_accumulation`, the
-    number of passes in a window is chosen to reproduce the job's windows. With --order worst, inputs come by their
-    tokens: real ones if rows are packed (`packs`), else padded ones. With `padding_predicts`, labels that padding
-    predicts are tokens of the loss.
+    In recorded order, captures that record the optimizer step come by step. Without `grad_accumulation`, the number of
+    passes in a window is chosen to reproduce the job's windows. With --order worst, the largest inputs come first, by
+    their real tokens if rows are packed (`packs`), else by their padded ones. With `padding_predicts`, labels that
+    padding predicts are tokens of the loss.
     """
     check_inputs(spec)
     reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
     order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
     left_over: list[list[SelectedCapture]] = []
-    missing: Mapping[str, int] = {}
+    not_recorded: Mapping[str, int] = {}
     recording: ChosenRecording | None = None
     if spec.input_file is not None:
         captures = list(reader.read([CaptureLocation(_check_file_exists(spec.input_file))]))
         rounds = [tuple(captures * num_data_ranks)] * (len(captures) * spec.epochs)
-        rounds = rounds[spec.skip_inputs :]
+        rounds = rounds[spec.skip_inputs : _find_end(spec)]
         dealing = f"{spec.input_file.name}" + (" on every data rank" if num_data_ranks > 1 else "")
     else:
         folder = spec.inputs if spec.inputs is not None else find_sample_folder()
@@ -251,18 +253,17 @@ def select(
             number=chosen.number, num_recordings=len(recordings), begin=chosen.describe_begin(), ids=chosen.ids
         )
         files = chosen.list_captures()
-        missing = _count_not_recorded(folder, recordings, chosen)
+        not_recorded = _count_not_recorded(folder, recordings, chosen)
         rounds, left_over, dealing = _deal(spec, reader, files, num_data_ranks, order, packs)
     num_left_over = sum(map(len, left_over))
     if not rounds and not reader.damaged and not (spec.uneven and num_left_over):
-        raise UsageError(_explain_empty_selection(spec, reader, num_left_over, num_data_ranks, missing))
+        raise UsageError(_explain_empty_selection(spec, reader, num_left_over, num_data_ranks, not_recorded))
     rounds = [tuple(map(reader.count_tokens, captures)) for captures in _pick_rounds(rounds, spec)]
     inputs = [captures[data_rank].path for captures in rounds]
     job_accumulation = _find_job_accumulation(order, num_data_ranks)
     if spec.uneven and spec.input_file is None:
-        end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
         left_over_inputs = [capture.path for capture in left_over[data_rank]] if left_over else []
-        inputs = [*inputs, *left_over_inputs][spec.skip_inputs : end]
+        inputs = [*inputs, *left_over_inputs][spec.skip_inputs : _find_end(spec)]
         dealing += "; uneven: none left over" if num_left_over else ""
         num_left_over = 0
     return Selection(
@@ -271,7 +272,7 @@ def select(
         num_left_over=num_left_over,
         damaged=reader.damaged,
         unreplayable=reader.unreplayable,
-        not_recorded=missing,
+        not_recorded=not_recorded,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
         rounds=[_describe_round(captures) for captures in rounds],
         grad_accumulation=grad_accumulation or job_accumulation or 1,
@@ -281,6 +282,11 @@ def select(
         and not (reader.damaged or reader.unreplayable),
         recording=recording,
     )
+
+
+def _find_end(spec: InputsSpec) -> int | None:
+    """Return the number of the first input that --max-inputs leaves out; None: it leaves out none."""
+    return None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
 
 
 def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) -> list[tuple[SelectedCapture, ...]]:
@@ -349,8 +355,8 @@ def _require_recordings(folder: Path) -> list[FolderRecording]:
     recordings, setting = list_recordings(folder), Setting("inputs", folder)
     if recordings:
         return recordings
-    if missing := _count_not_recorded(folder):
-        raise UsageError(setting, "holds no captures", f"Missing: {explain_unrecorded(missing)}")
+    if not_recorded := _count_not_recorded(folder):
+        raise UsageError(setting, "holds no captures", f"Missing: {explain_unrecorded(not_recorded)}")
     if (incident := _read_first_incident(folder)) is not None:
         text = f"{incident.what}, {incident.where}" + (f": {join_lines(incident.message)}" if incident.message else "")
         raise UsageError(setting, f"holds no captures, but an incident: {text}", f"Try: replay inspect {folder}")
@@ -375,7 +381,7 @@ def _deal(
 
     First the captures get their order: shuffled, by size, or as recorded. Then each is dealt to a data rank: in
     recorded order to the one that stands for the rank that captured it, if there are as many of both; otherwise in
-    turn. Captures are read only as far as rounds are needed.
+    turn. `Selection` says which files are read.
     """
     if spec.shuffle_inputs:
         random.Random(spec.random_seed).shuffle(files)
@@ -397,15 +403,14 @@ def _deal(
             columns = [column_by_rank[capture.rank] for capture in captures if capture.rank is not None]
             dealing = "in recorded order, each data rank what one rank captured"
     dealer = _RoundDealer(captures, columns, num_data_ranks)
-    end = None if spec.max_inputs is None else spec.skip_inputs + spec.max_inputs
-    rounds = list(dealer) if spec.uneven else list(islice(dealer, spec.skip_inputs, end))
+    rounds = list(dealer) if spec.uneven else list(islice(dealer, spec.skip_inputs, _find_end(spec)))
     return rounds, dealer.collect_left_over() if dealer.is_exhausted else [], dealing
 
 
 def _read_in_job_order(
     reader: CaptureReader, files: list[CaptureLocation], order: WindowOrder
 ) -> tuple[Iterator[SelectedCapture], str]:
-    """Return the captures by step if the first one records its step, else by file name; and the order's name."""
+    """Return the captures by step if the first one records its step, else as `files` are; and the order's name."""
     remaining_files = iter(files)
     captures = reader.read(remaining_files)
     first = next(captures, None)
@@ -465,7 +470,7 @@ class _RoundDealer:
 
 
 def _explain_empty_selection(
-    spec: InputsSpec, reader: CaptureReader, num_left_over: int, num_data_ranks: int, missing: Mapping[str, int]
+    spec: InputsSpec, reader: CaptureReader, num_left_over: int, num_data_ranks: int, not_recorded: Mapping[str, int]
 ) -> str:
     if reader.unreplayable and not num_left_over:
         return f"nothing to replay: {describe_unreplayable(reader.unreplayable)}"
@@ -480,13 +485,13 @@ def _explain_empty_selection(
         return f"{skipped} leaves no {spec.passes} pass on a data rank. Try: a smaller number"
     other = Passes.ROLLOUT if spec.passes is Passes.TRAIN else Passes.TRAIN
     where = spec.input_file or spec.inputs or "the sample"
-    why = f" ({explain_unrecorded(missing)})" if missing and spec.passes is Passes.TRAIN else ""
+    why = f" ({explain_unrecorded(not_recorded)})" if not_recorded and spec.passes is Passes.TRAIN else ""
     text = f"{where} holds no {spec.passes} pass{why}, but {reader.num_left_out} of kind {other}"
     return f"{text}. Try: {Setting('passes', other)}"
 
 
 def read_first_call(selection: Selection) -> Call | None:
-    """Read the first input; None if it cannot be read."""
+    """Read the first input of this rank; None if it cannot be read."""
     try:
         return read_call(selection.inputs[0]) if selection.inputs else None
     except CaptureError:

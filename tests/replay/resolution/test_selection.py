@@ -171,6 +171,12 @@ def test_a_folder_of_damaged_files_leaves_nothing_to_replay_but_their_names(tmp_
     assert [path for path, _ in chosen.damaged] == [path]
 
 
+def test_max_inputs_counts_the_epochs_of_one_input_file(tmp_path: Path) -> None:
+    file = write_pass(tmp_path)
+    spec = InputsSpec(input_file=file, epochs=5, skip_inputs=1, max_inputs=3)
+    assert select(spec, 0, 1).inputs == [file] * 3
+
+
 def test_one_input_file_is_replayed_on_every_data_rank(tmp_path: Path) -> None:
     path = write_pass(tmp_path)
     for chosen in select_on_all_ranks(2, InputsSpec(input_file=path)):
