@@ -3,18 +3,19 @@
 A campaign job is a replay that the command needs. The glossary's job, the training that is recorded, is something else;
 in the names of this module, `job` stands for a campaign job.
 
-`logs/<time>-<command>/` holds two files. `<command>.json` has the plan, from which the command makes its campaign
-jobs, and the result; it is written when the command begins, and whenever it knows more of the result:
+`logs/<time>-<command>/` has two files beside what the campaign jobs write. `<command>.json` has the plan, from which
+the command makes its campaign jobs, and the result; it is written when the command begins, and whenever the command
+knows more of the result:
 
-    {"format": 1, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
+    {"format": 2, "command": "replay scan --group 4", "machine": {"num_devices": 2, "has_gpus": false},
      "versions": {"torch": "2.11.0", ...}, "plan": {...}, "result": {...}}
 
 `journal.jsonl` gets a line whenever a campaign job has ended:
 
-    {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "home": "groups/0001/0"}
+    {"job": "3f2a...", "exit_code": 0, "seconds": 8.1, "ran_alone": true, "attempt": "groups/0001/0"}
 
-`--continue` asks for the same campaign jobs again. Those in the journal come back without a run, but
-for those that failed while others ran beside them.
+`--continue` asks for the same campaign jobs again. Those in the journal come back without a run, except those that
+failed while others ran beside them.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, list_versions, refuse_other_versions
 
-FORMAT = 1
+FORMAT = 2
 JOURNAL = "journal.jsonl"
 OUTPUT = "output.txt"
 Plan = TypeVar("Plan")
@@ -49,8 +50,8 @@ Plan = TypeVar("Plan")
 class CampaignJob:
     """A replay in processes of its own.
 
-    The journal knows it by a digest of these fields and their names, but for where it writes. So renaming a field
-    changes every digest, and no journal written before would know its jobs.
+    The journal knows a campaign job by a digest of its fields and their names, in which the folders that it writes to
+    are left out. So renaming a field changes every digest, and no journal written before would know its jobs.
 
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
@@ -84,10 +85,12 @@ def was_cut_short(child: Child) -> bool:
 
 
 class FinishedJob(NamedTuple):
-    """A campaign job that has ended and need not run again.
+    """How a campaign job ended.
 
-    position   among the campaign jobs that the command asked for
-    ran_alone  no other campaign job ran on the machine; otherwise its times mean nothing. Never known on Ray
+    One that failed while others ran beside it is reported once, as new, and runs again under --continue.
+
+    position   of the campaign job among those that the command asked for
+    ran_alone  no other campaign job ran on the machine; otherwise its times mean nothing. On Ray always False
     is_new     it was run now; False: its result was in the journal
     """
 
@@ -101,15 +104,15 @@ class FinishedJob(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a campaign job that has ended.
 
-    job   digest of the campaign job
-    home  folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
+    job      digest of the campaign job
+    attempt  folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
     """
 
     job: str
     exit_code: int | None
     seconds: float
     ran_alone: bool
-    home: str
+    attempt: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +132,7 @@ class Campaign(Generic[Plan]):
 
     folder      holds everything that the campaign writes
     name        of the command, such as `scan`
-    command     line that a user types to repeat the campaign
+    command     the command line that a user types to repeat the campaign
     machine     on which the campaign was begun
     plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
@@ -177,7 +180,7 @@ class Campaign(Generic[Plan]):
     def read(cls, name: str, folder: Path, plan_class: type[Plan]) -> Self:
         """Read the campaign that `replay <name>` left.
 
-        Raises UsageError if the folder holds no campaign file that this version can read.
+        Raises UsageError if the folder holds no campaign file that this version can read, or a damaged journal.
         """
         path = folder / f"{name}.json"
         try:
@@ -256,19 +259,18 @@ class Campaign(Generic[Plan]):
         refuse_other_versions(self.versions, self.folder)
 
     def find_finished(self, job: CampaignJob, position: int = 0) -> FinishedJob | None:
-        """Return the campaign job with its result.
+        """Return how a campaign job ended, by the journal.
 
         None if it has not ended, or if it failed while others ran beside it: then it has to run.
         """
         line = self._lines_by_digest.get(job.digest_in(self.folder))
         if line is None:
             return None
-        attempt_folder = self.folder / line.home
+        attempt_folder = self.folder / line.attempt
         child = Child(
             exit_code=line.exit_code, seconds=line.seconds, output=attempt_folder / OUTPUT, logs=attempt_folder
         )
-        # The campaign job has to run again if it failed while others ran beside it. They may have taken the memory or
-        # the time that it lacked: alone it might succeed.
+        # The others may have taken the memory or the time that it lacked: alone it might succeed.
         if not line.ran_alone and self.has_failed(child):
             return None
         return FinishedJob(position, child, line.ran_alone, is_new=False)
@@ -281,7 +283,7 @@ class Campaign(Generic[Plan]):
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
     def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
-        """Run campaign jobs, and yield each when it has ended: first those of the journal, then the others as they end.
+        """Yield how each campaign job ended: first those of the journal, then the others, which are run, as they end.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
         """
@@ -292,6 +294,7 @@ class Campaign(Generic[Plan]):
                 yield finished
             else:
                 pending[position] = job
+        # A generator, since a task is given the next free folder of its campaign job's attempts when it is made.
         tasks = ((position, self._make_task(job)) for position, job in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, child in self._run_tasks(tasks, until=start_deadline):
@@ -299,7 +302,7 @@ class Campaign(Generic[Plan]):
             yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
     def run(self, job: CampaignJob) -> Child:
-        """Run one campaign job, unless it need not run again, however little time is left."""
+        """Return how one campaign job ended: by the journal, else after a run, even if the time for starts is over."""
         [finished] = self.run_jobs([job], start_deadline=math.inf)
         return finished.child
 
@@ -319,7 +322,7 @@ class Campaign(Generic[Plan]):
             exit_code=child.exit_code,
             seconds=child.seconds,
             ran_alone=self._jobs_run_alone,
-            home=child.logs.relative_to(self.folder).as_posix(),
+            attempt=child.logs.relative_to(self.folder).as_posix(),
         )
         self._lines_by_digest[line.job] = line
         with open(self.folder / JOURNAL, "a", encoding="utf-8") as journal:
@@ -350,7 +353,7 @@ class Interruption:
 def catch_interruption() -> Iterator[Interruption]:
     """Leave the block on Ctrl-C or SIGTERM, so that the caller reports the results so far.
 
-    Campaign jobs that run are ended first, by `Campaign.run_jobs`.
+    Campaign jobs that run are ended first: Python closes the generator of `Campaign.run_jobs` as it leaves the loop.
     """
     interruption = Interruption()
     try:
@@ -364,7 +367,8 @@ def catch_interruption() -> Iterator[Interruption]:
 class FeedableInputs:
     """The inputs of a folder that can be fed to a model, for campaigns that replay them in an order of their own.
 
-    damaged  files that cannot be fed, each with the reason
+    damaged  files that cannot be read or fed, each with the reason; `selection.unreplayable` has those of calls that no
+             replay can make
     """
 
     selection: Selection

@@ -17,9 +17,11 @@ from replay.processes.launch import refuse_launcher
 
 
 def continue_option(command: str) -> Any:
-    owner = f"{command}'" if command.endswith("s") else f"{command}'s"
     return typer.Option(
-        None, "--continue", metavar="PATH", help=f"Run what a folder of {owner} lacks, and report all of it."
+        None,
+        "--continue",
+        metavar="PATH",
+        help=f"Run what is missing in a folder that `replay {command}` left, and report all of it.",
     )
 
 
@@ -62,7 +64,7 @@ def make_continue_action(
 
     typed  the options that it takes from the folder, by parameter name
 
-    Raises UsageError if one of these was given, not None.
+    Raises UsageError if one of these was given, that is, if it is not None.
     """
     refuse_typed(typed, "--continue takes its options from that folder")
 

@@ -17,10 +17,12 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 
 
 class Executor(Protocol):
-    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
-        """Return the devices that campaign jobs may use.
+    """Where campaign jobs run."""
 
-        Raises UsageError, which names `option`, if there are fewer.
+    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
+        """Return the devices that campaign jobs may use. Raises UsageError, which names `option`, if there are fewer.
+
+        num_devices  None: all GPUs of this machine, or of Ray's largest node; on a CPU, PROCESSES_ON_A_CPU processes
         """
 
     def check_machine(self, machine: Machine, folder: Path) -> None:
@@ -29,13 +31,14 @@ class Executor(Protocol):
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         """Return what runs tasks whose logs lie below `root`.
 
-        at_once  processes on each GPU at the same time, or tasks on a CPU; None: one task at a time
+        at_once  processes on each GPU at the same time, or tasks on a CPU. None: one task at a time on this machine,
+                 and on Ray as many as it has places for
         """
 
-    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        """Return what runs tasks whose logs lie below `root`, one after another, and resumes one that was interrupted.
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str) -> RunTasks:
+        """Return what runs tasks whose logs lie below `root`, one after another, and goes on with one that broke off.
 
-        storage  folder or URI where tasks keep the states from which they resume; None: none resumes
+        storage  folder or URI where tasks keep the states from which they go on
         """
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
@@ -43,6 +46,8 @@ class Executor(Protocol):
 
 
 class ThisMachine:
+    """Runs campaign jobs in processes on this machine."""
+
     def choose_machine(self, num_devices: int | None, option: str) -> Machine:
         machine, all_devices = Machine.detect(num_devices), Machine.detect()
         if not machine.is_part_of(all_devices):
@@ -62,7 +67,8 @@ class ThisMachine:
         gpus = list_gpus(machine.num_devices) if at_once and machine.has_gpus else []
         return RunHere(at_once=at_once or 1, gpus=gpus)
 
-    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str) -> RunTasks:
+        # A replay on this machine finds the states itself: its spec has --save-state and --resume.
         return self.make_runner(root, machine, None)
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
@@ -71,6 +77,8 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
+    """Runs campaign jobs on the nodes of a Ray cluster."""
+
     cluster: Cluster
 
     def choose_machine(self, num_devices: int | None, option: str) -> Machine:
@@ -89,8 +97,8 @@ class OnRay:
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
         return RayTaskRunner(self.cluster, root, at_once=at_once or 1)
 
-    def make_resumable_runner(self, root: Path, machine: Machine, storage: str | None) -> RunTasks:
-        return self.make_runner(root, machine, None) if storage is None else RayTrainings(self.cluster, root, storage)
+    def make_resumable_runner(self, root: Path, machine: Machine, storage: str) -> RunTasks:
+        return RayTrainings(self.cluster, root, storage)
 
     def gives_whole_machine(self, machine: Machine, at_once: int | None) -> bool:
         return False

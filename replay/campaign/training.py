@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 # Seconds that a lost node has to come back, before the training is given up.
 NODE_SECONDS = 60.0
 # Workers or nodes that may fail before a training is given up.
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 
 
 class RayTrainings:
@@ -40,20 +40,20 @@ class RayTrainings:
         root: Path,
         storage: str,
         *,
-        rank: Callable[[Mapping[str, Any]], int] = train,
+        run_rank: Callable[[Mapping[str, Any]], int] = train,
         node_seconds: float = NODE_SECONDS,
     ) -> None:
         """Create it for tasks whose logs and outputs lie below `root`.
 
-        storage  folder that all nodes share, or a URI as Ray Train takes it
-        rank     what each worker runs
+        storage   folder that all nodes share, or a URI as Ray Train takes it
+        run_rank  what each worker runs
 
         Raises UsageError if a node cannot write into the storage.
         """
         self._cluster = cluster
         self._root = root
         self._storage = storage
-        self._rank = rank
+        self._run_rank = run_rank
         self._node_seconds = node_seconds
         self._is_running = False
         if "://" not in storage:
@@ -79,6 +79,7 @@ class RayTrainings:
             yield key, child
 
     def _check_storage(self, storage: Path) -> None:
+        # The storage may hold states, and `check_folder` wants an empty folder: so it is asked for one inside.
         check_folder(storage / "any", "storage")
         marker = storage / f".{uuid.uuid4().hex}"
         try:
@@ -99,15 +100,15 @@ class RayTrainings:
     def _train(self, task: Task) -> Child:
         began = time.monotonic()
         task.output.parent.mkdir(parents=True, exist_ok=True)
-        fit = RayTrainJob(
-            rank=self._rank,
+        train_job = RayTrainJob(
+            run_rank=self._run_rank,
             job=self._describe_job(task),
             storage=self._storage,
             name=task.logs.parent.name,
             num_ranks=task.num_processes,
-            most_failures=MOST_FAILURES,
+            max_failures=MAX_FAILURES,
         )
-        with start_ray_train(fit, self._cluster) as trainer:
+        with start_ray_train(train_job, self._cluster) as trainer:
             exit_code, message = self._follow(trainer, task)
         self._fetch()
         self._cluster.finish(task, self._root, message)
@@ -115,7 +116,10 @@ class RayTrainings:
         return Child(exit_code=exit_code, seconds=time.monotonic() - began, output=task.output, logs=task.logs)
 
     def _follow(self, trainer: RayTrainProcess, task: Task) -> tuple[int | None, str]:
-        """Bring home what is written until Ray Train ends or is to be ended. Returns the exit code, and what to say."""
+        """Bring home what is written until Ray Train has ended, or until the task's limit or a lost node ends the wait.
+
+        Returns the exit code, None beyond the limit, and a message, which may be empty.
+        """
         began = enough_at = time.monotonic()
         while not trainer.wait(POLL_SECONDS):
             self._fetch()
@@ -130,7 +134,7 @@ class RayTrainings:
                     f"a node was lost; states are kept in {self._storage}"
                 )
         exit_code, error = trainer.read_outcome()
-        return exit_code, error and f"Ray Train gave up, at most {MOST_FAILURES} failures are allowed: {error}"
+        return exit_code, error and f"Ray Train gave up, at most {MAX_FAILURES} failures are allowed: {error}"
 
     def _describe_job(self, task: Task) -> dict[str, Any]:
         copies = self._cluster.ship(task.job.inputs)

@@ -1,4 +1,4 @@
-"""What one worker of Ray Train does for a training: a replay with --save-every, whose states Ray Train keeps.
+"""Run a replay with --save-every as one worker of Ray Train, which keeps its states.
 
 Each worker reports its own part of a state; Ray Train joins the parts in its storage, and counts them as a checkpoint
 when all workers have reported. Workers that Ray Train starts again go on from the latest.
@@ -23,7 +23,7 @@ from replay.runner.states import name_state_folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayStates:
-    """The states of a run, as checkpoints of Ray Train."""
+    """The states of a run, as checkpoints of Ray Train: none lies below --save-state, for --load-state to find."""
 
     # The latest checkpoint, as a folder on this node; None: the training begins.
     start: Path | None

@@ -67,7 +67,7 @@ class _RayRun:
             "show_traceback": show_traceback,
         }
         storage = str(self._cluster.locate_home("ray"))
-        train_job = RayTrainJob(rank=run_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
+        train_job = RayTrainJob(run_rank=run_as_rank, job=work, storage=storage, name="train", num_ranks=num_ranks)
         try:
             with start_ray_train(train_job, self._cluster) as trainer:
                 while not trainer.wait(POLL_SECONDS):

@@ -33,13 +33,13 @@ END_SECONDS = 5.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayTrainJob:
     # What each worker calls, with `job`.
-    rank: Callable[[Mapping[str, Any]], int]
+    run_rank: Callable[[Mapping[str, Any]], int]
     job: Mapping[str, Any]
     storage: str
     name: str
     num_ranks: int
     # Ray Train gives up after so many failures of workers or nodes.
-    most_failures: int = 0
+    max_failures: int = 0
 
     def run(self, address: str, resource: str) -> tuple[int, str]:
         """Run Ray Train to the end. Returns the exit code of rank 0, or FAILED and the first line of the error.
@@ -55,14 +55,14 @@ class RayTrainJob:
         os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         trainer = TorchTrainer(
-            self.rank,
+            self.run_rank,
             train_loop_config=dict(self.job),
             scaling_config=ScalingConfig(num_workers=self.num_ranks, use_gpu=resource == "GPU"),
             torch_config=TorchConfig(backend="nccl" if resource == "GPU" else "gloo"),
             run_config=RunConfig(
                 name=self.name,
                 storage_path=self.storage,
-                failure_config=FailureConfig(max_failures=self.most_failures),
+                failure_config=FailureConfig(max_failures=self.max_failures),
                 checkpoint_config=CheckpointConfig(num_to_keep=NUM_KEPT_STATES),
             ),
         )

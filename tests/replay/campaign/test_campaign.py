@@ -170,7 +170,7 @@ def change_journal(folder: Path) -> None:
         (damage, "is damaged: Expecting property name"),
         (
             change_format,
-            "is of format 7; this version can only continue format 1. Try: replay scan, from the beginning",
+            "is of format 7; this version can only continue format 2. Try: replay scan, from the beginning",
         ),
         (change_plan, "is damaged: plan: "),
         (change_journal, "journal.jsonl is damaged in line 1: job is 3"),

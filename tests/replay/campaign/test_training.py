@@ -115,7 +115,7 @@ def test_a_worker_killed_in_a_state_or_in_a_pass_with_its_node_changes_no_number
     with open_cluster(nodes.address) as cluster:
         when(cluster, may_go, nodes.lose, nodes.add)
         rank = doomed(doomed_training.doomed, tmp_path)
-        run = RayTrainings(cluster, tmp_path, str(tmp_path / "storage"), rank=rank)
+        run = RayTrainings(cluster, tmp_path, str(tmp_path / "storage"), run_rank=rank)
         [(_, child)] = run([(None, task_of(tmp_path, spec))])
     said = child.output.read_text()
     assert child.exit_code == 0, said
@@ -177,7 +177,7 @@ def test_a_node_that_is_lost_for_good_ends_the_training_and_leaves_no_worker_and
     with open_cluster(nodes.address) as cluster:
         when(cluster, lambda: len(list(tmp_path.glob("rank*"))) == 2, nodes.lose)
         rank = doomed(doomed_training.hang, tmp_path)
-        [(_, child)] = RayTrainings(cluster, tmp_path, storage, rank=rank, node_seconds=1.0)(
+        [(_, child)] = RayTrainings(cluster, tmp_path, storage, run_rank=rank, node_seconds=1.0)(
             [(None, task_of(tmp_path, ReplaySpec()))]
         )
         workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("rank*")]
