@@ -226,8 +226,8 @@ def select(
     Round i holds the i-th input of every data rank, all of one kind (train or rollout), so that all ranks run or skip
     the same backward. In recorded order, each data rank replays what one rank captured, if there are as many data ranks
     as ranks that captured; otherwise, and with --shuffle-inputs or --order worst, inputs are dealt to the data ranks in
-    turn. A single --input-file is replayed by every data rank. With --uneven, inputs that do not fill a round come after
-    the rounds.
+    turn. A single --input-file is replayed by every data rank. With --uneven, inputs that fill no round come after the
+    rounds.
 
     In recorded order, captures that record the optimizer step come by step. Without `grad_accumulation`, the number of
     passes in a window is chosen to reproduce the job's windows. With --order worst, the largest inputs come first, by
