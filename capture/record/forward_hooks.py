@@ -1,6 +1,7 @@
 """Hook a job's model, to see where the forward of each of its passes begins and ends.
 
-That is a forward that the job itself calls. torch calls a module's hooks at other forwards too, which are of no pass:
+A pass begins with a forward that the job itself calls. torch calls a module's hooks in other forwards too, which are no
+passes:
 
 * a forward inside another forward of the same model
 * a forward inside a backward: activation checkpointing runs a part of the model again there
@@ -28,10 +29,11 @@ def _do_nothing(*_: Any) -> None:
 class ForwardHooks:
     """Calls `on_begin` before each forward that the job itself calls, and `on_end` after that forward.
 
-    After a forward that KeyboardInterrupt ended, torch calls no hook, and so `on_end` is not called.
+    After a forward that was ended by something that is no `Exception`, such as KeyboardInterrupt, torch calls no hook,
+    and so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
-    on_end    is given the output, and what the forward raised, or None
+    on_end    is given the output and None, or, of a forward that raised, None and what it raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:
@@ -47,14 +49,17 @@ class ForwardHooks:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __reduce__(self) -> tuple[type["ForwardHooks"], tuple[()]]:
-        """Have deepcopy and pickle make hooks without callbacks.
+        """Copy hooks without their callbacks.
 
-        Whoever copies a model copies its hooks too, and the copy is another model, which nobody records.
+        deepcopy and pickle copy a model's hooks with it, and the copy is another model, which nobody records.
         """
         return type(self), ()
 
     def attach(self, model: nn.Module) -> None:
-        """Hook `model`, in front of hooks that change the arguments, such as FSDP's."""
+        """Hook `model`, outside the hooks that it has by now, such as FSDP's, which change arguments and outputs.
+
+        So `on_begin` gets the arguments as the job gave them, and `on_end` the output as the job gets it.
+        """
         self._handles = [
             model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.after_forward, always_call=True),
@@ -68,9 +73,9 @@ class ForwardHooks:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_called_by_job():
             return
-        # torch does not call `after_forward` where a forward raised KeyboardInterrupt; in a notebook the process goes
-        # on after that. Then `_depth` was never counted down. It shows in that the frame of the outermost forward is no
-        # longer on the stack.
+        # torch does not call `after_forward` where a forward raised KeyboardInterrupt, and in a notebook the process
+        # goes on after that. Then `_depth` was never counted down. That shows in the frame of the outermost forward,
+        # which is no longer on the stack.
         if self._depth > 0 and not _is_running(self._outermost_frame):
             self._depth = 0
         self._depth += 1
@@ -93,6 +98,7 @@ class ForwardHooks:
         self._on_end(output, None if error is earlier_error else error)
 
     def _is_called_by_job(self) -> bool:
+        """Tell whether no backward, compiler or forked child calls this forward. `_depth` tells of nested ones."""
         return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
 
 
