@@ -1,13 +1,15 @@
-"""Handle in a background thread what the job hands over. The job never waits: what does not fit is dropped.
+"""Handle in a background thread what the job hands over. The job does not wait for it: what does not fit is dropped.
+
+Only `drain` and `close` wait, for the end of what is queued.
 
 Python runs one thread at a time. While this thread works, the job's own thread has to wait for its turn, and each time
 this thread wakes up, the job pays for a change of threads. That costs most while a forward begins: a device that has
 finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is queued when
 the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to
 the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
-`wake`, and for MAX_DELAY_SECONDS at most: so often the thread looks by itself.
+`wake`. Without one the thread, once it has nothing to do, looks by itself every MAX_DELAY_SECONDS.
 
-A task is here what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
+In this module a task is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
 
 import sys
@@ -24,7 +26,7 @@ from capture.file_format.micro_batch import CaptureError
 MAX_QUEUED_BYTES = 2**30
 MAX_DELAY_SECONDS = 0.2
 # Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
-# their bytes.
+# their bytes. So many may wait for each pass that may wait.
 _MAX_SMALL_TASKS_PER_PASS = 4
 
 TaskT = TypeVar("TaskT")
@@ -36,11 +38,11 @@ class _Wakeup(Enum):
     DEADLINE_PASSED = auto()
 
 
-class WatchedLimit(Protocol):
-    """A time limit on something else, such as the job's running step, that the thread watches while it waits."""
+class Deadline(Protocol):
+    """A deadline of something else, such as the job's running step, that the thread watches while it waits."""
 
     def seconds_left(self) -> float | None:
-        """Return the seconds that are left, 0 once they have passed; None while there is no limit."""
+        """Return the seconds that are left, 0 once it has passed; None while there is no deadline."""
 
 
 def warn(message: str) -> None:
@@ -54,19 +56,21 @@ def warn(message: str) -> None:
 class BackgroundWriter(Generic[TaskT]):
     """Runs one daemon thread, which calls `handle` with each queued task, in order.
 
-    At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all.
+    At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
-    num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped
+    num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped or
+                   was about to end
     failure        the exception that has stopped writing, or None
     refusal        why `handle` refused the first of the passes that it refused, or None
     is_waited_for  set by `drain` and by an urgent task, until the queue is empty
 
     The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` whenever it waits and
     `deadline` has passed, and `on_end` as its last act, with whether writing has failed. After `on_deadline` the
-    seconds that are left must be None or above 0: otherwise it is called again at once.
+    seconds that are left must be None or above 0: otherwise it is called again at once. Whatever these or `handle`
+    raise stops writing, except that `handle` may refuse a pass.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
-    for what stops writing. Nothing is raised.
+    for what stops writing. No method raises.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class BackgroundWriter(Generic[TaskT]):
         on_idle: Callable[[], None] = lambda: None,
         on_end: Callable[[bool], None] = lambda failed: None,
         is_waited_for: threading.Event | None = None,
-        deadline: WatchedLimit | None = None,
+        deadline: Deadline | None = None,
         on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_dropped = 0
@@ -91,7 +95,8 @@ class BackgroundWriter(Generic[TaskT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each task with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them; those behind become ready with the next `wake`, or MAX_DELAY_SECONDS later if none comes.
+        # them. The others become ready with the next `wake`, after MAX_DELAY_SECONDS without one, or as soon as
+        # somebody waits for the queue to be empty.
         self._queue: deque[tuple[TaskT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
@@ -108,9 +113,8 @@ class BackgroundWriter(Generic[TaskT]):
     def queue_pass(self, task: TaskT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
-            is_full = (
-                self._num_queued_passes >= self._max_queued_passes
-                or self._num_queued_bytes + num_bytes > MAX_QUEUED_BYTES
+            is_full = self._num_queued_passes >= self._max_queued_passes or self._num_queued_bytes + num_bytes > max(
+                MAX_QUEUED_BYTES, num_bytes
             )
             if self.failure is None and not self._is_closing and not is_full:
                 self._queue.append((task, num_bytes, True))
@@ -131,7 +135,7 @@ class BackgroundWriter(Generic[TaskT]):
         """Queue a task that is no pass.
 
         An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task is
-        handled after the next `wake`, or MAX_DELAY_SECONDS later if none comes. It is left out if too many are waiting.
+        handled after the next `wake`, or after MAX_DELAY_SECONDS without one, and is left out if too many are waiting.
         """
         with self._changed:
             num_small_tasks = len(self._queue) - self._num_queued_passes
@@ -163,7 +167,7 @@ class BackgroundWriter(Generic[TaskT]):
             self.num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
-        """Wait until the queue is empty, or writing has stopped. Returns False if neither came within `max_seconds`."""
+        """Wait until the queue is empty, or writing has stopped or ended. Returns False if not within `max_seconds`."""
         drain_until = time.monotonic() + max_seconds
         with self._changed:
             if self._queue or self._is_busy:
@@ -205,7 +209,7 @@ class BackgroundWriter(Generic[TaskT]):
     def _run(self) -> None:
         while (event := self._wait_for_event()) is not None:
             self._handle_event(event)
-        # The thread ends in any case: an exception of `on_end` stops writing, as one of `handle` does, unraised.
+        # Whatever `on_end` raises, the thread ends here, and the job is told by a warning alone.
         try:
             self._on_end(self.failure is not None)
         except Exception as error:
@@ -234,7 +238,7 @@ class BackgroundWriter(Generic[TaskT]):
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
-                    # No forward has ended for a while: what is queued does not wait for one any longer.
+                    # No forward has ended in that time: what is queued does not wait for one any longer.
                     self._num_ready = len(self._queue)
             task, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
@@ -245,20 +249,29 @@ class BackgroundWriter(Generic[TaskT]):
 
     def _handle_event(self, event: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
         """Handle a task, or a deadline that has passed, and turn what that raises into a warning."""
-        is_pass = False
+        num_unhandled_passes = 0
         try:
             if event is _Wakeup.DEADLINE_PASSED:
                 self._on_deadline()
             else:
                 task, is_pass = event
-                self._handle(task)
+                num_unhandled_passes = int(is_pass)
+                self._handle_task(task, is_pass)
+                num_unhandled_passes = 0
             if not self._num_ready:
                 self._on_idle()
+        except Exception as error:
+            self.stop(error, num_lost=num_unhandled_passes)
+
+    def _handle_task(self, task: TaskT, is_pass: bool) -> None:
+        """Handle a task, and count a pass that `handle` refuses."""
+        try:
+            self._handle(task)
         except CaptureError as error:
+            if not is_pass:
+                raise
             with self._changed:
-                self.num_dropped += is_pass
-            if is_pass and self.refusal is None:
+                self.num_dropped += 1
+            if self.refusal is None:
                 self.refusal = str(error)
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
-        except Exception as error:
-            self.stop(error, num_lost=int(is_pass))

@@ -1,7 +1,7 @@
 """When the recorder's thread works: as it is woken, or soon after; and what it may leave for later."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,65 @@ def test_without_a_forwards_end_it_works_soon_after(handled: Handled) -> None:
     handled.writer.queue_pass("pass 0", 1)
     handled.writer.queue_small_task("outputs 0")
     handled.wait_for("pass 0", "outputs 0", "idle")
+
+
+@pytest.mark.usefixtures("no_timeout")
+def test_a_pass_larger_than_the_queue_waits_alone(handled: Handled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_writer, "MAX_QUEUED_BYTES", 10)
+    assert handled.writer.queue_pass("large", 11)
+    with pytest.warns(RuntimeWarning, match="the disk is slower than the job"):
+        assert not handled.writer.queue_pass("small", 1)
+    handled.writer.wake()
+    handled.wait_for("large", "idle")
+    assert handled.writer.queue_pass("small", 1)
+
+
+class Refusing:
+    """A writer's thread that refuses each task called `refused`."""
+
+    def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.writer = BackgroundWriter[str](self.handle, max_queued=8, on_idle=on_idle)
+
+    def handle(self, task: str) -> None:
+        if task == "refused":
+            raise CaptureError("it is no micro-batch")
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    messages: list[str] = []
+    monkeypatch.setattr(background_writer, "warn", messages.append)
+    return messages
+
+
+def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str]) -> None:
+    is_idle = threading.Event()
+    writer = Refusing(is_idle.set).writer
+    writer.queue_pass("refused", 1)
+    writer.wake()
+    assert is_idle.wait(SECONDS)
+    writer.close(max_seconds=SECONDS)
+    assert (writer.num_dropped, writer.refusal, writer.failure) == (1, "it is no micro-batch", None)
+    assert len(warned) == 1
+
+
+def test_a_refused_task_that_is_no_pass_is_told_and_stops_writing(warned: list[str]) -> None:
+    writer = Refusing().writer
+    writer.queue_small_task("refused", is_urgent=True)
+    writer.close(max_seconds=SECONDS)
+    assert isinstance(writer.failure, CaptureError)
+    assert ["it is no micro-batch" in message for message in warned] == [True]
+
+
+def test_what_fails_after_a_pass_was_handled_does_not_lose_it(warned: list[str]) -> None:
+    def fail() -> None:
+        raise OSError("no space")
+
+    writer = Refusing(fail).writer
+    writer.queue_pass("written", 1)
+    writer.close(max_seconds=SECONDS)
+    assert isinstance(writer.failure, OSError)
+    assert writer.num_dropped == 0
 
 
 class Model(nn.Module):
