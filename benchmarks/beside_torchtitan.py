@@ -1,8 +1,8 @@
 """Compare the replay's speed and memory with torchtitan's, in one process, in blocks of passes that alternate.
 
-    python benchmarks/beside_torchtitan.py --form compiled --rounds 4 --kernels fused
-    torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled
-    torchrun --nproc-per-node 2 benchmarks/beside_torchtitan.py --form compiled --tp 2 --sequence-parallel
+    python -m benchmarks beside_torchtitan --form compiled --rounds 4 --kernels fused
+    torchrun --nproc-per-node 2 -m benchmarks beside_torchtitan --form compiled
+    torchrun --nproc-per-node 2 -m benchmarks beside_torchtitan --form compiled --tp 2 --sequence-parallel
 
 torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
 use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
@@ -25,9 +25,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -38,7 +39,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
-from benchmarks import long_input
+from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
+from benchmarks.long_input import write_inputs
 from benchmarks.side_by_side import opened
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
@@ -55,16 +57,13 @@ class Side:
     name: str
     run: Callable[[], tuple[float, int]]  # seconds, peak in bytes
     resident: int = 0  # bytes held between passes
-    seconds: list[float] = field(default_factory=list)  # median of each block
-    peak: int = 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=4)
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=4, help="blocks of each side")
     parser.add_argument("--passes", type=int, default=4, help="measured passes a block")
     parser.add_argument("--warmup", type=int, default=2, help="passes before them")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script on a CPU")
@@ -72,9 +71,8 @@ def main() -> int:
     compiled = arguments.form == "compiled"
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "inputs"
-        sizes = ["--tokens", str(arguments.tokens), "--count", os.environ.get("WORLD_SIZE", "1")]
-        sys.argv[1:] = [str(inputs), *sizes, *(["--vocabulary", "264"] if arguments.tiny else [])]
-        long_input.main()
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        write_inputs(inputs, num_tokens=arguments.tokens, vocabulary=264 if arguments.tiny else 128256, count=count)
         options = ["--backend", "fsdp2", "--inputs", str(inputs), "--max-inputs", "1", "--log-folder", folder]
         options += replay_arguments
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
@@ -85,14 +83,18 @@ def main() -> int:
             ceiling = _matmul_ceiling(world.device)
             theirs = _held_by(lambda: _torchtitan(arguments, compiled, world), world.device)
             ours = _held_by(lambda: _replay(spec, world), world.device)
-            again = replace(theirs, name="torchtitan again", seconds=[], peak=0)
-            sides = [theirs, ours, again]
-            for index in range(arguments.rounds):
-                for side in sides:
-                    _run_block(side, arguments, world.device)
-                    print(f"{index} {side.name}: {side.seconds[-1] * 1e3:.1f} ms", file=sys.stderr, flush=True)
+            sides: dict[str, Contestant] = {
+                theirs.name: partial(_run_block, theirs, arguments, world.device),
+                ours.name: partial(_run_block, ours, arguments, world.device),
+                f"{theirs.name} again": partial(_run_block, theirs, arguments, world.device),
+            }
+            answers = Answers(
+                arguments, f"beside_torchtitan {arguments.form}", more=replay_arguments, writes=world.rank == 0
+            )
+            figures = alternate(sides, answers, rounds=arguments.rounds, warmup=0)  # a block has its own
             if world.rank == 0:
-                _print(sides, arguments, ceiling)
+                print(answers.machine)
+                _print(figures, arguments, ceiling)
             for side in (theirs, ours):
                 parts = _parts(side, world.device)
                 if world.rank == 0:
@@ -100,18 +102,25 @@ def main() -> int:
     return 0
 
 
-def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device) -> None:
+def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device, number: int) -> list[Sample]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    seconds = []
+    seconds, peaks = [], []
     for index in range(arguments.warmup + arguments.passes):
         held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         taken, peak = side.run()
         if index >= arguments.warmup:
             seconds.append(taken)
-            side.peak = max(side.peak, peak - held + side.resident)
-    side.seconds.append(statistics.median(seconds))
+            peaks.append(peak - held + side.resident)
+    print(f"{number} {side.name}: {statistics.median(seconds) * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    flops = _flops_a_token(arguments.layers, arguments.tokens) * arguments.tokens / statistics.median(seconds)
+    sample = {
+        "s": statistics.median(seconds),
+        "tokens/s": arguments.tokens / statistics.median(seconds),
+        "FLOP/s": flops,
+    }
+    return [sample | ({"peak": max(peaks)} if device.type == "cuda" else {})]
 
 
 def _held_by(build: Callable[[], Side], device: torch.device) -> Side:
@@ -219,23 +228,20 @@ def _flops_a_token(num_layers: int, num_tokens: int) -> float:
     return 6.0 * parameters + 6 * num_layers * width * num_tokens
 
 
-def _print(sides: list[Side], arguments: argparse.Namespace, ceiling: float) -> None:
-    first = sides[0]
-    print("\n| side | ms | tokens/s | of torchtitan's | peak GiB | of torchtitan's | TFLOP/s | of the ceiling |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for side in sides:
-        seconds = statistics.median(side.seconds)
-        ratio = statistics.median(a / b for a, b in zip(first.seconds, side.seconds, strict=True))
-        speed = arguments.tokens / seconds
-        flops = speed * _flops_a_token(arguments.layers, arguments.tokens)
-        peak = f"{side.peak / 2**30:.1f} | {side.peak / first.peak:.3f}" if first.peak else "- | -"
-        print(
-            f"| {side.name}, {arguments.form} | {seconds * 1e3:.1f} | {speed:,.0f} | {ratio:.3f} | {peak} "
-            f"| {flops / 1e12:.0f} | {flops / ceiling:.3f} |"
-        )
+def _print(figures: Mapping[str, Sequence[Sample]], arguments: argparse.Namespace, ceiling: float) -> None:
+    columns = (
+        Column("ms", "s", ".1f", 1e3),
+        Column("tokens/s", "tokens/s", ",.0f"),
+        Column("of torchtitan's", "s", ".3f", of="torchtitan", is_speed=True),
+        Column("peak GiB", "peak", ".1f", 2**-30, reduce=max),
+        Column("of torchtitan's", "peak", ".3f", of="torchtitan"),
+        Column("TFLOP/s", "FLOP/s", ".0f", 1e-12),
+        Column("of the ceiling", "FLOP/s", ".3f", 1 / ceiling),
+    )
+    print(f"\n{table(f'side, {arguments.form}', figures, columns)}")
     print(
-        f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {len(first.seconds)} blocks of "
-        f"{arguments.passes} passes a side, medians of pairs"
+        f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {arguments.rounds} blocks of "
+        f"{arguments.passes} passes a side"
     )
 
 
@@ -253,7 +259,3 @@ def _parts(side: Side, device: torch.device) -> dict[str, float]:
     ]
     seconds = divide_seconds(kernels, min(one.begin for one in kernels), max(one.end for one in kernels))
     return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,13 @@
 """Measure what recording costs a training step: steps of several kinds alternate in one process, with a control.
 
-    python benchmarks/capture_overhead.py --steps 50
-    python benchmarks/capture_overhead.py --steps 100 --model llama-3.1-8b --inputs inputs/my-run
-    python benchmarks/capture_overhead.py --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
-    torchrun --nproc-per-node 2 benchmarks/capture_overhead.py --read-loss step --sharded fsdp2 --keep FOLDER
+    python -m benchmarks capture_overhead --steps 50
+    python -m benchmarks capture_overhead --steps 100 --model llama-3.1-8b --inputs inputs/my-run
+    python -m benchmarks capture_overhead --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
+    torchrun --nproc-per-node 2 -m benchmarks capture_overhead --read-loss step --sharded fsdp2 --keep FOLDER
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
-micro-batches, the same ones for every kind. Prints ratios to the bare steps (of medians, of pairs, of the 99th
-percentiles), the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the
+micro-batches, the same ones for every kind. Prints ratios to the bare steps of the same round, the 99th percentiles,
+the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the
 host waits for the device, bytes per pass and those of torch.save, and how long a flight recorder of 64 passes takes to
 reach the disk.
 
@@ -22,19 +22,17 @@ rank with batches of its own; rank 0 prints. --keep records its first step to FO
 import argparse
 import io
 import os
-import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
+from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
 from capture import Recorder, capture_files, read_actor_config, read_micro_batch, recording
 
 STEPS_A_ROUND = 4
@@ -171,8 +170,8 @@ class ZeRO3Job(Job):
 JOBS = {None: Job, "fsdp2": FSDP2Job, "zero3": ZeRO3Job}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=50, help="of each kind; 0: nothing is measured")
     parser.add_argument("--peer-steps", type=int, default=20, help="of torch.save, torch.profiler and a slow disk")
     parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
@@ -188,6 +187,7 @@ def main() -> None:
         parser.error("--sharded needs --read-loss: the other measurements are of one process")
     with World.from_env(ParallelSpec()) if given.sharded else nullcontext():
         measure(given)
+    return 0
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -208,15 +208,17 @@ def measure(given: argparse.Namespace) -> None:
         }
         bare: dict[str, Kind] = {"bare": nullcontext, "bare again": nullcontext}
         if given.read_loss is not None:
-            compare_blocks(job, given.steps, bare | kinds, reads_before_backward=given.read_loss == "forward")
+            compare_blocks(job, given, bare | kinds)
             return
         compare_hook(job, folder / "hook")
         count_waits(job, folder / "waits")
         compare_bytes(job, folder / "bytes")
         time_flush(job, folder / "flush")
-        compare_steps(job, given.steps, bare | kinds)
+        compare_steps(job, given, "recorded", given.steps, bare | kinds)
         compare_steps(
             job,
+            given,
+            "peers",
             given.peer_steps,
             bare
             | {
@@ -227,56 +229,56 @@ def measure(given: argparse.Namespace) -> None:
         )
 
 
-def compare_steps(job: Job, num_steps: int, kinds: dict[str, Kind]) -> None:
-    """Time steps in rounds: every round has a few steps of each kind, and a first one that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    names = list(kinds)
-    for start in range(0, num_steps, STEPS_A_ROUND):
-        for name in names:
-            with kinds[name]() as recorder:
-                job.step(start, recorder)
-                seconds[name] += [job.step(start + i, recorder) for i in range(STEPS_A_ROUND)]
-        names = names[1:] + names[:1]
-    bare = seconds.pop("bare")
-    print(f"\n{len(bare)} steps of each kind; bare: median {median(bare) * 1e3:.2f} ms, p99 {p99(bare) * 1e3:.2f} ms")
-    print("| kind of step | medians | of pairs | p99 / bare |\n| --- | --- | --- | --- |")
-    for name, taken in seconds.items():
-        pairs = median(one / other for one, other in zip(taken, bare, strict=True))
-        print(
-            f"| {name} | {median(taken) / median(bare):.4f} | {pairs:.4f} | {p99(taken) / p99(bare):.3f} |", flush=True
-        )
+def compare_steps(job: Job, given: argparse.Namespace, title: str, num_steps: int, kinds: dict[str, Kind]) -> None:
+    """Time steps: every round has a few steps of each kind, and a first one that is not counted."""
+
+    def steps(kind: Kind, number: int) -> list[Sample]:
+        with kind() as recorder:
+            job.step(number * STEPS_A_ROUND, recorder)
+            return [{"s": job.step(number * STEPS_A_ROUND + i, recorder)} for i in range(STEPS_A_ROUND)]
+
+    answers = Answers(given, f"capture_overhead {title}")
+    series = {name: partial(steps, kind) for name, kind in kinds.items()}
+    figures = alternate(series, answers, rounds=-(-num_steps // STEPS_A_ROUND))
+    columns = (
+        Column("median ms", "s", ".2f", 1e3),
+        Column("of bare", "s", ".4f", of="bare"),
+        Column("p99 ms", "s", ".2f", 1e3, reduce=p99),
+    )
+    print(
+        f"\n{answers.machine}: {len(figures['bare'])} steps of each kind\n\n{table('kind of step', figures, columns)}"
+    )
 
 
-def compare_blocks(job: Job, num_steps: int, kinds: dict[str, Kind], *, reads_before_backward: bool) -> None:
+def compare_blocks(job: Job, given: argparse.Namespace, kinds: dict[str, Kind]) -> None:
     """Time steps that read their loss, in blocks of STEPS_A_BLOCK of one kind after the other; all are counted."""
-    parts: dict[str, list[list[float]]] = {name: [] for name in kinds}
-    of_processor, of_writer = dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 0.0)
-    names = list(kinds)
-    for start in range(0, num_steps, STEPS_A_BLOCK):
-        for name in names:
-            job.wait()
-            with kinds[name]():
-                began = time.process_time()
-                for number in range(start, start + STEPS_A_BLOCK):
-                    parts[name].append(job.parts_of_step(number, reads_before_backward=reads_before_backward))
-                of_processor[name] += time.process_time() - began
-                of_writer[name] += writer_seconds()
-        names = names[1:] + names[:1]
-    seconds = {name: [sum(step) for step in taken] for name, taken in parts.items()}
-    bare, count = seconds["bare"], len(seconds["bare"])
+
+    def block(kind: Kind, number: int) -> list[Sample]:
+        job.wait()
+        with kind():
+            began = time.process_time()
+            steps = [
+                job.parts_of_step(number * STEPS_A_BLOCK + i, reads_before_backward=given.read_loss == "forward")
+                for i in range(STEPS_A_BLOCK)
+            ]
+            of_processor, of_writer = time.process_time() - began, writer_seconds()
+        shares = {"processor": of_processor / STEPS_A_BLOCK, "writer": of_writer / STEPS_A_BLOCK}
+        return [{"s": sum(step), **dict(zip(PARTS, step, strict=True)), **shares} for step in steps]
+
+    answers = Answers(given, "capture_overhead blocks", writes=os.environ.get("RANK", "0") == "0")
+    series = {name: partial(block, kind) for name, kind in kinds.items()}
+    figures = alternate(series, answers, rounds=-(-given.steps // STEPS_A_BLOCK), warmup=0)
     if int(os.environ.get("RANK", "0")):
         return
-    print(f"\n{count} steps of each kind that read their loss; bare: median {median(bare) * 1e3:.2f} ms")
-    print("| kind of step | medians | of pairs | means | processor | of the writer |", " | ".join(PARTS), "|")
-    print("| --- " * (6 + len(PARTS)) + "|")
-    for name, taken in seconds.items():
-        pairs = median(one / other for one, other in zip(taken, bare, strict=True))
-        print(
-            f"| {name} | {median(taken) / median(bare):.4f} | {pairs:.4f} | {sum(taken) / sum(bare):.4f} "
-            f"| {of_processor[name] / count * 1e3:.2f} ms | {of_writer[name] / count * 1e3:.2f} ms |",
-            *(f"{median(step[part] for step in parts[name]) * 1e3:.2f} ms |" for part in range(len(PARTS))),
-            flush=True,
-        )
+    columns = (
+        Column("median ms", "s", ".2f", 1e3),
+        Column("of bare", "s", ".4f", of="bare"),
+        Column("processor ms", "processor", ".2f", 1e3, reduce=mean),
+        Column("of the writer", "writer", ".2f", 1e3, reduce=mean),
+        *(Column(part, part, ".2f", 1e3) for part in PARTS),
+    )
+    print(f"\n{answers.machine}: {len(figures['bare'])} steps of each kind that read their loss")
+    print(table("kind of step", figures, columns), flush=True)
 
 
 def writer_seconds() -> float:
@@ -286,7 +288,7 @@ def writer_seconds() -> float:
     return sum(map(time.clock_gettime, clocks))
 
 
-def p99(seconds: list[float]) -> float:
+def p99(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=100, method="inclusive")[98]
 
 
@@ -428,7 +430,3 @@ def time_flush(job: Job, folder: Path) -> None:
         recorder.flush()
         took = time.perf_counter() - began
     print(f"{took:.2f} s until {len(capture_files(folder))} passes of a flight recorder are on the disk", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Replay the same inputs under a list of configurations, each in its own processes, and print one table.
 
-    python benchmarks/configurations.py --inputs inputs/my-run --model llama-3.1-8b --max-inputs 12
+    python -m benchmarks configurations --inputs inputs/my-run --model llama-3.1-8b --max-inputs 12
 
 A configuration that fails or exceeds its limit is a row with the error. `--num-gpus 2` and `4` have their own lists,
 that begin with one GPU. "speed a GPU" is a row's tokens/s on each of its GPUs over that of the one-GPU row of the same
@@ -8,19 +8,15 @@ backend and compiler; "loss from one GPU" the largest relative difference from t
 replayed (how many).
 """
 
-import argparse
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness import Answers, make_parser, markdown, run
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics, summarize
@@ -102,39 +98,30 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--num-gpus", type=int, default=1, choices=LISTS)
     parser.add_argument("--only", default="", help="configurations whose name matches this regular expression")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one configuration")
-    parser.add_argument(
-        "--total", type=float, default=540, help="seconds for all; configurations that do not fit are not run"
-    )
-    parser.add_argument("--out", type=Path, default=Path("logs/configurations"))
-    arguments, replay_arguments = parser.parse_known_args()
+    parser.add_argument("--total", type=float, default=540, help="seconds for all; what does not fit is not begun")
+    parser.set_defaults(out=Path("logs/configurations"))
+    given, replay_arguments = parser.parse_known_args()
     began = time.monotonic()
+    answers = Answers(given, "configurations", more=replay_arguments)
     rows: list[Row] = []
-    for name, flags in LISTS[arguments.num_gpus].items():
-        if not re.search(arguments.only, name):
+    for name, flags in LISTS[given.num_gpus].items():
+        if not re.search(given.only, name):
             continue
-        num_gpus = 1 if name.partition(COMPILED)[0] in ALONE else arguments.num_gpus
-        left = arguments.total - (time.monotonic() - began)
-        logs = arguments.out / name.replace(",", "").replace(" ", "-")
-        command = [
-            *_launcher(num_gpus, flags),
-            *shlex.split(flags),
-            *replay_arguments,
-            "--quiet",
-            "--log-folder",
-            str(logs),
-        ]
-        print(f"$ {shlex.join(command)}", flush=True)
-        if left < 20:
+        num_gpus = 1 if name.partition(COMPILED)[0] in ALONE else given.num_gpus
+        logs = given.out / name.replace(",", "").replace(" ", "-")
+        typed = [*shlex.split(flags), *replay_arguments, "--quiet", "--log-folder", str(logs)]
+        left = given.total - (time.monotonic() - began)
+        if name not in answers.known and left < 20:
             rows.append(Row(name=name, error="not run: out of time"))
-        else:
-            rows.append(_row(name, num_gpus, logs, _run(command, min(arguments.limit, left))))
-        print(_line(_cells(rows[-1], rows)), flush=True)
-    print(f"\n{_line(COLUMNS)}\n{_line(['---'] * len(COLUMNS))}")
-    print("\n".join(_line(_cells(row, rows)) for row in rows))
+            continue
+        error = answers.ask(name, partial(_replay, [*_launcher(num_gpus, flags), *typed], min(given.limit, left)))
+        rows.append(_row(name, num_gpus, logs, error))
+        print(markdown([_cells(rows[-1], rows), []]).splitlines()[0], flush=True)
+    print(f"\n{answers.machine}\n\n{markdown([COLUMNS, *(_cells(row, rows) for row in rows)])}")
     return 0
 
 
@@ -146,29 +133,16 @@ def _launcher(num_gpus: int, flags: str) -> list[str]:
     return ["deepspeed", f"--num_gpus={num_gpus}", "replay"]
 
 
-def _run(command: list[str], limit: float) -> str:
+def _replay(command: list[str], limit: float) -> str:
     """Return the error, empty if the run succeeded."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return f"stopped after {limit:.0f} s"
-    if process.returncode:
-        print("\n".join(output.splitlines()[-15:]), flush=True)
-        return f"exit code {process.returncode}"
+    print(f"$ {shlex.join(command)}", flush=True)
+    ended = run(command, limit=limit)
+    if ended.exit_code is None:
+        return f"stopped after {limit:.0f} s"
+    if ended.exit_code:
+        print("\n".join(ended.output.splitlines()[-15:]), flush=True)
+        return f"exit code {ended.exit_code}"
     return ""
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a launcher with SIGTERM, which it passes on to its workers: torchrun starts them in their own sessions."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.communicate(timeout=15)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:
@@ -219,11 +193,3 @@ def _loss_difference(row: Row, first: Row) -> str:
         abs((record.result.loss or 0) / loss - 1) for record in row.records if (loss := expected.get(record.source))
     ]
     return f"{max(differences):.1e} ({len({r.source for r in row.records} & set(expected))})" if differences else "-"
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,20 @@
 """Measure how fast a folder of safetensors becomes a sharded model, beside the speed at which the disk reads it.
 
-    python benchmarks/loading.py --folder /data/some-folder-on-the-disk --rounds 3
-    torchrun --nproc-per-node 2 benchmarks/loading.py --folder /data/some-folder --layers 32 --hidden 4096
+    python -m benchmarks loading --folder /data/some-folder-on-the-disk --rounds 3
+    torchrun --nproc-per-node 2 -m benchmarks loading --folder /data/some-folder --layers 32 --hidden 4096
 
 Makes a Llama of random bytes in bf16, in files of 1 GB, unless the folder has one, and opens it under FSDP2 with fp32
 masters. Before each series the files' pages are dropped from memory, which needs no root; the disk's
 own speed is that of one thread that reads the files from begin to end in pieces of 8 MiB. The two alternate, the disk
 once more in each round as the control; then loading once more from memory, which is what is left with the fastest disk.
-
-    | series | s | GB/s | of the disk's |
 """
 
-import argparse
 import gc
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,16 +24,16 @@ from actor_init.backends.protocol import open_backend
 from actor_init.model import find_model
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
+from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
 
 PIECE_BYTES = 8 * 2**20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--folder", type=Path, help="where the model is, or is made. Default: a temporary one")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as own, World.from_env(ParallelSpec()) as world:
         folder = given.folder or Path(world.from_first(own))
@@ -51,22 +47,27 @@ def main() -> int:
             "disk again": lambda: read(files),
             "loading, from memory": lambda: load(folder, world),
         }
-        load(folder, world)  # imports
-        seconds: dict[str, list[float]] = {name: [] for name in kinds}
-        for _ in range(given.rounds):
-            for name, do in kinds.items():
-                if "memory" in name:
-                    read(files)
-                elif world.rank == 0:
-                    forget(files)
-                world.meet()
-                began = time.perf_counter()
-                if name.startswith("loading") or world.rank == 0:
-                    do()
-                world.meet()
-                seconds[name].append(time.perf_counter() - began)
+        num_bytes = sum(path.stat().st_size for path in files)
+
+        def measured(name: str, number: int) -> list[Sample]:
+            if "memory" in name:
+                read(files)
+            elif world.rank == 0:
+                forget(files)
+            world.meet()
+            began = time.perf_counter()
+            if name.startswith("loading") or world.rank == 0:
+                kinds[name]()
+            world.meet()
+            seconds = time.perf_counter() - began
+            return [{"s": seconds, "GB/s": num_bytes / seconds / 1e9}]
+
+        answers = Answers(given, "loading", writes=world.rank == 0)
+        figures = alternate({name: partial(measured, name) for name in kinds}, answers, rounds=given.rounds)
         if world.rank == 0:
-            report(seconds, sum(path.stat().st_size for path in files), world.world_size)
+            columns = (Column("s", "s"), Column("GB/s", "GB/s"), Column("of the disk's", "GB/s", of="disk"))
+            print(f"{answers.machine}: {num_bytes / 1e9:.2f} GB, {world.world_size} ranks, {given.rounds} rounds")
+            print(table("series", figures, columns))
     return 0
 
 
@@ -114,16 +115,3 @@ def load(folder: Path, world: World) -> None:
     backend.close()
     del backend
     gc.collect()
-
-
-def report(seconds: dict[str, list[float]], num_bytes: int, num_ranks: int) -> None:
-    print(f"{num_bytes / 1e9:.2f} GB, {num_ranks} ranks; medians of {len(seconds['disk'])} rounds")
-    print("| series | s | GB/s | of the disk's |\n| --- | --- | --- | --- |")
-    for name, taken in seconds.items():
-        ratio = statistics.median(disk / own for disk, own in zip(seconds["disk"], taken, strict=True))
-        median = statistics.median(taken)
-        print(f"| {name} | {median:.2f} | {num_bytes / median / 1e9:.2f} | {ratio:.2f} |")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

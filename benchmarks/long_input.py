@@ -1,12 +1,11 @@
 """Write captures of a stated length, for configurations that need longer micro-batches than real ones.
 
-    python benchmarks/long_input.py /tmp/long --tokens 8192 --documents 1 --vocabulary 128256
+    python -m benchmarks long_input /tmp/long --tokens 8192 --documents 1 --vocabulary 128256
 
 Random token ids of seed 0; every token but a document's first is an action.
 """
 
 import argparse
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,13 +22,24 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=1, help="rows of a micro-batch, equally long")
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--count", type=int, default=8, help="micro-batches")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    write_inputs(
+        given.folder,
+        num_tokens=given.tokens,
+        num_documents=given.documents,
+        vocabulary=given.vocabulary,
+        count=given.count,
+    )
+    return 0
+
+
+def write_inputs(folder: Path, *, num_tokens: int, num_documents: int = 1, vocabulary: int, count: int) -> None:
     torch.manual_seed(0)
-    shape = (arguments.documents, arguments.tokens // arguments.documents)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for step in range(arguments.count):
+    shape = (num_documents, num_tokens // num_documents)
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in range(count):
         tensors = {
-            "sequences": torch.randint(arguments.vocabulary, shape),
+            "sequences": torch.randint(vocabulary, shape),
             "attention_mask": torch.ones(shape, dtype=torch.bool),
             "action_mask": torch.ones(shape[0], shape[1] - 1, dtype=torch.bool),
         }
@@ -42,9 +52,4 @@ def main() -> int:
             model_name="made up",
             versions={"torch": str(torch.__version__)},
         )
-        write_call(arguments.folder, tensors, {}, trains=True, origin=origin)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        write_call(folder, tensors, {}, trains=True, origin=origin)

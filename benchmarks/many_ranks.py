@@ -1,8 +1,8 @@
 """Measure recordings of many ranks and passes: looking at a million, what one costs in memory, 64 that write at once.
 
-    python benchmarks/many_ranks.py inspect --ranks 512 --passes 1000000
-    python benchmarks/many_ranks.py memory --segment 64MB
-    python benchmarks/many_ranks.py writers --processes 64 --segment 64MB
+    python -m benchmarks many_ranks inspect --ranks 512 --passes 1000000
+    python -m benchmarks many_ranks memory --segment 64MB
+    python -m benchmarks many_ranks writers --processes 64 --segment 64MB
 
 `inspect` makes segments of real passes among holes, with whole indexes, so a million of them take little of the disk.
 `memory` records with tracemalloc on. `writers` alternates one process and many, each step with a pause as a device
@@ -22,13 +22,13 @@ import time
 import tracemalloc
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from benchmarks.capture_kill import TinyModel
+from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import encode_call, read_call
@@ -43,8 +43,8 @@ BEGINNING = 1_760_000_000_000_000
 IDS_BS = torch.arange(4 * 256).view(4, 256)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main() -> int:
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     inspect = commands.add_parser("inspect")
     inspect.add_argument("--ranks", type=int, default=512)
@@ -54,7 +54,7 @@ def main() -> None:
     writers = commands.add_parser("writers")
     writers.add_argument("--processes", type=int, default=64)
     writers.add_argument("--steps", type=int, default=40)
-    writers.add_argument("--rounds", type=int, default=3)
+    writers.add_argument("--rounds", type=int, default=3, help="that count")
     writers.add_argument("--step-seconds", type=float, default=0.25)
     for one in (memory, writers):
         one.add_argument("--segment", help="As in capture run; without it a file a pass.")
@@ -68,6 +68,7 @@ def main() -> None:
                 weigh_passes(Path(folder), given.passes, given.segment)
             case _:
                 write_at_once(Path(folder), given)
+    return 0
 
 
 def look_at_many(folder: Path, *, num_ranks: int, num_passes: int) -> None:
@@ -159,26 +160,31 @@ def weigh_passes(folder: Path, counts: list[int], segment: str | None) -> None:
 
 
 def write_at_once(folder: Path, given: argparse.Namespace) -> None:
-    """Print the median cost of a hook, and whether a pass was lost."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for number in range(given.rounds):
-        for num_processes in (1, given.processes):
-            for kind in ("bare", "recorded"):
-                target = folder / f"{number}-{num_processes}"
-                costs = steps_of(num_processes, target if kind == "recorded" else None, given)
-                found.setdefault((kind, num_processes), []).append(statistics.median(costs))
-                if kind == "recorded":
-                    checked = check_folder(target)
-                    assert checked.is_whole
-                    assert checked.num_good == num_processes * given.steps, (checked.num_good, "passes")
-    for (kind, num_processes), costs in found.items():
-        shown = ", ".join(f"{1e6 * cost:.0f}" for cost in costs)
-        print(f"{kind}, {num_processes} processes: processor time of the step's thread, median: {shown} us a step")
-    median = {key: statistics.median(costs) for key, costs in found.items()}
-    counts = (1, given.processes)
-    added = [f"{1e6 * (median['recorded', n] - median['bare', n]):.0f} us of {n}" for n in counts]
-    ratios = [f"{kind} {median[kind, given.processes] / median[kind, 1]:.3f}" for kind in ("bare", "recorded")]
-    print(f"recording adds {', '.join(added)}; {given.processes} processes to 1: {', '.join(ratios)}; no pass lost")
+    """Print the processor time of a step's thread, and fail if a pass was lost."""
+
+    def measured(num_processes: int, records: bool, number: int) -> list[Sample]:
+        target = Path(tempfile.mkdtemp(dir=folder)) if records else None
+        costs = steps_of(num_processes, target, given)
+        if target is not None:
+            checked = check_folder(target)
+            assert checked.is_whole
+            assert checked.num_good == num_processes * given.steps, (checked.num_good, "passes")
+        return [{"s": statistics.median(costs)}]
+
+    kinds = {
+        f"{kind}, {num_processes} processes": partial(measured, num_processes, kind == "recorded")
+        for num_processes in (1, given.processes)
+        for kind in ("bare", "recorded")
+    }
+    answers = Answers(given, "many_ranks writers")
+    figures = alternate(kinds, answers, rounds=given.rounds)
+    print(f"{answers.machine}: processor time of a step's thread; no pass lost")
+    print(table("steps", figures, [Column("us", "s", ".0f", 1e6)]))
+    for num in (1, given.processes):
+        bare, recorded = (
+            statistics.median(one["s"] for one in figures[f"{kind}, {num} processes"]) for kind in ("bare", "recorded")
+        )
+        print(f"recording adds {1e6 * (recorded - bare):.0f} us to a step of {num} processes")
 
 
 def steps_of(num_processes: int, folder: Path | None, given: argparse.Namespace) -> list[float]:
@@ -230,7 +236,3 @@ def job(
         recorder.close()
         num_dropped = recorder.num_dropped + (recorder.failure is not None)
     os.write(out, (json.dumps({"costs": costs, "dropped": num_dropped}) + "\n").encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,18 @@
 """Record tiny mixtures of experts in bf16, sound ones and ones with a broken router, and replay each.
 
-    python -m benchmarks.mixtures --seeds 5              # 40 sound jobs: four families, bf16 weights and autocast
-    python -m benchmarks.mixtures --faults               # a wrong router, norm_topk_prob and coefficient
+    python -m benchmarks mixtures --seeds 5              # 40 sound jobs: four families, bf16 weights and autocast
+    python -m benchmarks mixtures --faults               # a wrong router, norm_topk_prob and coefficient
 
 Prints the verdict on each job; the exit code is 1 where a sound job differs, or a broken one does not.
 """
 
-import argparse
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.harness import Answers, make_parser
 from capture import recording
 from capture.record.routers import find_routers
 from replay.command_line.cli import main as run_replay
@@ -124,64 +124,46 @@ def list_sound_jobs(num_seeds: int, families: list[str]) -> list[MixtureJob]:
     ]
 
 
+WITH_LOSS = (("output_router_logits", True), ("router_aux_loss_coef", 0.1))
+
+
 def list_broken_jobs() -> list[MixtureJob]:
-    with_loss = (("output_router_logits", True), ("router_aux_loss_coef", 0.1))
-    return [
-        MixtureJob(family="mixtral", dtype="autocast", seed=1, break_model=choose_worst_experts, name="wrong router"),
-        MixtureJob(family="qwen3_moe", dtype="bf16", seed=1, break_model=choose_worst_experts, name="wrong router"),
-        MixtureJob(family="qwen3_moe", dtype="bf16", seed=1, break_model=switch_norm, name="wrong norm_topk_prob"),
-        MixtureJob(family="qwen3_moe", dtype="autocast", seed=2, break_model=switch_norm, name="wrong norm_topk_prob"),
-        MixtureJob(
-            family="mixtral",
-            dtype="autocast",
-            seed=1,
-            break_model=double_coefficient,
-            config=with_loss,
-            name="wrong coefficient",
-        ),
-        MixtureJob(
-            family="qwen3_moe",
-            dtype="bf16",
-            seed=1,
-            break_model=double_coefficient,
-            config=with_loss,
-            name="wrong coefficient",
-        ),
-    ]
+    jobs = []
+    for name, break_model, config, placed in (
+        ("wrong router", choose_worst_experts, (), (("mixtral", "autocast", 1), ("qwen3_moe", "bf16", 1))),
+        ("wrong norm_topk_prob", switch_norm, (), (("qwen3_moe", "bf16", 1), ("qwen3_moe", "autocast", 2))),
+        ("wrong coefficient", double_coefficient, WITH_LOSS, (("mixtral", "autocast", 1), ("qwen3_moe", "bf16", 1))),
+    ):
+        for family, dtype, seed in placed:
+            job = MixtureJob(family=family, dtype=dtype, seed=seed, break_model=break_model, config=config, name=name)
+            jobs.append(job)
+    return jobs
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--router-loss", action="store_true", help="sound jobs whose loss holds their routers'")
     parser.add_argument("--faults", action="store_true")
-    parsed, arguments = parser.parse_known_args()
-    jobs = list_broken_jobs() if parsed.faults else list_sound_jobs(parsed.seeds, parsed.families.split(","))
+    given, arguments = parser.parse_known_args()
+    jobs = list_broken_jobs() if given.faults else list_sound_jobs(given.seeds, given.families.split(","))
+    if given.router_loss:
+        jobs = [replace(job, config=WITH_LOSS) for job in jobs]
+    answers = Answers(given, "mixtures", more=arguments)
+    print(answers.machine)
     num_wrong = 0
     for job in jobs:
-        if parsed.router_loss:
-            job = MixtureJob(
-                family=job.family,
-                dtype=job.dtype,
-                seed=job.seed,
-                config=(("output_router_logits", True), ("router_aux_loss_coef", 0.1)),
-            )
-        verdict = judge_job(job, arguments)
+        name = f"{job.name} {job.family} {job.dtype} {job.seed}"
+        verdict = answers.ask(name, partial(judge_job, job, arguments))
         is_wrong = (verdict["outcome"] == "DIFFERS") != (job.break_model is not None)
         num_wrong += is_wrong
-        first = verdict["first"]
-        findings = first["findings"] if first else []
+        findings = verdict["first"]["findings"] if verdict["first"] else []
         text = "; ".join(
             f"{finding['name']} {finding['difference']:.3g}"
             for finding in findings
             if finding["status"].startswith("differs")
         )
-        outcome = f"{verdict['outcome']} {verdict['reason'] or ''} {text}"
-        print(f"{'WRONG ' if is_wrong else ''}{job.name} {job.family} {job.dtype} {job.seed}: {outcome}", flush=True)
+        print(f"{'WRONG ' * is_wrong}{name}: {verdict['outcome']} {verdict['reason'] or ''} {text}", flush=True)
     print(f"{num_wrong} of {len(jobs)} judged wrongly")
-    return num_wrong > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(num_wrong > 0)

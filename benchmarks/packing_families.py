@@ -1,7 +1,7 @@
 """Try the packing probe on every causal LM family of the installed transformers: a line each, and the totals.
 
-    python -m benchmarks.packing_families
-    torchrun --nproc-per-node 2 -m benchmarks.packing_families --ring
+    python -m benchmarks packing_families
+    torchrun --nproc-per-node 2 -m benchmarks packing_families --ring
 
 Right is what gives the loss and gradients of each document alone, in the plain model with eager attention:
 
@@ -11,10 +11,9 @@ Right is what gives the loss and gradients of each document alone, in the plain 
 The exit code is 1 if a run is wrong, or a family that is right when packed is not packed.
 """
 
-import argparse
-import sys
 import time
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from actor_init.model_form import Layout
 from actor_init.probe.layout_choice import choose_layout
 from actor_init.spec import ActorSpec, Dtype, ParallelSpec, UsageError
 from actor_init.world import World
+from benchmarks.harness import Answers, make_parser
 from replay.options.option_parsing import format_error_with_flags
 from tests.helpers.each_alone import BOUND, EachAlone
 from tests.helpers.families import families, tiny_config
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ring", action="store_true", help="slice packed rows over the ranks that torchrun started")
     parser.add_argument("--only", nargs="*", help="these families")
     given = parser.parse_args()
@@ -59,36 +59,28 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     parallel = ParallelSpec(ring=2 if given.ring else 1)
     if torch.cuda.is_available():
-        parser.error("the models are on the CPU. Try: CUDA_VISIBLE_DEVICES= python -m benchmarks.packing_families")
+        parser.error("the models are on the CPU. Try: CUDA_VISIBLE_DEVICES= python -m benchmarks packing_families")
     with World.from_env(parallel) as world:
-        say = print if world.rank == 0 else _silent
-        say(f"{'family':<22}{'packed without':<18}{'seconds':>8}  {'then':<9}the probe says")
+        answers = Answers(given, "packing_families", writes=world.rank == 0)
+        said = [answers.machine, f"{'family':<22}{'packed without':<18}{'seconds':>8}  {'then':<9}the probe says"]
         lines = []
+        spec = ActorSpec(backend="fsdp2", dtype=Dtype.FP32, parallel=parallel)
         for family in given.only or families():
-            line = _line(family, ActorSpec(backend="fsdp2", dtype=Dtype.FP32, parallel=parallel), world)
+            line = Line(*answers.ask(family, partial(_line, family, spec, world)))
             lines.append(line)
             then = "refused" if line.then is None else f"{line.then:.0e}" + " WRONG" * line.is_wrong
-            say(f"{family:<22}{line.without:<18}{line.seconds:>8.2f}  {then:<9}{line.decided}", flush=True)
-        wrong, away = ([line.family for line in lines if bad(line)] for bad in (_is_wrong, _is_sent_away))
+            said.append(f"{family:<22}{line.without:<18}{line.seconds:>8.2f}  {then:<9}{line.decided}")
+        wrong = [line.family for line in lines if line.is_wrong]
+        away = [line.family for line in lines if line.is_sent_away]
         refused = sum(line.then is None for line in lines)
-        say(
+        said.append(
             f"{len(lines)} families: {sum(line.was_right for line in lines)} right when packed without the probe; "
             f"with it {sum(line.packs for line in lines)} packed, {refused} refused or not built, "
             f"{len(wrong)} wrong {' '.join(wrong)}; {len(away)} right ones not packed {' '.join(away)}"
         )
+        if world.rank == 0:
+            print("\n".join(said))
         return 1 if wrong or away else 0
-
-
-def _is_wrong(line: Line) -> bool:
-    return line.is_wrong
-
-
-def _is_sent_away(line: Line) -> bool:
-    return line.is_sent_away
-
-
-def _silent(*_: object, **__: object) -> None:
-    return None
 
 
 def _line(family: str, spec: ActorSpec, world: World) -> Line:
@@ -114,7 +106,3 @@ def _line(family: str, spec: ActorSpec, world: World) -> Line:
     seconds = time.perf_counter() - begin
     then = alone.off(choose_kernel(chosen, world.device, config), layout, ring)
     return Line(family, without, was_right, layout.describe(), then, layout.packs, seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,19 @@
 """Time cells that wait rather than compute on a Ray cluster of four slots against one of one slot.
 
-    python benchmarks/ray_cells.py --seconds 20 --rounds 2
+    python -m benchmarks ray_cells --seconds 20 --rounds 2
 
-Eight cells each wait for that time. Prints the seconds of each round and the ratio, of which 0.25 is the least there
-can be; the rest is what a cell costs: a placement group, an actor, a Python, and its files' way home.
+Eight cells each wait for that time. The least ratio that there can be is 0.25; the rest is what a cell costs: a
+placement group, an actor, a Python, and its files' way home.
 """
 
-import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
+from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
 from replay.on_ray.cluster import open_cluster
 from replay.on_ray.task_runner import RayTaskRunner
 from replay.options.spec import MeasureSpec, ReplaySpec
@@ -22,7 +23,7 @@ from replay.processes.pool import Task
 NUM_CELLS = 8
 
 
-def seconds_on(num_slots: int, seconds: float) -> float:
+def measured(num_slots: int, seconds: float, number: int) -> list[Sample]:
     """Return how long the cells take on a cluster with that many slots, which runs already."""
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": num_slots, "include_dashboard": False})
     try:
@@ -31,10 +32,10 @@ def seconds_on(num_slots: int, seconds: float) -> float:
             run = RayTaskRunner(cluster, root, module="tests.helpers.cell_program")
             assert cluster.agents
             began = time.monotonic()
-            done = list(run((number, task(root / str(number), seconds)) for number in range(NUM_CELLS)))
+            done = list(run((cell, task(root / str(cell), seconds)) for cell in range(NUM_CELLS)))
             took = time.monotonic() - began
         assert [child.exit_code for _, child in done] == [0] * NUM_CELLS
-        return took
+        return [{"s": took}]
     finally:
         started.shutdown()
 
@@ -44,11 +45,13 @@ def task(logs: Path, seconds: float) -> Task:
     return Task(job=job, num_processes=1, output=logs / "output.txt", limit=60 + 2 * seconds)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = make_parser(__doc__, rounds=2)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
-    for number in range(given.rounds):
-        four, one = seconds_on(4, given.seconds), seconds_on(1, given.seconds)
-        print(f"round {number + 1}: four slots {four:.1f} s, one slot {one:.1f} s, ratio {four / one:.3f}", flush=True)
+    clusters = {f"{slots} slots": partial(measured, slots, given.seconds) for slots in (1, 4)}
+    answers = Answers(given, "ray_cells")
+    figures = alternate(clusters, answers, rounds=given.rounds, warmup=0)
+    columns = (Column("s", "s", ".1f"), Column("of one slot's", "s", ".3f", of="1 slots"))
+    print(f"{answers.machine}: {NUM_CELLS} cells\n\n{table('a cluster of', figures, columns)}")
+    return 0

@@ -1,20 +1,18 @@
 """Compare ring attention with flash-attn on one GPU, and with bare calls of ring-flash-attn.
 
-    torchrun --nproc-per-node 2 benchmarks/ring_attention.py --tokens 32768
+    torchrun --nproc-per-node 2 -m benchmarks ring_attention --tokens 32768
 
-Forward and backward of one attention layer of Llama 3.1 8B (32 query heads, 8 key-value heads of 128) in bf16. The
-contestants alternate in rounds, in a new random order each time; a round's ratio is between neighbours in
-time, and the table has the medians of the ratios. `again` is the control: the first contestant a second time.
+Forward and backward of one attention layer of Llama 3.1 8B (32 query heads, 8 key-value heads of 128) in bf16, as
+long as on the slowest rank. `again` is the control: the first contestant a second time.
 Efficiency is the time of the whole row on one GPU over N times the ring's, with flash-attn there and with the fastest
 kernel there, which for one long document is cuDNN's.
 """
 
 import argparse
 import os
-import random
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,16 +26,16 @@ from actor_init.attention.ring import RingSlice, make_ring_slice
 from actor_init.attention.ring_attention import import_ring_flash_attn, ring_cudnn, ring_flash_attn, ring_sdpa
 from actor_init.spec import ParallelSpec
 from actor_init.world import World
+from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, table
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
-Contestant = Callable[[], object]
+Pass = Callable[[], object]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=30)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--documents", type=int, default=3, help="documents in the packed row for llama3's form")
-    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--head-strides", type=int, nargs="+", default=[1, 4, 8])
     arguments = parser.parse_args()
     with World.from_env(ParallelSpec(ring=int(os.environ["WORLD_SIZE"]))) as world:
@@ -45,8 +43,8 @@ def main() -> int:
         several = torch.tensor([*range(0, step * arguments.documents, step), arguments.tokens], dtype=torch.int32)
         one = torch.tensor([0, arguments.tokens], dtype=torch.int32)
         show_link(world)
-        compare(world, one, "zigzag, one document", [1], arguments.rounds)
-        compare(world, several, f"llama3, {arguments.documents} documents", arguments.head_strides, arguments.rounds)
+        compare(world, one, "zigzag, one document", [1], arguments)
+        compare(world, several, f"llama3, {arguments.documents} documents", arguments.head_strides, arguments)
     return 0
 
 
@@ -62,9 +60,9 @@ def show_link(world: World, num_bytes: int = 1 << 30) -> None:
         )
 
 
-def compare(world: World, borders: Tensor, title: str, head_strides: list[int], num_rounds: int) -> None:
+def compare(world: World, borders: Tensor, title: str, head_strides: list[int], given: argparse.Namespace) -> None:
     on_cuda = world.device.type == "cuda"
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Pass] = {}
     length = int(borders[-1])
     if on_cuda:
         whole = pass_of(
@@ -84,27 +82,25 @@ def compare(world: World, borders: Tensor, title: str, head_strides: list[int], 
             contestants[f"bare, {stride} heads"] = bare(ring, inputs)
         if on_cuda and ring.is_zigzag:
             contestants["cuDNN's blocks"] = pass_of(ring_cudnn, inputs, ring=ring)
-    seconds = measured(world, contestants, num_rounds)
+    answers = Answers(given, f"ring_attention {title}", writes=world.rank == 0)
+    whole_row = [name for name in contestants if name.endswith("one GPU")]
+    measuring = {
+        name: partial(measured, world, run, 1 if name in (*whole_row, "again") else world.world_size)
+        for name, run in contestants.items()
+    }
+    figures = alternate(measuring, answers, rounds=given.rounds, warmup=3)
     if world.rank:
         return
-    first = next(iter(contestants))
-    whole_row = [name for name in contestants if name.endswith("one GPU")]
-    print(f"\n{title}, {length:,} tokens, {world.world_size} ranks\n")
-    print("| contestant | median ms | efficiency | of the fastest | bare / ours |\n| --- | --- | --- | --- | --- |")
-
-    def ratio(name: str, of: str) -> float:
-        return median(a / b for a, b in zip(seconds[name], seconds[of], strict=True))
-
-    for name, times in seconds.items():
-        ways = ["-", "-"]
-        if whole_row and name not in (*whole_row, "again"):
-            fastest = min(whole_row, key=lambda one: median(seconds[one]))
-            ways = [f"{ratio(one, name) / world.world_size:.3f}" for one in (first, fastest)]
-        elif whole_row:
-            ways[0] = f"{ratio(first, name):.3f}"
-        other = name.replace("ours", "bare")
-        beside = f"{ratio(other, name):.3f}" if name.startswith("ours") and other in seconds else "-"
-        print(f"| {name} | {median(times) * 1e3:.3f} | {' | '.join(ways)} | {beside} |", flush=True)
+    columns = [Column("median ms", "s", ".3f", 1e3)]
+    if whole_row:
+        fastest = min(whole_row, key=lambda name: median(one["s"] for one in figures[name]))
+        columns.append(Column("efficiency", "of all ranks", ".3f", of=whole_row[0], is_speed=True))
+        columns.append(Column("of the fastest", "of all ranks", ".3f", of=fastest, is_speed=True))
+    print(f"\n{answers.machine}: {title}, {length:,} tokens, {world.world_size} ranks\n")
+    print(table("contestant", figures, columns))
+    for name in figures:
+        if name.startswith("bare"):
+            print(f"{name} / ours: {Column('', 's', '.3f', of=name.replace('bare', 'ours')).cell(figures, name)}")
 
 
 def layer_inputs(num_tokens: int, world: World) -> list[Tensor]:
@@ -120,7 +116,7 @@ def layer_inputs(num_tokens: int, world: World) -> list[Tensor]:
     return [projected(HEADS), projected(KEY_VALUE_HEADS), projected(KEY_VALUE_HEADS), made(HEADS)]
 
 
-def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> Contestant:
+def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> Pass:
     query, key, value, gradient = inputs
 
     def run() -> None:
@@ -130,7 +126,7 @@ def pass_of(kernel: Callable[..., Any], inputs: list[Tensor], **where: Any) -> C
     return run
 
 
-def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
+def bare(ring: RingSlice, inputs: list[Tensor]) -> Pass:
     """Call ring-flash-attn as its own tests do: tokens before heads, no adapter."""
     functions = import_ring_flash_attn()
     query, key, value = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in inputs[:3])
@@ -161,22 +157,15 @@ def bare(ring: RingSlice, inputs: list[Tensor]) -> Contestant:
     return zigzag if ring.is_zigzag else llama3
 
 
-def measured(world: World, contestants: dict[str, Contestant], num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contestant in each round, on the slowest rank. All ranks draw the same order."""
-    order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(num_rounds + 3):  # three rounds of warm-up
-        for name in order.sample(list(contestants), len(contestants)):
-            world.meet()
-            took = timed(world, contestants[name])
-            slowest = torch.tensor(took, device=world.device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if number >= 3:
-                seconds[name].append(slowest.item())
-    return seconds
+def measured(world: World, run: Pass, num_ranks: int, number: int) -> list[Sample]:
+    """Return the seconds of a pass on the slowest rank, and of as many ranks as work on the row."""
+    world.meet()
+    slowest = torch.tensor(timed(world, run), device=world.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [{"s": slowest.item(), "of all ranks": slowest.item() * num_ranks}]
 
 
-def timed(world: World, run: Contestant) -> float:
+def timed(world: World, run: Pass) -> float:
     if world.device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -188,7 +177,3 @@ def timed(world: World, run: Contestant) -> float:
     stop.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(stop)) / 1e3
-
-
-if __name__ == "__main__":
-    sys.exit(main())

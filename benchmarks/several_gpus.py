@@ -1,36 +1,33 @@
 """Ask every question that needs several GPUs, one after the other, within a limit; the next call goes on.
 
-    python benchmarks/several_gpus.py OUT --inputs inputs/my-run --total 560
-    python benchmarks/several_gpus.py OUT --inputs inputs/my-run --only 'torchtitan|longest'
-    python benchmarks/several_gpus.py OUT --tiny --total 3600          # the same commands, small, on a CPU
-    python benchmarks/several_gpus.py OUT --list
+    python -m benchmarks several_gpus --out OUT --inputs inputs/my-run --total 560
+    python -m benchmarks several_gpus --out OUT --inputs inputs/my-run --only 'torchtitan|longest'
+    python -m benchmarks several_gpus --out OUT --tiny --total 3600          # the same commands, small, on a CPU
+    python -m benchmarks several_gpus --out OUT --list
 
 A question is a line of shell with a limit of its own. One that the total cuts off is asked again by the next call with
-the same OUT; one that reached its own limit is not. `OUT/answers.jsonl` has a line for each that ended, with its exit
-code, seconds and last lines; `OUT/output.txt` has all that they printed. Exit code 0: all that were asked for have
+the same OUT; one that reached its own limit is not. `OUT/several_gpus.jsonl` has a line for each that ended, with its
+exit code, seconds and last lines; `OUT/output.txt` has all that they printed. Exit code 0: all that were asked for have
 ended with 0; 1: not.
 
 torchtitan 0.2.2 has to be importable for the first three, as benchmarks/beside_torchtitan.py says.
 """
 
-import argparse
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks.harness import ROOT, Answers, make_parser, run
 from capture import read_actor_config
 
-ROOT = Path(__file__).resolve().parent.parent
 LEAST_SECONDS = 30  # that are left, for a question to be begun
 SHOWN_LINES = 40
 TWO = "torchrun --nproc-per-node 2"
+BENCHMARKS = f"{TWO} -m benchmarks"
 PYTEST = "python -m pytest -v -o addopts= -p no:cacheprovider"
 
 
@@ -40,15 +37,6 @@ class Question:
     seconds: int  # its limit
     line: str  # of shell
     num_gpus: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    name: str
-    line: str
-    exit_code: int
-    seconds: float
-    shown: list[str]  # the last lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +59,13 @@ class Scale:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser = make_parser(__doc__)
     parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
     parser.add_argument("--total", type=float, default=560, help="seconds for this call")
     parser.add_argument("--only", default="", help="questions whose name matches this regular expression")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows")
     parser.add_argument("--list", action="store_true", help="print the questions, and ask none")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
     work = Path("/tmp/several-gpus")
     work.mkdir(exist_ok=True)
     scale = _tiny(work) if given.tiny else Scale(qwen=_qwen3(work, 128256, 4096, 12288, num_heads=32))
@@ -87,39 +73,43 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{one.name} ({one.num_gpus} GPUs, {one.seconds} s)\n    {one.line}" for one in asked))
         return 0
+    if given.out is None:
+        parser.error("--out is where answers are kept")
+    answers = Answers(given, "several_gpus")
     ends = time.monotonic() + given.total
     for question in asked:
         left = ends - time.monotonic()
-        if question.name not in _answers(given.out) and left >= LEAST_SECONDS:
-            _ask(question, min(question.seconds, left), given.out)
-    answers = _answers(given.out)
+        if question.name in answers.known or left < LEAST_SECONDS:
+            continue
+        answer = _answer(question, min(question.seconds, left), given.out)
+        if answer["exit_code"] is not None or left >= question.seconds:
+            answers.keep(question.name, answer)
     for question in asked:
-        answer = answers.get(question.name)
-        said = "not answered" if answer is None else f"exit code {answer.exit_code} after {answer.seconds:.0f} s"
+        known = answers.known.get(question.name)
+        said = "not answered" if known is None else f"exit code {known['exit_code']} after {known['seconds']:.0f} s"
         print(f"{question.name:<50}{said}")
-    return int(any(one.name not in answers or answers[one.name].exit_code for one in asked))
+    return int(any(one.name not in answers.known or answers.known[one.name]["exit_code"] != 0 for one in asked))
 
 
 def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     """Yield the questions; those whose answers are awaited most come first."""
     fed = f"--inputs {inputs}"
     logs = f"--log-folder {work}/logs"
-    titan = f"{TWO} benchmarks/beside_torchtitan.py --form compiled --kernels fused {scale.titan}"
+    titan = f"{BENCHMARKS} beside_torchtitan --form compiled --kernels fused {scale.titan}"
     for options in ("", "--tp 2", "--tp 2 --sequence-parallel"):
         yield Question(name=f"torchtitan: {options or 'data ranks'}", seconds=200, line=f"{titan} {options}")
-    ring = f"{TWO} benchmarks/ring_attention.py {scale.ring}"
+    ring = f"{BENCHMARKS} ring_attention {scale.ring}"
     yield Question(name="ring: beside one GPU", seconds=150, line=ring)
     for backend in ("fsdp2", "deepspeed"):
-        long_row = f"python benchmarks/long_input.py {work}/longest {scale.longest} --count 1"
+        long_row = f"python -m benchmarks long_input {work}/longest {scale.longest} --count 1"
         options = "--ring 2 --gradient-checkpointing --optimizer none --warmup 0 --max-inputs 1 --timeout 200"
         replay = f"{TWO} replay --backend {backend} {options} --inputs {work}/longest {scale.model} {logs}"
         yield Question(name=f"ring: the longest row, {backend}", seconds=240, line=f"{long_row} && {replay}")
 
-    table = f"python benchmarks/configurations.py --warmup 2 --limit 150 {scale.model}"
+    table = f"python -m benchmarks configurations --warmup 2 --limit 150 {scale.model}"
     of_two = f"{table} --num-gpus 2 {fed} --max-inputs"
     only = "--only '(one GPU|two data ranks), compiled$'"
     yield Question(name="data ranks: shuffled, compiled", seconds=330, line=f"{of_two} 40 {only} --out {work}/dealt")
-    yield Question(name="data ranks: what dealing by length saves", seconds=150, line=_dealt(scale, fed, work))
     for kind, backend in (("fsdp2", "--backend fsdp2"), ("zero3", "--zero-stage 3")):
         yield from _captured(scale, kind, backend, work)
     for name, options in (("fsdp2, compiled", "--backend fsdp2 --compile"), ("ZeRO 3", "--zero-stage 3")):
@@ -149,7 +139,7 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     for name, pattern in (("eager", "^(?!.*compiled)"), ("compiled", "^(?!.*sdpa).*compiled")):
         line = f"{of_two} 10 --only '{pattern}' --out {work}/two-{name}"
         yield Question(name=f"configurations: two GPUs, {name}", seconds=540, line=line)
-    long_rows = f"python benchmarks/long_input.py {work}/long {scale.row} --count 8"
+    long_rows = f"python -m benchmarks long_input {work}/long {scale.row} --count 8"
     line = f"{table} --num-gpus 2 --only '(one GPU|tp 2|ring 2)$' --inputs {work}/long --out {work}/two-long"
     yield Question(name="configurations: two GPUs, long rows", seconds=300, line=f"{long_rows} && {line}")
     line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {work}/four"
@@ -158,20 +148,10 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     yield Question(name="parity: full", seconds=560, line=full)
 
 
-def _dealt(scale: Scale, fed: str, work: Path) -> str:
-    replay = f"{TWO} replay --backend fsdp2 --compile {fed} {scale.model} --quiet"
-    logs = f"{work}/shuffled {work}/by-length"
-    return (
-        f"rm -rf {logs}; {replay} --shuffle-inputs --log-folder {work}/shuffled && "
-        f"{replay} --order worst --log-folder {work}/by-length && "
-        f"for log in {work}/shuffled/* {work}/by-length/*; do python benchmarks/dealing.py $log; done"
-    )
-
-
 def _captured(scale: Scale, kind: str, backend: str, work: Path) -> Iterator[Question]:
     """Yield what recording a job of two ranks costs, and the verdicts on its recording."""
     folder = f"{work}/captured-{kind}"
-    job = f"{TWO} benchmarks/capture_overhead.py --read-loss step {scale.overhead} {scale.model} --sharded {kind}"
+    job = f"{BENCHMARKS} capture_overhead --read-loss step {scale.overhead} {scale.model} --sharded {kind}"
     yield Question(name=f"capture: its cost, {kind}", seconds=200, line=f"rm -rf {folder}; {job} --keep {folder}")
     judged = f"replay {backend} --inputs {folder} --random-weights --loss sft --verdict strict --warmup 0 {scale.model}"
     for where, launcher in (("two GPUs", f"{TWO} "), ("one GPU", "")):
@@ -217,58 +197,14 @@ def _tiny(work: Path) -> Scale:
     )
 
 
-def _ask(question: Question, limit: float, out: Path) -> None:
-    """Run the line; write its answer, unless it was cut off before its own limit."""
+def _answer(question: Question, limit: float, out: Path) -> dict[str, Any]:
     print(f"== {question.name}: {question.line}", flush=True)
     began = time.monotonic()
-    where = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    where["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with subprocess.Popen(
-        ["bash", "-c", question.line],
-        cwd=ROOT,
-        env=where,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=limit)
-            exit_code = process.returncode
-        except subprocess.TimeoutExpired:
-            said, exit_code = _ended(process), 124
+    ended = run(["bash", "-c", question.line], limit=limit)
     seconds = time.monotonic() - began
-    lines = said.splitlines()
     with (out / "output.txt").open("a") as file:
-        file.write(f"== {question.name}: {question.line}\n{said}\n")
-    print("\n".join(line[:400] for line in lines[-SHOWN_LINES:]))
-    print(f"exit code {exit_code} after {seconds:.0f} s", flush=True)
-    if exit_code != 124 or limit == question.seconds:
-        shown = [line[:400] for line in lines[-SHOWN_LINES:]]
-        answer = Answer(
-            name=question.name, line=question.line, exit_code=exit_code, seconds=round(seconds, 1), shown=shown
-        )
-        with (out / "answers.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(answer)) + "\n")
-
-
-def _ended(process: subprocess.Popen[str]) -> str:
-    """End a line with SIGTERM, which launchers pass on to their workers; return what it printed."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        said, _ = process.communicate(timeout=15)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-    return said
-
-
-def _answers(out: Path) -> dict[str, Answer]:
-    file = out / "answers.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {answer.name: answer for answer in (Answer(**json.loads(line)) for line in lines)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        file.write(f"== {question.name}: {question.line}\n{ended.output}\n")
+    shown = [line[:400] for line in ended.output.splitlines()[-SHOWN_LINES:]]
+    print("\n".join(shown))
+    print(f"exit code {ended.exit_code} after {seconds:.0f} s", flush=True)
+    return {"line": question.line, "exit_code": ended.exit_code, "seconds": round(seconds, 1), "shown": shown}

@@ -1,23 +1,22 @@
 """Compare replays of the same inputs under several options, in one process, in blocks that alternate.
 
-    python benchmarks/side_by_side.py --inputs FOLDER "--backend fsdp2" "--backend deepspeed"
+    python -m benchmarks side_by_side --inputs FOLDER "--backend fsdp2" "--backend deepspeed"
 
 Each argument is one side. The first side once more is the control. A block is a pass over the inputs; the first block
-of each side is not measured. It prints real tokens a second, of forward and backward, and the ratio to the first side.
+of each side is not counted. It prints real tokens a second, of forward and backward, and the ratio to the first side.
 """
 
-import argparse
 import gc
 import shlex
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from actor_init.world import World
+from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import ReplaySpec
@@ -29,37 +28,29 @@ from replay.runner.replayer import ReopenableActor, Replayer
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
-Block = Callable[[], tuple[float, int]]  # one pass over the inputs: real tokens a second, peak in bytes
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--common", default="", help="options of all sides")
     parser.add_argument("--max-inputs", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each side")
     parser.add_argument("sides", nargs="+", metavar="OPTIONS")
-    arguments = parser.parse_args()
-    common = ["--inputs", str(arguments.inputs), "--max-inputs", str(arguments.max_inputs)]
-    common += shlex.split(arguments.common)
-    specs = [parse_command_line([*common, *shlex.split(side)]).args[0].spec for side in arguments.sides]
+    given = parser.parse_args()
+    common = ["--inputs", str(given.inputs), "--max-inputs", str(given.max_inputs), *shlex.split(given.common)]
+    specs = [parse_command_line([*common, *shlex.split(side)]).args[0].spec for side in given.sides]
+    first = given.sides[0]
     with World.from_env(specs[0].actor.parallel) as world, TemporaryDirectory() as folder:
-        blocks = [_block_of(spec, world, Path(folder)) for spec in specs]
-        names = [*arguments.sides, f"{arguments.sides[0]} (again)"]
-        blocks.append(blocks[0])
-        found: list[list[tuple[float, int]]] = [[] for _ in blocks]
-        for index in range(arguments.rounds + 1):
-            for name, block, results in zip(names, blocks, found, strict=True):
-                speed, highest = block()
-                print(f"{index} {name}: {speed:,.0f} real tokens/s", file=sys.stderr, flush=True)
-                if index:
-                    results.append((speed, highest))
-    print("| options | real tokens/s | of the first | peak GiB, all sides' weights included |")
-    print("| --- | --- | --- | --- |")
-    for name, results in zip(names, found, strict=True):
-        ratio = statistics.median(one[0] / first[0] for one, first in zip(results, found[0], strict=True))
-        peak = max(highest for _, highest in results) / 2**30
-        print(f"| {name} | {statistics.median(one for one, _ in results):,.0f} | {ratio:.3f} | {peak:.1f} |")
+        blocks = {side: _block_of(spec, world, Path(folder)) for side, spec in zip(given.sides, specs, strict=True)}
+        blocks[f"{first} (again)"] = blocks[first]
+        answers = Answers(given, "side_by_side", writes=world.rank == 0)
+        figures = alternate(blocks, answers, rounds=given.rounds)
+    columns = (
+        Column("real tokens/s", "speed", ",.0f"),
+        Column("of the first", "speed", ".3f", of=first),
+        Column("peak GiB, all sides' weights included", "peak", ".1f", 2**-30, reduce=max),
+    )
+    if world.rank == 0:
+        print(f"{answers.machine}: {given.rounds} blocks a side\n\n{table('options', figures, columns)}")
     return 0
 
 
@@ -76,10 +67,10 @@ def opened(spec: ReplaySpec, world: World, folder: Path) -> tuple[Replayer, Sequ
     return replayer, selection.inputs
 
 
-def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Block:
+def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Contestant:
     replayer, paths = opened(spec, world, folder)
 
-    def block() -> tuple[float, int]:
+    def block(_: int) -> list[Sample]:
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -91,10 +82,6 @@ def _block_of(spec: ReplaySpec, world: World, folder: Path) -> Block:
             seconds += sum_phase_seconds(replayed.record)
             tokens += replayed.record.input.real_tokens
             peak = max(peak, find_peak_bytes(replayed.record))
-        return tokens / seconds, peak
+        return [{"speed": tokens / seconds, "peak": peak}]
 
     return block
-
-
-if __name__ == "__main__":
-    sys.exit(main())

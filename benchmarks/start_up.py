@@ -1,26 +1,28 @@
 """Measure from the key press to the table: `python -m replay --max-inputs 5` beside a bare script of the same passes.
 
-    python benchmarks/start_up.py --rounds 5
+    python -m benchmarks start_up --rounds 5
 
 The bare script imports torch, deepspeed and transformers, builds the sample's model with transformers' own values,
 opens DeepSpeed's engine as the replay does, feeds it the same five captures packed, and prints a table. The two
 alternate; the bare script once more in each round is the control. CPU seconds of the whole process are told beside
 wall time: they say more on a machine that others load too.
-
-    | series | wall s | CPU s | wall / bare | CPU / bare |
 """
 
-import argparse
-import os
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.harness import ROOT, Answers, Column, Sample, alternate, make_parser, run_to_end, table
+
+COLUMNS = (
+    Column("wall s", "wall"),
+    Column("CPU s", "CPU"),
+    Column("wall / bare", "wall", of="bare"),
+    Column("CPU / bare", "CPU", of="bare"),
+)
 BARE = """
 import os, sys, time
 import deepspeed, torch, transformers
@@ -59,42 +61,24 @@ for forward, backward, loss in rows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--inputs", type=Path, default=ROOT / "inputs" / "sample")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        bare = [sys.executable, "-c", BARE, str(arguments.inputs)]
-        replay = ["-m", "replay", "--max-inputs", "5", "--inputs", str(arguments.inputs), "--log-folder", home]
+        bare = [sys.executable, "-c", BARE, str(given.inputs)]
+        replay = ["-m", "replay", "--max-inputs", "5", "--inputs", str(given.inputs), "--log-folder", home]
         commands = {"replay": [sys.executable, *replay], "bare": bare, "bare again": bare}
-        series: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for number in range(arguments.rounds + 1):
-            for name, command in commands.items():
-                measured = _measured(command)
-                if number:  # the first round reads the files into memory
-                    series[name].append(measured)
-    print("| series | wall s | CPU s | wall / bare | CPU / bare |\n| --- | --- | --- | --- | --- |")
-    for name, values in series.items():
-        walls, cpus = zip(*values, strict=True)
-        ratios = [
-            statistics.median(one[index] / two[index] for one, two in zip(values, series["bare"], strict=True))
-            for index in (0, 1)
-        ]
-        print(
-            f"| {name} | {statistics.median(walls):.2f} | {statistics.median(cpus):.2f} | {ratios[0]:.2f} "
-            f"| {ratios[1]:.2f} |"
-        )
-    print(f"\nmedians of {arguments.rounds} rounds; a ratio is the median of those of neighbouring runs")
+        series = {name: partial(measured, command) for name, command in commands.items()}
+        answers = Answers(given, "start_up")
+        figures = alternate(series, answers, rounds=given.rounds)  # the first round reads the files into memory
+    print(f"{answers.machine}: {given.rounds} rounds\n\n{table('series', figures, COLUMNS)}")
     return 0
 
 
-def _measured(command: list[str]) -> tuple[float, float]:
+def measured(command: list[str], number: int) -> list[Sample]:
     """Run a command, and return its wall and CPU seconds, those of its children included."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL)
+    run_to_end(command)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter() - began, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return [{"wall": time.perf_counter() - began, "CPU": cpu}]

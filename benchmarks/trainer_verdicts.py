@@ -1,23 +1,22 @@
 """Print the verdict on a clean bf16 Trainer job, and on the same job broken in three ways.
 
-    python benchmarks/trainer_verdicts.py --model llama-3.1-8b --num-layers 8 --inputs inputs/my-run
+    python -m benchmarks trainer_verdicts --model llama-3.1-8b --num-layers 8 --inputs inputs/my-run
 
 Each job trains with transformers' Trainer (bf16=True, sdpa, two micro-batches a step, clipped) on captured rows, from
 weights that are random by name, is recorded by `capture run`, and is replayed by `replay --verdict strict`
-in its own process. Prints a line per job: its class, what the Trainer logged, and the verdict.
+in its own process. Prints two lines per job: its class, what the Trainer logged, the verdict; and what that covers.
 """
 
 import argparse
 import json
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.harness import Answers, make_parser, run_to_end
 
 KINDS = {
     "clean": "nothing is broken",
@@ -30,52 +29,49 @@ NUM_PASSES = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", help="a preset, model folder or config.json. Default: the config beside the inputs")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
-    parser.add_argument("--out", type=Path, required=True, help="recordings and logs")
     parser.add_argument("--only", action="append", choices=KINDS)
     parser.add_argument("--job", choices=KINDS, help="train, in this process")
     given = parser.parse_args()
     if given.job:
         train(given)
         return 0
-    wrong = 0
-    print(f"{'job':<16}{'seconds':>8}  {'logged':<34}{'expected':<12}verdict", flush=True)
+    answers = Answers(given, "trainer_verdicts")
+    print(f"{answers.machine}\n{'job':<16}{'seconds':>8}  {'logged':<34}{'expected':<12}verdict", flush=True)
+    num_wrong = 0
     for kind in given.only or KINDS:
-        wrong += _recorded_and_replayed(kind, given)
-    return 1 if wrong else 0
+        answer = answers.ask(kind, partial(record_and_replay, kind, given))
+        print(f"{kind:<16}{answer['seconds']:8.0f}  {answer['logged']:<34}{EXPECTED[kind]:<12}{answer['line']}")
+        print(f"{'':<26}{answer['coverage']}", flush=True)
+        num_wrong += answer["outcome"] != EXPECTED[kind]
+    return int(num_wrong > 0)
 
 
-def _recorded_and_replayed(kind: str, given: argparse.Namespace) -> int:
-    folder = given.out / kind
+def record_and_replay(kind: str, given: argparse.Namespace) -> dict[str, Any]:
+    folder = (given.out or Path(tempfile.mkdtemp())).resolve() / kind
     began = time.monotonic()
-    shared = ["--inputs", str(given.inputs.resolve()), "--out", str(folder)]
-    shared += ["--model", given.model] if given.model else []
-    shared += ["--num-layers", str(given.num_layers)] if given.num_layers else []
-    record = ["-m", "capture", "run", "--to", str(folder / "captures"), str(Path(__file__).resolve())]
-    said = _run([*record, *shared, "--job", kind])
+    model = ["--model", given.model] if given.model else []
+    model += ["--num-layers", str(given.num_layers)] if given.num_layers else []
+    job = ["--module", "benchmarks", "trainer_verdicts", "--job", kind, "--inputs", str(given.inputs.resolve())]
+    record = [sys.executable, "-m", "capture", "run", "--to", str(folder / "captures")]
+    said = run_to_end([*record, *job, "--out", str(folder), *model])
     logged = [line.removeprefix("logged ") for line in said.splitlines() if line.startswith("logged ")]
-    typed = ["--inputs", str(folder / "captures"), "--random-weights", "--loss", "sft", "--verdict", "strict"]
-    typed += ["--model", given.model] if given.model else []
-    typed += ["--num-layers", str(given.num_layers)] if given.num_layers else []
+    typed = ["--inputs", str(folder / "captures"), "--random-weights", "--loss", "sft", "--verdict", "strict", *model]
     typed += ["--backend", "fsdp2", "--quiet", "--log-folder", str(folder / "logs")]
-    said = _run(["-m", "replay", *typed], allowed=(0, 1))
-    (folder / "replay.txt").write_text(said)
+    said = run_to_end([sys.executable, "-m", "replay", *typed], allowed=(0, 1))
     [run] = (folder / "logs").glob("*/run.json")
-    outcome = json.loads(run.read_text())["verdict"]["outcome"]
+    verdict = json.loads(run.read_text())["verdict"]
     line = next((line for line in said.splitlines() if line.startswith("verdict")), said[-300:])
-    seconds = time.monotonic() - began
-    print(f"{kind:<16}{seconds:8.0f}  {' '.join(logged):<34}{EXPECTED[kind]:<12}{line[11:]}", flush=True)
-    return int(outcome != EXPECTED[kind])
-
-
-def _run(typed: Sequence[str], *, allowed: Sequence[int] = (0,)) -> str:
-    done = subprocess.run([sys.executable, *typed], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in allowed:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
-    return done.stdout + done.stderr
+    return {
+        "seconds": time.monotonic() - began,
+        "logged": " ".join(logged),
+        "outcome": verdict["outcome"],
+        "line": line[11:],
+        "coverage": verdict["coverage"],
+    }
 
 
 def train(given: argparse.Namespace) -> None:
@@ -135,7 +131,3 @@ def train(given: argparse.Namespace) -> None:
     if given.job == "mean-of-means":
         trainer.model_accepts_loss_kwargs = False
     trainer.train()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

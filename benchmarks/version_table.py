@@ -1,8 +1,8 @@
 """Try capture and replay in environments with other releases of torch, transformers and DeepSpeed, and print a table.
 
-    python benchmarks/version_table.py old/bin/python new/bin/python --results stacks.json
-    python benchmarks/version_table.py old/bin/python --results stacks.json --only capture deepspeed
-    python benchmarks/version_table.py --results stacks.json      # prints what is there
+    python -m benchmarks version_table old/bin/python new/bin/python --results stacks.json
+    python -m benchmarks version_table old/bin/python --results stacks.json --only capture deepspeed
+    python -m benchmarks version_table --results stacks.json      # prints what is there
 
 Each environment needs this project (`pip install --no-deps -e .`) and what is to be tried. Results are added to the
 file as they come, by the versions that were found; what is there is not tried again. A replay counts as `works` if the
@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.harness import Ended, markdown, run
 from replay.output.text import join_lines
 
 PACKAGES = ("torch", "transformers", "deepspeed")
@@ -51,27 +51,11 @@ TRIALS: Mapping[str, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    exit_code: int | None
-    output: str
-
-
-def run(python: str, arguments: Sequence[str], folder: Path, limit: float) -> Done:
+def typed(python: str, arguments: Sequence[str], folder: Path, limit: float) -> Ended:
     """Run `python ARGUMENTS` in `folder`, for `limit` seconds at most."""
-    try:
-        done = subprocess.run(
-            [str(Path(python).absolute()), "-u", *arguments],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Done(exit_code=None, output="")
-    return Done(exit_code=done.returncode, output=done.stdout.replace(str(Path(python).absolute()), "python"))
+    own = str(Path(python).absolute())
+    ended = run([own, *arguments], folder=folder, limit=limit)
+    return ended._replace(output=ended.output.replace(own, "python"))
 
 
 def stack_of(python: str) -> str:
@@ -94,12 +78,12 @@ def outcome(trial: str, python: str, limit: float) -> str:
         folder = Path(name)
         if trial == "capture":
             (folder / "job.py").write_text(JOB)
-            recorded = run(python, ["-m", "capture", "run", "--to", "kept", "job.py"], folder, limit)
-            checked = run(python, ["-m", "capture", "check", "kept"], folder, limit)
+            recorded = typed(python, ["-m", "capture", "run", "--to", "kept", "job.py"], folder, limit)
+            checked = typed(python, ["-m", "capture", "check", "kept"], folder, limit)
             if recorded.exit_code == checked.exit_code == 0 and "2 files" in checked.output:
                 return "works"
             return f"fails: {last_line(recorded.output + checked.output)}"
-        done = run(python, ["-m", "replay", *TRIALS[trial]], folder, limit)
+        done = typed(python, ["-m", "replay", *TRIALS[trial]], folder, limit)
     if done.exit_code is None:
         return f"fails: not finished within {limit:.0f} s"
     if done.exit_code == 0 and (trial == "parity" or "REPRODUCED: 1 of 1 pass" in done.output):
@@ -116,20 +100,20 @@ def last_line(output: str) -> str:
 def table(results: Mapping[str, Mapping[str, str]]) -> str:
     """Format the results as Markdown, with the lines of what does not work below."""
     trials = list(TRIALS)
-    lines = [f"| stack | {' | '.join(trials)} |", "|---" * (len(trials) + 1) + "|"]
+    rows: list[list[str]] = []
     notes: list[str] = []
     for stack, found in results.items():
-        cells = []
+        rows.append([stack])
         for trial in trials:
             word, _, why = found.get(trial, "not tried").partition(": ")
             if why and why not in notes:
                 notes.append(why)
-            cells.append(f"{word} [{notes.index(why) + 1}]" if why else word)
-        lines.append(f"| {stack} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, start=1))])
+            rows[-1].append(f"{word} [{notes.index(why) + 1}]" if why else word)
+    numbered = [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
+    return "\n".join([markdown([["stack", *trials], *rows]), "", *numbered])
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="*", help="Interpreters of the environments.")
     parser.add_argument("--results", type=Path, required=True)
@@ -145,7 +129,4 @@ def main() -> None:
                 print(f"{stack_of(python)}: {trial}: {own[trial]}", file=sys.stderr, flush=True)
                 given.results.write_text(json.dumps(results, indent=1))
     print(f"micro-replay {version('micro-replay')}\n\n{table(results)}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

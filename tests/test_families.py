@@ -1,6 +1,6 @@
 """Ten telling families, loaded from what `save_pretrained` wrote, give the plain model's loss and gradient norm.
 
-`python -m benchmarks.families` does it for every family and form; docs/models.md has its tables.
+`python -m benchmarks families` does it for every family and form; docs/models.md has its tables.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Replay a tiny model of every causal LM family of the installed transformers, under five forms.
 
-    python -m benchmarks.families --home /tmp/families                        # all: about ten minutes on two cores
-    python -m benchmarks.families --home /tmp/families --only mixtral,phi3 --forms 'tp 2,ring 2'
-    python -m benchmarks.families --home /tmp/families --table-only
+    python -m benchmarks families --home /tmp/families                        # all: about ten minutes on two cores
+    python -m benchmarks families --home /tmp/families --only mixtral,phi3 --forms 'tp 2,ring 2'
+    python -m benchmarks families --home /tmp/families --table-only
 
 Each is compared with the plain model, each document alone, in fp32: its loss to 1e-5 and its gradient norm to 1e-4. The
 tables of docs/models.md are what it prints. It exits with 1 if a number was wrong, an error raw or a process died.

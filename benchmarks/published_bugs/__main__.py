@@ -1,7 +1,7 @@
 """Published bugs, in the release that has them and in the one that has them fixed.
 
-    python -m benchmarks.published_bugs make [NAME ...]       # the environments
-    python -m benchmarks.published_bugs run [NAME ...]        # each bug's job or parity, and the table
+    python -m benchmarks published_bugs make [NAME ...]       # the environments
+    python -m benchmarks published_bugs run [NAME ...]        # each bug's job or parity, and the table
 
 From the root of a checkout, on a CPU. Environments lie in --home, runs in --out, which are folders outside of it.
 """

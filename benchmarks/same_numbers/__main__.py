@@ -1,8 +1,8 @@
 """Say whether a change of the code left every number of forty replays as it was, bit by bit.
 
-    python -m benchmarks.same_numbers main                    # 130 s of processor time for each tree
-    python -m benchmarks.same_numbers HEAD --only 'ddp' 'fsdp2, tp 2'
-    python -m benchmarks.same_numbers HEAD --list
+    python -m benchmarks same_numbers main                    # 130 s of processor time for each tree
+    python -m benchmarks same_numbers HEAD --only 'ddp' 'fsdp2, tp 2'
+    python -m benchmarks same_numbers HEAD --list
 
 It takes the tree of the commit BASE out of git, and runs it and the tree at hand side by side on a CPU, one thread a
 process, over configurations of the sample that ships and of tiny jobs that BASE records (job.py). All values of

@@ -1,10 +1,10 @@
 """Say whether a change of the code left every word of wrong command lines as it was.
 
-    python -m benchmarks.same_refusals main                   # some minutes
-    python -m benchmarks.same_refusals HEAD --only 'inspect' 'tp 3'
-    python -m benchmarks.same_refusals HEAD --list
+    python -m benchmarks same_refusals main                   # some minutes
+    python -m benchmarks same_refusals HEAD --only 'inspect' 'tp 3'
+    python -m benchmarks same_refusals HEAD --list
 
-It takes the tree of the commit BASE out of git as `python -m benchmarks.same_numbers` does, and types the lines of
+It takes the tree of the commit BASE out of git as `python -m benchmarks same_numbers` does, and types the lines of
 lines.py in copies of one folder, in both trees at a time. Standard output, standard error and exit code are compared,
 but for what MASKS hides, each with a reason. It prints what differs, and exits with 1 if something does, if nothing
 was compared, or if a line is refused in neither tree.

@@ -138,7 +138,7 @@ def test_documents_whose_positions_go_on_stay_apart_and_keep_them(world: World) 
 
 def test_two_ranks_of_a_ring_refuse_what_they_would_do_wrong() -> None:
     families = ["llama", "gemma3_text", "afmoe", "llama4_text", "mamba"]
-    output = run_ranks(["-m", "benchmarks.packing_families", "--ring", "--only", *families], 2)
+    output = run_ranks(["-m", "benchmarks", "packing_families", "--ring", "--only", *families], 2)
     lines = {line.split()[0]: line for line in output.splitlines() if line.startswith(tuple(families))}
     assert all(lines[family].endswith(" packed") for family in families[:3])
     for family in families[3:]:

@@ -117,10 +117,8 @@ def test_a_handler_that_the_job_puts_on_top_stays(tmp_path: Path) -> None:
 
 def test_kills_leave_no_torn_file_and_no_stale_temporary(tmp_path: Path) -> None:
     """A step waits for the disk here, so that the number of passes lost does not depend on the machine's."""
-    script = ROOT / "benchmarks" / "capture_kill.py"
-    done = subprocess.run(
-        [sys.executable, script, "--kills", "12", "--step-seconds", "0"], capture_output=True, text=True, timeout=1800
-    )
+    command = [sys.executable, "-m", "benchmarks", "capture_kill", "--kills", "12", "--step-seconds", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 kills: 0 torn files, 0 stale temporaries" in done.stdout
 

@@ -1,6 +1,6 @@
 """What ordinary batches, lengths and matrices do not show is found by cells of the quick matrix, and clean ones pass.
 
-Those that one process shows, one for each kind: `benchmarks/more_faults.py` has all fifteen.
+Those that one process shows, one for each kind: `python -m benchmarks faults --more` has all fifteen.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`replay parity` finds each fault and names its layer, and says nothing against the same runs without one.
 
-Those of one model without `--step`: `benchmarks/thirty_faults.py` has the other four, each of which needs clean runs of
+Those of one model without `--step`: `python -m benchmarks faults` has the other four, each of which needs clean runs of
 its own.
 """
 

@@ -1,33 +1,30 @@
-"""Count how many of thirty faults are found, and the false alarms of clean runs.
+"""Count how many injected faults are found, and the false alarms of clean runs.
 
-    python benchmarks/thirty_faults.py --seeds 6 --out faults.json
+    python -m benchmarks faults --seeds 6 --out FOLDER            # the thirty of tests/helpers/faults.py
+    python -m benchmarks faults --more --seeds 2                  # the fifteen of tests/helpers/more_faults.py
 
-tests/helpers/faults.py has the faults. Each is put into its own run, on a CPU, over the sample and small models, and is
-searched for by the command that should find it: `replay parity` or `replay diagnose`. Two other methods are compared.
-torch's DebugMode with hashes of every operation's output is given a clean run of the same configuration, which users
-seldom have; it finds a fault if more hashes differ than between two clean runs. Losses of twelve passes' steps, to the
-five digits that torchtitan prints, are compared with the reference's; they find a fault if they differ while those of
-the clean configuration are equal.
+Each fault is put into its own run, on a CPU, over the sample and small models, and is searched for by the command that
+should find it: `replay parity` or `replay diagnose`. Clean runs are the same configurations over seeds and dtypes,
+judged by `replay parity` and, of the thirty, by their first differences.
 
-Clean runs are the same configurations over seeds and dtypes, each judged by `replay parity` and by its first
-difference.
+For the thirty, two other methods are compared. torch's DebugMode with hashes of every operation's output is given a
+clean run of the same configuration, which users seldom have; it finds a fault if more hashes differ than between two
+clean runs. Losses of twelve passes' steps, to the five digits that torchtitan prints, are held against those of the
+reference; they find a fault if they differ while those of the clean configuration are equal.
 """
 
-import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.harness import Answers, make_parser, markdown
 from replay.agreement.noise_floor import CellResult
 from replay.agreement.plan import Cell, Role
-from replay.options.spec import find_sample_folder
 from replay.processes.child_job import ChildJob
 from replay.runlog.reader import PastRun
 from tests.helpers.fault_campaign import (
@@ -42,38 +39,45 @@ from tests.helpers.fault_campaign import (
     run_jobs,
 )
 from tests.helpers.faults import FAULTS, Fault
+from tests.helpers.more_faults import MORE_FAULTS
 
 TRAINED = {"step": True, "learning_rate": "1e-3", "epochs": "3"}
 AGREE = (CellResult.EQUAL, CellResult.WITHIN_NOISE)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=6, help="of the clean runs' weights")
-    parser.add_argument("--out", type=Path, default=Path("thirty_faults.json"))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="faults-") as home:
-        found = faults(Path(home) / "faults")
-        print(f"{sum(one['found'] for one in found.values())} of {len(found)} faults found", flush=True)
-        for name, answers in (("equal losses", losses(Path(home) / "losses")), ("DebugMode", hashes(Path(home) / "h"))):
-            for broken, answer in answers.items():
-                found[broken][name] = answer
-            print(f"{name}: {sum(answer == 'found' for answer in answers.values())}", Counter(answers.values()))
-        alarms = clean(Path(home) / "clean", arguments.seeds)
-        print(f"clean runs: {len(alarms)}, alarms: {[name for name, alarm in alarms.items() if alarm]}")
-    arguments.out.write_text(json.dumps({"faults": found, "clean": alarms}, indent=1))
-    for name, row in found.items():
-        print(f"| {name} | " + " | ".join(str(row.get(key, "")) for key in COLUMNS) + " |")
+    parser.add_argument("--more", action="store_true", help="the fifteen")
+    given = parser.parse_args()
+    answers = Answers(given, "faults")
+    wanted, models = (MORE_FAULTS, ("llama", "llama, biases")) if given.more else (FAULTS, ("llama", "qwen3"))
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        home = Path(name)
+        found = answers.ask("faults", partial(faults, list(wanted.values()), home / "faults"))
+        print(
+            f"{answers.machine}: {sum(one['found'] for one in found.values())} of {len(found)} faults found", flush=True
+        )
+        for method, ask in () if given.more else (("equal losses", losses), ("DebugMode", hashes)):
+            others = answers.ask(method, partial(ask, home / method))
+            for fault, answer in others.items():
+                found[fault][method] = answer
+            print(f"{method}: {sum(answer == 'found' for answer in others.values())}", Counter(others.values()))
+        alarms = answers.ask("clean", partial(clean, wanted, models, given.seeds, home / "clean"))
+    print(f"clean runs: {len(alarms)}, alarms: {[name for name, alarm in alarms.items() if alarm]}")
+    print(markdown([["fault", *COLUMNS], *([name, *map(row.get, COLUMNS)] for name, row in found.items())]))
+    return 0
 
 
-COLUMNS = ("command", "found", "first", "names it", "DebugMode", "equal losses")
+COLUMNS = ("command", "found", "first", "names it", "decided by", "DebugMode", "equal losses")
 
 
-def faults(home: Path) -> dict[str, dict[str, Any]]:
-    """Return, by fault, whether it was found, and what was named first."""
+def faults(wanted: Sequence[Fault], home: Path) -> dict[str, dict[str, Any]]:
+    """Return, by fault, whether it was found, by which quantities, and what was named first."""
     home.mkdir(parents=True)
-    wanted = list(FAULTS.values())
-    campaign = Campaign(home=home, grounds=grounds_for(_by_parity(wanted), home), faults=wanted)
+    by_parity = [fault for fault in wanted if fault.command == "parity"]
+    is_traced = any(fault.named for fault in wanted)
+    campaign = Campaign(home=home, grounds=grounds_for(by_parity, home), faults=wanted, traced=is_traced)
     campaign.replay()
     found: dict[str, dict[str, Any]] = {}
     for fault in wanted:
@@ -82,22 +86,18 @@ def faults(home: Path) -> dict[str, dict[str, Any]]:
             found[fault.name] = {"command": "diagnose", "found": bool(failed), "first": ", ".join(failed)}
             continue
         number, cell = campaign.place_of(fault)
-        verdict = campaign.judged(number, cell, fault.name).result
-        first = (
-            None if fault.options else campaign.parting(number, cell, fault.name)
-        )  # training faults have several locations
+        judged = campaign.judged(number, cell, fault.name)
+        # training faults have several locations
+        first = campaign.parting(number, cell, fault.name) if is_traced and not fault.options else None
         named = "" if first is None else f"{first.name} ({first.kind})"
         found[fault.name] = {
             "command": "parity",
-            "found": verdict is CellResult.DIFFERS,
+            "found": judged.result is CellResult.DIFFERS,
             "first": named,
             "names it": fault.named in named if fault.named else "has no layer",
+            "decided by": ", ".join(judged.deciding),
         }
     return found
-
-
-def _by_parity(wanted: Sequence[Fault]) -> list[Fault]:
-    return [fault for fault in wanted if fault.command == "parity"]
 
 
 def diagnosed(fault: Fault, file: Path) -> list[str]:
@@ -174,30 +174,35 @@ def _is_more(clean: str, faulty: str) -> bool:
     return not faulty.isdigit() or int(faulty) > int(clean)
 
 
-def clean(home: Path, num_seeds: int) -> dict[str, str]:
+def clean(wanted: Mapping[str, Fault], models: Sequence[str], num_seeds: int, home: Path) -> dict[str, str]:
     """Return, by run, its false alarm; empty if it gave none."""
     home.mkdir(parents=True)
-    settings = [dict(one) for one in {tuple(sorted(fault.cell.items())) for fault in FAULTS.values()}]
+    is_traced = any(fault.named for fault in wanted.values())
+    cells = sorted({(fault.group, tuple(sorted(fault.cell.items()))) for fault in wanted.values()}, key=str)
     grounds = [
-        ground_of(model, [{**one, "dtype": dtype} for one in settings], home, {"weights_seed": str(seed)})
+        ground_of(
+            model,
+            [{**dict(cell), "dtype": dtype} for own, cell in cells if own == group],
+            home,
+            {"weights_seed": str(seed)},
+            group,
+        )
         for seed in range(num_seeds)
-        for model in ("llama", "qwen3")
+        for model in models
         for dtype in ("fp32", "bf16")
+        for group in sorted({group for group, _ in cells})
     ]
-    campaign = Campaign(home=home, grounds=grounds)
+    campaign = Campaign(home=home, grounds=grounds, traced=is_traced)
     campaign.replay()
     alarms: dict[str, str] = {}
     for number, ground in enumerate(grounds):
         for cell in ground.cells:
             if cell.role is Role.REFERENCE:
                 continue
-            verdict = campaign.judged(number, cell).result
-            first = campaign.parting(number, cell) if is_traceable(cell) else None
+            judged = campaign.judged(number, cell)
+            first = campaign.parting(number, cell) if is_traced and is_traceable(cell) else None
+            far = {quantity: f"{one.value:.3g}" for quantity, one in judged.distances.items()}
             name = f"{ground.model}, seed {ground.options['weights_seed']}, {cell.name}"
-            alarms[name] = "" if verdict in AGREE and first is None else f"{verdict}, {first and first.name}"
+            is_clean = judged.result in AGREE and first is None
+            alarms[name] = "" if is_clean else f"{judged.result}: {far}, {first and first.name}"
     return alarms
-
-
-if __name__ == "__main__":
-    assert find_sample_folder().is_dir()
-    main()

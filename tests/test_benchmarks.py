@@ -1,0 +1,88 @@
+"""benchmarks/harness.py alternates, drops, keeps and goes on; `python -m benchmarks` lists every file that is one."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.harness import ROOT, Answers, Column, Sample, alternate, run, table
+
+
+def given(out: Path | None, rounds: int = 2, size: int = 3) -> argparse.Namespace:
+    return argparse.Namespace(out=out, rounds=rounds, size=size)
+
+
+def measure(calls: list[tuple[str, int]], name: str, seconds: float, number: int) -> list[Sample]:
+    calls.append((name, number))
+    return [{"s": seconds * (number + 1)}]
+
+
+def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
+    calls: list[tuple[str, int]] = []
+    contestants = {"bare": partial(measure, calls, "bare", 2.0), "ours": partial(measure, calls, "ours", 3.0)}
+    figures = alternate(contestants, Answers(given(None), "x"), rounds=8)
+    assert figures == {
+        "bare": [{"s": 2.0 * number} for number in range(1, 9)],
+        "ours": [{"s": 3.0 * number} for number in range(1, 9)],
+    }
+    rounds = [calls[at : at + 2] for at in range(0, len(calls), 2)]
+    assert [{number for _, number in each} for each in rounds] == [{0}, *({number} for number in range(8))]
+    assert {tuple(name for name, _ in each) for each in rounds} == {("bare", "ours"), ("ours", "bare")}
+
+
+def test_a_broken_off_benchmark_goes_on_and_measures_no_round_twice(tmp_path: Path) -> None:
+    calls: list[tuple[str, int]] = []
+    contestants = {"bare": partial(measure, calls, "bare", 2.0)}
+    before = alternate(contestants, Answers(given(tmp_path), "x"), rounds=2)
+    calls.clear()
+    after = alternate(contestants, Answers(given(tmp_path, rounds=3), "x"), rounds=3)
+    assert after == {"bare": [*before["bare"], {"s": 6.0}]}
+    assert calls == [("bare", 0), ("bare", 2)]  # one that does not count, and the third
+
+
+def test_answers_of_other_arguments_or_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None:
+    Answers(given(tmp_path), "x").ask("one", lambda: 1)
+    with pytest.raises(SystemExit, match="Try another --out"):
+        Answers(given(tmp_path, size=4), "x")
+    path = tmp_path / "x.jsonl"
+    head, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(head) | {"machine": "another"}), *lines]))
+    with pytest.raises(SystemExit, match="another"):
+        Answers(given(tmp_path), "x")
+
+
+def test_a_ratio_is_of_neighbours_with_its_quartiles_and_what_was_not_measured_is_a_dash() -> None:
+    figures: dict[str, list[Sample]] = {
+        "bare": [{"s": 1.0, "peak": 4.0}, {"s": 2.0, "peak": 8.0}, {"s": 4.0, "peak": 6.0}],
+        "ours": [{"s": 1.1}, {"s": 2.4}, {"s": 5.2}],
+    }
+    columns = [
+        Column("ms", "s", ".0f", 1e3),
+        Column("of bare", "s", ".2f", of="bare"),
+        Column("speed", "s", ".3f", of="bare", is_speed=True),
+        Column("peak", "peak", ".0f", reduce=max),
+    ]
+    assert table("series", figures, columns).splitlines() == [
+        "| series | ms | of bare | speed | peak |",
+        "| --- | --- | --- | --- | --- |",
+        "| bare | 2000 | 1.00 (1.00 to 1.00) | 1.000 (1.000 to 1.000) | 8 |",
+        "| ours | 2400 | 1.20 (1.15 to 1.25) | 0.833 (0.801 to 0.871) | - |",
+    ]
+
+
+def test_a_program_whose_time_is_up_is_ended_and_what_it_printed_is_kept() -> None:
+    program = "print('begun', flush=True); import threading; threading.Event().wait()"
+    ended = run([sys.executable, "-c", program], limit=0.2)
+    assert ended.exit_code is None
+    assert ended.output in ("", "begun\n")  # nothing where even Python did not come up in that time
+    assert run([sys.executable, "-c", "print(1); raise SystemExit(3)"]) == (3, "1\n")
+
+
+def test_every_file_and_package_of_the_folder_is_listed() -> None:
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__", "harness"}
+    packages = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
+    assert modules | packages == BENCHMARKS.keys()
