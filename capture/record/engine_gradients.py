@@ -114,8 +114,11 @@ class EngineGradients:
         # DeepSpeed's unfused optimizer leaves the loss scale in the norm.
         if norm is not None and scale is not None and hasattr(self.wrapper, "fp32_groups"):
             norm = norm / scale
+        if isinstance(norm, Tensor) and norm.numel() != 1:
+            return None
         if isinstance(norm, Tensor):
-            return norm.detach() if norm.numel() == 1 else None
+            # To move it to the gradients' device would wait for that; the host has it already.
+            return float(norm) if norm.device.type == "cpu" else norm.detach()
         return float(norm) if isinstance(norm, int | float) else None
 
     @property
@@ -135,10 +138,8 @@ class EngineGradients:
         if isinstance(norm, float):
             return values * max(1.0, (norm + _CLIP_EPSILON) / max_norm)
         if norm.device != values.device:
-            # Moving the norm from a device would wait for that device.
-            if norm.is_cuda:
-                return values
-            norm = norm.to(values.device)
+            # Moving the norm would wait for its device.
+            return values
         return values * torch.clamp((norm.reshape(()) + _CLIP_EPSILON) / max_norm, min=1.0)
 
     @property
@@ -147,9 +148,7 @@ class EngineGradients:
         norm = self.grad_norm
         if self.max_norm is None or isinstance(norm, float):
             return True
-        return norm is not None and all(
-            not norm.is_cuda or partition.device == norm.device for partition in self.partitions
-        )
+        return norm is not None and all(partition.device == norm.device for partition in self.partitions)
 
     def _find_in_sub_group(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient under ZeRO 3: one tensor has the partitions of several parameters, one by one."""

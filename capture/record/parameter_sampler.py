@@ -204,6 +204,7 @@ class ParameterSampler:
         self._num_frozen = 0
         self._is_sharded = False
         self._is_plain = True
+        self._has_flat = False
         self._left_out: dict[str, int] = {}
         self._has_sampled = False
         self._has_begun_window = False
@@ -291,7 +292,7 @@ class ParameterSampler:
     def has_flat_parameters(self) -> bool:
         """Tell whether FSDP1 has flattened some of the parameters."""
         self._list_slots()
-        return any(isinstance(slot, FlatParameterSlot) for slot in self._all_slots)
+        return self._has_flat
 
     def count_among(self, ids: Container[int]) -> int:
         """Count the model's parameters that have one of these ids, or lie in a flat one that has."""
@@ -383,6 +384,7 @@ class ParameterSampler:
         left_out: Counter[str] = Counter()
         for slot, parameter in _find_distinct_slots(model):
             self._all_slots.append(slot)
+            self._has_flat |= isinstance(slot, FlatParameterSlot)
             self._num_frozen += not parameter.requires_grad
             self._is_plain &= type(slot) is ParameterSlot and type(parameter) is nn.Parameter and not slot.reason
             self._is_plain &= not hasattr(parameter, "ds_tensor")

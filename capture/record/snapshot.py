@@ -102,7 +102,7 @@ class PassNotes:
 
     @classmethod
     def begin_copy(cls, forward: int, values: Mapping[str, object]) -> "PassNotes":
-        """Begin to copy `values`: tensors on any device, numbers, or lists of numbers; those that are None are left."""
+        """Begin to copy `values`: tensors on any device, numbers, or lists of either; those that are None are left."""
         tensors: dict[str, Tensor] = {}
         left_out: dict[str, str] = {}
         for name, value in values.items():
@@ -128,6 +128,9 @@ class PassNotes:
 
 def _make_tensor(value: Any) -> Tensor | None:
     try:
+        if isinstance(value, list | tuple) and any(isinstance(member, Tensor) for member in value):
+            # To read them one by one would wait for their device.
+            return torch.stack([*value]).detach()
         return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return None

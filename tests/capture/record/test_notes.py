@@ -57,6 +57,16 @@ def test_a_pass_has_what_was_noted_before_and_behind_it_and_no_other(tmp_path: P
         assert call.tensors.keys() == {"input_ids"}
 
 
+def test_a_list_of_tensors_is_noted_as_one_tensor(tmp_path: Path) -> None:
+    model, rows = Scorer(), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])]
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        model(IDS_BS)
+        recorder.note(advantages=rows, scores=[row[0] for row in rows])
+    [call] = read_calls(tmp_path)
+    assert call.notes["advantages"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert call.notes["scores"].tolist() == [1, 3, 5]
+
+
 def test_what_is_noted_for_a_pass_that_is_not_kept_goes_to_no_other(tmp_path: Path) -> None:
     model = Scorer()
     with recording(model, tmp_path, every=2, reproduce=True) as recorder:
