@@ -127,6 +127,7 @@ class OptimizerStep:
     max_norm          norm that the job clipped to
     num_clipped       number of parameters that were clipped by that norm; None: all
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
+    clips_early       True: gradients were clipped, with a limit, before the last of these passes
     optimizer         name of its class; of several that stepped, all their names
     library           the package that the class is of, as `torch`; `__main__` for one of the job's script
     settings          one mapping for each distinct group: `lr`, `betas`, `eps`, `weight_decay`, ... as numbers,
@@ -150,6 +151,7 @@ class OptimizerStep:
     max_norm: float | None = None
     num_clipped: int | None = None
     is_unclipped: bool = True
+    clips_early: bool = False
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     has_state: bool | None = None
@@ -197,7 +199,7 @@ class OptimizerStep:
             and len(self.shares) == len(self.passes)
             and all(value is None or type(value) in (int, float) for value in floats)
             and all(type(name) is str for name in self.without_gradient)
-            and type(self.is_part_of_norm) is type(self.is_unclipped) is bool
+            and type(self.is_part_of_norm) is type(self.is_unclipped) is type(self.clips_early) is bool
             and all(name is None or type(name) is str for name in (self.optimizer, self.library))
             and (self.num_clipped is None or type(self.num_clipped) is int)
             and (self.has_state is None or type(self.has_state) is bool)
@@ -240,6 +242,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         max_norm=with_norm.max_norm,
         num_clipped=with_norm.num_clipped,
         is_unclipped=first.is_unclipped and second.is_unclipped,
+        clips_early=first.clips_early or second.clips_early,
         optimizer=", ".join(name for name in names if name is not None) or None,
         settings=merge_equal_settings(settings),
         has_state=None if None in states else any(states),

@@ -296,6 +296,7 @@ class StepWindow:
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
+        clips_early = self._was_clipped_before_last_pass or self._was_clipped_in_parts
         step = OptimizerStep(
             number=self.number - 1,
             passes=tuple(self._passes),
@@ -304,8 +305,8 @@ class StepWindow:
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
             num_clipped=None if clipping is None else clipping.num_clipped,
-            is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None)
-            and not (self._was_clipped_before_last_pass or self._was_clipped_in_parts),
+            is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
+            clips_early=clips_early,
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
             settings=settings,

@@ -33,6 +33,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_precision(subject)
     yield from _check_missing_passes(subject)
     yield from _list_frozen(subject)
+    yield from _list_decay(subject)
     yield from _list_dtypes(subject)
 
 
@@ -186,6 +187,19 @@ def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
         named = f": {_name(format_patterns(subject.frozen, _list_names(subject)))}" if subject.frozen else ""
         text = f"{number} of {pluralise(total, 'parameter')} were not trained{named}"
         yield LintRemark(topic="frozen", text=text, weight=Weight.FACT, cause=CauseName.FROZEN)
+
+
+def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where norms and biases decay like other weights: a list of names without decay may have missed them."""
+    groups = [group for step in _list_steps(subject) for group in step.settings]
+    decays = {group.get("weight_decay") for group in groups}
+    if len(decays) != 1 or not (decay := decays.pop()):
+        return
+    vectors = [sample.name for recorded in subject.trained for sample in recorded.samples if len(sample.shape) == 1]
+    if vectors:
+        patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
+        text = f"weight decay {decay:g} acts on all parameters, on {_name(patterns)}, too"
+        yield LintRemark(topic="decay", text=text, weight=Weight.FACT)
 
 
 def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:

@@ -17,6 +17,7 @@ from replay.verdict.pass_values import MISSING_GRADIENT, RecordedPass, ReplayedP
 from replay.verdict.random_draws import RandomDraws
 
 MASKS = "dropout masks"
+JOB_IN_EVAL_MODE = "in eval mode"
 OTHER_MASKS = "the replay draws other dropout masks than the job"
 # Settings that act outside attention: for these it does not matter which kernel computes attention.
 _OUTSIDE_ATTENTION = (
@@ -98,7 +99,7 @@ def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, 
     mode = ""
     # The replay's mode is that of a pass that trains, or of one without autograd.
     if recorded.training is not None and recorded.training["model"] != recorded.trains:
-        mode = ", in eval mode," if recorded.trains else ", in training mode without autograd,"
+        mode = f", {JOB_IN_EVAL_MODE}," if recorded.trains else ", in training mode without autograd,"
     job_text, own_text = (_name_number(draws) for draws in (job, own))
     by = f" by {', '.join(settings.dropout)}" if own.has_moved and settings.dropout else ""
     return f"the job's forward{mode} drew {job_text}, the replay's {'none' if not own.has_moved else own_text}{by}"

@@ -150,6 +150,7 @@ def judge(
         own_gradients=own_gradients,
     )
     causes = find_causes(evidence)
+    unexplained, may_follow = list_unexplained(evidence, causes)
     return Verdict(
         outcome=outcome,
         reason=_choose_reason(verdicts, outcome),
@@ -166,7 +167,8 @@ def judge(
         passes=pass_verdicts,
         windows=window_verdicts,
         causes=causes,
-        unexplained=list_unexplained(evidence, causes),
+        unexplained=unexplained,
+        may_follow=may_follow,
         coverage=measure_coverage(windows, pass_verdicts, window_verdicts),
         trials=trials,
     )

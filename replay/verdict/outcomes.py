@@ -91,6 +91,7 @@ class Verdict:
     model_differences  what the job's model is known to have other than the replay's
     causes         what is wrong, the surest first; empty where nothing differs, or where no cause is known
     unexplained    the quantities that differ, or are unsettled, and that no cause explains
+    may_follow     further ones, which differ only behind a wrong step that a cause explains
     trials         what came of running a wrong forward again under hypotheses; None: none ran
     """
 
@@ -110,6 +111,7 @@ class Verdict:
     windows: Sequence[PassVerdict] = ()
     causes: Sequence[Cause] = ()
     unexplained: Sequence[str] = ()
+    may_follow: Sequence[str] = ()
     coverage: Coverage = Coverage()
     trials: TrialReport | None = None
 

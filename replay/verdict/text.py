@@ -34,6 +34,9 @@ def format_verdict(verdict: Verdict) -> Pairs:
     lines += [("try", cause.try_next) for cause in verdict.causes[:1] if cause.try_next is not None]
     if verdict.causes and verdict.unexplained:
         lines.append(("also wrong", f"{', '.join(verdict.unexplained)}, which no cause above explains"))
+    if verdict.may_follow:
+        names = ", ".join(verdict.may_follow)
+        lines.append(("also wrong", f"{names}, in later passes alone, where it may follow from that step"))
     lines += [("evidence", evidence) for evidence in _list_evidence(verdict)]
     lines += [("not judged", _describe_open_finding(finding)) for finding in verdict.open]
     lines += [("open", _describe_open_passes(verdict))] if verdict.outcome is not Outcome.CANNOT_TELL else []

@@ -71,9 +71,7 @@ def _check_weighting(passes: Sequence[PassEvidence]) -> Pairs:
         has_equal = len(window) > 1 and all(weight == 1 for weight, _ in window)
         if has_equal and any(abs(share - 1 / len(window)) > SAME_SHARES for share in shares):
             by_tokens = ", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES])
-            return [
-                ("window", f"the means of passes are averaged, as in the job; by tokens they would weigh {by_tokens}")
-            ]
+            return [("window", f"passes weigh the same, as in the job; by tokens they would weigh {by_tokens}")]
         window = []
     return []
 

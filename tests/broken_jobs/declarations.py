@@ -131,6 +131,7 @@ class Fault:
     loss       what is differentiated, of the loss that the loop would differentiate
     gradients  is given the parameters, with the gradients of a whole step, before they are clipped
     clip       in place of the clipping; returns the norm that the loop believes
+    clips_each_pass  to what norm the loop clips after each backward as well
     optimizer  is given the optimizer before the first step; each of several
     after_step is given the parameters after each step
     """
@@ -143,6 +144,7 @@ class Fault:
     loss: Callable[[Tensor, At], Tensor] | None = None
     gradients: Callable[[Parameters, At], object] | None = None
     clip: Callable[[Parameters, float], Any] | None = None
+    clips_each_pass: float | None = None
     optimizer: Callable[[Any], object] | None = None
     after_step: Callable[[Parameters, At], object] | None = None
     skipped_steps: Sequence[int] = ()  # those that the loop does not take

@@ -192,6 +192,8 @@ def _train_in_a_loop(run: Run) -> None:
             with _without_reduction(called, kind) if not is_last else nullcontext():
                 loss = _loss_of(called, batch, run, at)
                 scaler.scale(loss).backward()
+                if fault.clips_each_pass is not None:
+                    nn.utils.clip_grad_norm_(parameters.values(), fault.clips_each_pass)
         if fault.unscales_first:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)

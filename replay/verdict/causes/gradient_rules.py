@@ -3,8 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, GRADIENT_QUANTITIES
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.clipping import (
+    clips_parts,
+    clips_under_scale,
+    find_clipping_of_parts,
+    find_other_norm,
+    name_early_clipping,
+)
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import GRADIENT_KINDS
 from replay.verdict.causes.wrong_gradient import (
@@ -17,8 +24,6 @@ from replay.verdict.causes.wrong_gradient import (
 )
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
-from replay.verdict.model_facts import ModelDifferenceKind
-from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MOVED, WEIGHTING
 
 # A loss scale of fp16 is a power of 2, and rarely less.
@@ -78,8 +83,8 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     seen_factor = finding.recorded / finding.replayed if finding.replayed else math.nan
     if abs(factor - 1) < 1e-4 or not math.isclose(seen_factor, factor, rel_tol=0.1):
         return None
-    if _explain_factor(factor) and _clips_under_scale(window):
-        return _name_early_clipping(factor, verdict)
+    if _explain_factor(factor) and clips_under_scale(window):
+        return name_early_clipping(factor, verdict)
     num_passes = len(window)
     if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):
         return Cause(
@@ -93,7 +98,8 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
         sureness=Sureness.IS,
-        sentence=f"the job differentiates {factor:.6g} times its loss{_explain_factor(factor)}, {name_time(verdict)}",
+        sentence=f"the job differentiates {factor:.6g} times its loss"
+        f"{_explain_factor(factor) or _explain_share(factor, window)}, {name_time(verdict)}",
         try_next="look for a factor on the loss between the model and the backward",
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
@@ -102,6 +108,21 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
 def _explain_factor(factor: float) -> str:
     is_power_of_2 = factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 0.02
     return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
+
+
+def _explain_share(factor: float, window: Sequence[ComparedPass]) -> str:
+    """Say what else a factor is one over: the passes of a step on a rank, or the ranks."""
+    num_ranks = window[0].recorded.world_size or 1
+    num_passes = len({compared.recorded.forward for compared in window})
+    reasons = [
+        text
+        for number, text in (
+            (num_passes, f"1 over the {num_passes} passes of a step on each rank, if they divide twice"),
+            (num_ranks, f"1 over the {num_ranks} ranks, if the reduction averages what is divided by them already"),
+        )
+        if number > 1 and math.isclose(factor, 1 / number, rel_tol=1e-3)
+    ]
+    return f" ({'; or '.join(reasons)})" if reasons else ""
 
 
 def _find_round_norm(wrong: WrongGradient) -> float | None:
@@ -117,24 +138,6 @@ def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> boo
     return num_ranks > 1 and any(math.isclose(factor, number, rel_tol=0.1) for number in (num_ranks, 1 / num_ranks))
 
 
-def _name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
-    return Cause(
-        name=CauseName.CLIPPED_EARLY,
-        sureness=Sureness.PROBABLY,
-        sentence=f"the job clips its gradients while they are multiplied by the loss scale: each is {factor:.6g} times "
-        f"that of the loss, {name_time(verdict)}",
-        try_next="call GradScaler.unscale_(optimizer) before the clipping",
-        explains=(*GRADIENT_FINDINGS, WEIGHTING),
-    )
-
-
-def _clips_under_scale(window: Sequence[ComparedPass]) -> bool:
-    """Tell whether a job of fp16, whose losses are scaled, clipped the gradient of this window."""
-    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
-    has_fp16 = any("float16" in compared.recorded.dtypes for compared in window)
-    return has_fp16 and any(step.max_norm for step in steps)
-
-
 def find_uniform_factor(wrong: WrongGradient) -> float | None:
     """Find the number that every gradient is multiplied by in the job; None if it is not one number for all."""
     factors = [find_factor(parameter) for parameter in wrong.gradient.parameters.values() if parameter.replay_norm]
@@ -146,27 +149,6 @@ def find_uniform_factor(wrong: WrongGradient) -> float | None:
         return None
     tolerance = 4 * SAME_RATIO[wrong.is_coarse]
     return middle if all(abs(factor / middle - 1) <= tolerance for factor in known) else None
-
-
-def find_other_norm(evidence: Evidence) -> Cause | None:
-    """Tell that the norm that the job clipped by is not that of its gradient, whose parts are the replay's."""
-    wrong = evidence.find_wrong(GRAD_NORM)
-    if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
-        return None
-    verdict, norm = wrong
-    if any(difference.kind is ModelDifferenceKind.FROZEN for difference in evidence.settings.model_differences):
-        # The job's norm is of fewer parameters, then.
-        return None
-    if not any(finding.agrees and finding.name == GRADIENT_NORMS for finding in verdict.findings):
-        return None
-    return Cause(
-        name=CauseName.CLIPPING,
-        sureness=Sureness.IS,
-        sentence=f"the job clips by a norm of {norm.recorded:.6g}, and its gradient has one of {norm.replayed:.6g}, "
-        f"{name_time(verdict)}: the gradient of each parameter is as long as here",
-        try_next="look for a norm of some parameters, of one rank's shards, or of each parameter alone",
-        explains=GRADIENT_FINDINGS,
-    )
 
 
 def find_summed_gradients(evidence: Evidence) -> Cause | None:
@@ -191,9 +173,7 @@ def find_summed_gradients(evidence: Evidence) -> Cause | None:
 def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     """Tell that the gradients of all parameters, or of some, are those of the loss times a number."""
     wrong = find_wrong_gradient(evidence)
-    if wrong is None:
-        return None
-    if find_scaled_loss(evidence) is not None:
+    if wrong is None or clips_parts(wrong.window) or find_scaled_loss(evidence) is not None:
         return None
     parameters = wrong.gradient.parameters
     uniform = find_uniform_factor(wrong)
@@ -209,8 +189,8 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     if uniform is not None:
         if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
             return None
-        if _explain_factor(uniform) and _clips_under_scale(wrong.window):
-            return _name_early_clipping(uniform, wrong.verdict)
+        if _explain_factor(uniform) and clips_under_scale(wrong.window):
+            return name_early_clipping(uniform, wrong.verdict)
         return Cause(
             name=CauseName.GRADIENTS_SCALED,
             sureness=Sureness.PROBABLY if _may_come_of_reduction(uniform, wrong.window) else Sureness.IS,
@@ -403,6 +383,13 @@ RULES = (
         means="the micro-batches of a step, or its ranks, weigh otherwise than by their tokens",
         told_by="what the job multiplied each loss by before the backward",
         job="mean-of-means",
+    ),
+    CauseRule(
+        name=CauseName.CLIPPED_EARLY,
+        find=find_clipping_of_parts,
+        means="gradients are clipped after each pass, and not once before the step",
+        told_by="the clippings that were recorded between the passes of a step",
+        job="clipped-each-pass",
     ),
     CauseRule(
         name=CauseName.CLIPPING,

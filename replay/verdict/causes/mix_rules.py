@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.clipping import clips_parts
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
@@ -35,6 +36,15 @@ def find_other_mix(evidence: Evidence) -> Cause | None:
     ranks = sorted({gradient.rank for gradient in gradients})
     if any(any(flags) for flags in left_out.values()):
         return _describe_left_out(gradients, left_out, ranks, time)
+    if _has_other_shares(mixes, tolerance) and clips_parts(window):
+        return Cause(
+            name=CauseName.CLIPPED_EARLY,
+            sureness=Sureness.IS,
+            sentence=f"the job clips its gradients before the last of a step's passes, {time}: the passes count "
+            f"{_list_shares(mixes[0])} times what they should",
+            try_next="clip once, after the backward of a step's last pass",
+            explains=EXPLAINED,
+        )
     if _has_other_shares(mixes, tolerance):
         return Cause(
             name=CauseName.WINDOW_WEIGHTS,
@@ -91,16 +101,22 @@ def _describe_left_out(
             explains=EXPLAINED,
         )
     flags = next(flags for flags in left_out.values() if any(flags))
-    passes = ", ".join(
-        f"forward {gradient.forward} of rank {gradient.rank}"
-        for gradient, is_out in zip(gradients, flags, strict=True)
-        if is_out
-    )
+    missing = [gradient for gradient, is_out in zip(gradients, flags, strict=True) if is_out]
+    counted = [gradient for gradient, is_out in zip(gradients, flags, strict=True) if not is_out]
+    last = {gradient.rank: gradient for gradient in gradients}
+    if len(missing) > 1 and counted == list(last.values()):
+        what = f"of a step's {len(gradients) // len(ranks)} passes"
+        what += " on each rank" if len(ranks) > 1 else ""
+        sentence = f"{what} the last alone is in the step's gradient, {time}"
+    else:
+        passes = ", ".join(f"forward {gradient.forward} of rank {gradient.rank}" for gradient in missing)
+        sentence = f"{passes} {'has' if len(missing) == 1 else 'have'} no part in the step's gradient, {time}"
     return Cause(
         name=CauseName.WINDOW_WEIGHTS,
         sureness=Sureness.IS,
-        sentence=f"{passes} has no part in the step's gradient, {time}",
-        try_next="look for a backward that does not run, or gradients that are cleared within a step",
+        sentence=sentence,
+        try_next="look for a backward that does not run, gradients that are cleared within a step, or a reduction that "
+        "is off in some passes (no_sync, set_requires_gradient_sync, an engine that is not called in each pass)",
         explains=EXPLAINED,
     )
 

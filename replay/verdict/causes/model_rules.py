@@ -18,7 +18,7 @@ from replay.tolerances.job_bounds import (
 )
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
-from replay.verdict.dropout_masks import MASKS
+from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
@@ -268,11 +268,14 @@ def find_other_masks(evidence: Evidence) -> Cause | None:
     if wrong is None:
         return None
     verdict, finding = wrong
+    text = str(finding.values_as_text or finding.doubt)
     return Cause(
         name=CauseName.DROPOUT,
         sureness=Sureness.IS,
-        sentence=f"{finding.values_as_text or finding.doubt}, {name_time(verdict)}",
-        try_next="compare the dropout settings of the config with those of the job's modules, and their train mode",
+        sentence=f"{text}, {name_time(verdict)}",
+        try_next="call model.train() before each pass that trains, and so after each evaluation"
+        if JOB_IN_EVAL_MODE in text
+        else "compare the dropout settings of the config with those of the job's modules, and their train mode",
         explains=(MASKS, *ALL_FINDINGS),
     )
 

@@ -59,7 +59,21 @@ def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[
     return causes
 
 
-def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> list[str]:
-    """Name the findings that differ, or are unsettled, and that no cause explains."""
+def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> tuple[list[str], list[str]]:
+    """Name the findings that differ, or are unsettled, and that no cause explains; those that may follow apart.
+
+    Where the first wrong number is a step's, and a cause explains it, the job went on with other weights than the
+    replay: what is wrong in later passes alone may follow from that step, and may be a second fault.
+    """
     explained = {name for cause in causes for name in cause.explains}
-    return [name for name in evidence.list_wrong_names() if name not in explained]
+    first = evidence.first_wrong
+    is_step_explained = first is not None and first.optimizer_step is not None and not evidence.is_forward_wrong
+    is_step_explained &= all(finding.name in explained for verdict, finding in evidence.wrong if verdict is first)
+    unexplained: list[str] = []
+    may_follow: list[str] = []
+    for name in evidence.list_wrong_names():
+        if name not in explained:
+            wrong = evidence.find_wrong(name)
+            is_later = wrong is not None and wrong[0] is not first
+            (may_follow if is_step_explained and is_later else unexplained).append(name)
+    return unexplained, may_follow

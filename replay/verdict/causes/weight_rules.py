@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from capture.file_format.name_patterns import format_patterns
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
@@ -35,13 +36,17 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
         ),
         None,
     )
+    patterns = format_patterns(weights.differing, weights.compared)
+    # A job that loaded this folder has none of its weights elsewhere, or all of them.
+    is_part = not step and 2 * len(weights.differing) < len(weights.compared)
+    check_loading = "if the job loaded this folder, see what that left out (strict=False?); else " if is_part else ""
     of_step = f", which the job had after {pluralise(step, 'step')}" if step else ""
     return Cause(
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,
         sentence=f"the replay runs on other weights than pass {other.index + 1} did{of_step}: "
-        f"{name_some(weights.differing)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
-        try_next="--model FOLDER, with the weights that the job had before this pass",
+        f"{name_some(patterns)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
+        try_next=f"{check_loading}--model FOLDER, with the weights that the job had before this pass",
     )
 
 

@@ -273,7 +273,7 @@ def test_clipping_of_another_kind_leaves_the_gradients_and_says_no_norm(tmp_path
             optimizer.step()
         [step] = read_steps(tmp_path / kind)
         assert_samples_are(step, compute_gradients(compute_loss), rel=0)
-        assert (step.grad_norm, step.max_norm, step.is_unclipped) == (None, None, True)
+        assert (step.grad_norm, step.max_norm, step.is_unclipped, step.clips_early) == (None, None, True, False)
 
 
 def clip_as_before_torch_2_6() -> Callable[..., Tensor]:
@@ -496,6 +496,8 @@ def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> 
             optimizer.step()
             optimizer.zero_grad()
     first, second = read_steps(tmp_path)
+    assert first.clips_early
+    assert second.clips_early
     assert (first.is_unclipped, first.max_norm) == (False, 0.01)
     assert first.grad_norm is not None
     assert first.grad_norm > norm

@@ -128,3 +128,11 @@ def test_frozen_parameters_and_other_dtypes_are_facts() -> None:
         "dtypes: sampled parameters are 2 bfloat16, 1 float32: layers.1.weight are other than the rest",
     ]
     assert say(passes, has_adapter=True) == []
+
+
+@pytest.mark.parametrize(("decays", "says"), [((0.1,), True), ((0.1, 0.0), False), ((0.0,), False)])
+def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> None:
+    settings = tuple({"lr": 1.0, "weight_decay": decay, "num_parameters": 1} for decay in decays)
+    weights = make_samples(make_sample("norm.weight"))
+    found = [text for text in say(make_passes(step=make_step(settings=settings), weights=weights)) if "decay" in text]
+    assert found == (["decay: weight decay 0.1 acts on all parameters, on norm.weight, too"] if says else [])

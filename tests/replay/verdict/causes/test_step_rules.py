@@ -7,8 +7,8 @@ import pytest
 
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
+from replay.verdict.causes.clipping import find_other_norm
 from replay.verdict.causes.evidence import Evidence
-from replay.verdict.causes.gradient_rules import find_other_norm
 from replay.verdict.causes.step_rules import find_other_moments, find_repeated_steps, find_untaken_passes
 from replay.verdict.findings import make_finding
 from replay.verdict.pass_values import OPTIMIZER_STATE

@@ -1,5 +1,7 @@
 """The table of causes: its order, what it leaves out, what it documents, and the jobs that it names."""
 
+from dataclasses import replace
+
 import pytest
 
 from docs.write_causes import PAGE, insert_causes
@@ -48,8 +50,20 @@ def test_two_sure_causes_are_both_named() -> None:
 def test_what_no_cause_explains_stays() -> None:
     evidence = make_evidence("loss", "gradient norm")
     causes = find_causes(evidence, [make_rule(CauseName.MASK, Sureness.IS, "loss")])
-    assert list_unexplained(evidence, causes) == ["gradient norm"]
-    assert list_unexplained(evidence, []) == ["loss", "gradient norm"]
+    assert list_unexplained(evidence, causes) == (["gradient norm"], [])
+    assert list_unexplained(evidence, []) == (["loss", "gradient norm"], [])
+
+
+def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
+    """But not what is wrong before that step, or in the step beside what a cause explains."""
+    step, later = (make_evidence(name).verdicts[0] for name in ("gradient norm", "loss"))
+    step = replace(step, optimizer_step=0)
+    causes = find_causes(make_evidence("gradient norm"), [make_rule(CauseName.CLIPPING, Sureness.IS, "gradient norm")])
+    behind = replace(make_evidence("loss"), verdicts=[step, replace(later, index=1)])
+    assert list_unexplained(behind, causes) == ([], ["loss"])
+    assert list_unexplained(behind, []) == (["gradient norm", "loss"], [])
+    before = replace(behind, verdicts=[later, replace(step, index=1)])
+    assert list_unexplained(before, causes) == (["loss"], [])
 
 
 def test_without_a_wrong_number_there_is_no_cause() -> None:

@@ -1,0 +1,83 @@
+"""Tell that a gradient is another one because the job clips it otherwise: too early, by parts, by another norm."""
+
+from collections.abc import Sequence
+
+from capture.file_format.optimizer_step import OptimizerStep
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, GRADIENT_QUANTITIES
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import Evidence, name_time
+from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
+from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.model_facts import ModelDifferenceKind
+from replay.verdict.outcomes import PassVerdict
+from replay.verdict.pass_values import WEIGHTING
+
+
+def find_clipping_of_parts(evidence: Evidence) -> Cause | None:
+    """Tell that the job clipped what it had after a pass that was not the last of the step.
+
+    What the job had recorded of the gradient is of such a clipping, and not that of the loss, so no other rule over a
+    gradient's numbers holds. That the clipping changed it is not known: the norm may have been below the limit.
+    """
+    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
+    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
+    if wrong is None or window is None or not clips_parts(window):
+        return None
+    limits = {step.max_norm for step in _list_steps(window) if step.max_norm is not None}
+    to = f" to a norm of {limits.pop():g}" if len(limits) == 1 else ""
+    return Cause(
+        name=CauseName.CLIPPED_EARLY,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the job clips its gradients{to} before the last of a step's {len(window)} passes, "
+        f"{name_time(wrong[0])}: what it clips is a part of the step's gradient",
+        try_next="clip once, after the backward of a step's last pass",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
+
+
+def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
+    return [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
+
+
+def clips_parts(window: Sequence[ComparedPass]) -> bool:
+    """Tell whether the job clipped gradients of this window before its last pass."""
+    return any(step.clips_early for step in _list_steps(window))
+
+
+def find_other_norm(evidence: Evidence) -> Cause | None:
+    """Tell that the norm that the job clipped by is not that of its gradient, whose parts are the replay's."""
+    wrong = evidence.find_wrong(GRAD_NORM)
+    if wrong is None or evidence.is_forward_wrong or wrong[0] is not evidence.first_wrong:
+        return None
+    verdict, norm = wrong
+    if any(difference.kind is ModelDifferenceKind.FROZEN for difference in evidence.settings.model_differences):
+        # The job's norm is of fewer parameters, then.
+        return None
+    if not any(finding.agrees and finding.name == GRADIENT_NORMS for finding in verdict.findings):
+        return None
+    return Cause(
+        name=CauseName.CLIPPING,
+        sureness=Sureness.IS,
+        sentence=f"the job clips by a norm of {norm.recorded:.6g}, and its gradient has one of {norm.replayed:.6g}, "
+        f"{name_time(verdict)}: the gradient of each parameter is as long as here",
+        try_next="look for a norm of some parameters, of one rank's shards, or of each parameter alone",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
+    """Name the clipping of gradients that are still `factor` times those of the loss."""
+    return Cause(
+        name=CauseName.CLIPPED_EARLY,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the job clips its gradients while they are multiplied by the loss scale: each is {factor:.6g} times "
+        f"that of the loss, {name_time(verdict)}",
+        try_next="call GradScaler.unscale_(optimizer) before the clipping",
+        explains=(*GRADIENT_FINDINGS, WEIGHTING),
+    )
+
+
+def clips_under_scale(window: Sequence[ComparedPass]) -> bool:
+    """Tell whether a job of fp16, whose losses are scaled, clipped the gradient of this window."""
+    has_fp16 = any("float16" in compared.recorded.dtypes for compared in window)
+    return has_fp16 and any(step.max_norm for step in _list_steps(window))
