@@ -57,7 +57,10 @@ MASKS = (
     Mask("run.json/versions/micro-replay", "goes up with a release"),
 )
 # What the tree at hand writes and BASE does not, or the other way round; gone with the commit after it.
-NEW = (Mask("run.json/resolved", "the table of choices, which BASE does not keep", hides="all"),)
+NEW = (
+    Mask("run.json/resolved", "the table of choices, which BASE does not keep", hides="all"),
+    Mask("run.json/remarks", "what checks say of the recording, which BASE does not keep", hides="all"),
+)
 # A key's path in BASE and in the tree at hand, where it has another name now. A `*` of both stands for the same.
 RENAMES: Sequence[tuple[str, str]] = ()
 

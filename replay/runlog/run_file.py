@@ -91,8 +91,24 @@ class FirstNonFinite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingRemark:
+    """What a check says of the job's recording, which changes no verdict.
+
+    topic  what it is about, in a word
+    cause  the verdict's cause that says the same of a job that differs; None: none does
+    """
+
+    topic: str
+    text: str
+    cause: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """The results of a run. The packages that compute the sections of type `Values` write and read them."""
+    """The results of a run. The packages that compute the sections of type `Values` write and read them.
+
+    remarks  on the recording, the most telling first; None: a resumed run, or an older log, which has none
+    """
 
     statistics: Statistics
     verdict: Values | None = None
@@ -100,6 +116,7 @@ class RunEnd:
     memory: Values | None = None
     out_of_memory: Values | None = None
     first_non_finite: FirstNonFinite | None = None
+    remarks: Sequence[RecordingRemark] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Say under a verdict what the checks of `replay/lint` remark on the passes that were replayed."""
+"""Say what the checks of `replay/lint` remark on the replayed passes: all in run.json, a few on the console."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from replay.options.spec import InputsSpec
 from replay.output.text import Pairs
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.selection import Selection
+from replay.runlog.run_file import RecordingRemark
 from replay.runner.header import format_config_differences
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
@@ -29,8 +30,10 @@ def list_notes(
     remarks: Pairs,
     *,
     is_whole: bool,
-) -> Pairs:
-    """List the most telling remarks on what the job recorded, without what the verdict and its `remarks` say already.
+) -> tuple[list[RecordingRemark], Pairs]:
+    """List the remarks on what the job recorded, and the most telling as lines under the verdict.
+
+    The lines leave out what the verdict and its `remarks` say already.
 
     is_whole  these are all passes of the recording
     """
@@ -54,9 +57,11 @@ def list_notes(
         not_recorded=selection.not_recorded,
     )
     typed = "" if inputs.recording is None else f" {spell_setting(Setting('recording', inputs.recording))}"
-    return format_notes(
-        lint(subject),
+    found = lint(subject)
+    notes = format_notes(
+        found,
         told={topic for topic, _ in remarks},
         causes={cause.name for cause in verdict.causes},
         command=f"replay inspect {shorten_path(folder)}{typed}",
     )
+    return [RecordingRemark(topic=remark.topic, text=remark.text, cause=remark.cause) for remark in found], notes

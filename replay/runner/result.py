@@ -24,7 +24,7 @@ from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import find_run_folder, read_lines_so_far
 from replay.runlog.records import PassRecord
-from replay.runlog.run_file import RUN_FILE, RunEnd, RunFile, RunStart, Values, read_section
+from replay.runlog.run_file import RUN_FILE, RecordingRemark, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
 from replay.runner.notes import list_notes
@@ -147,10 +147,14 @@ IN_FORWARD = "in forward"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conclusion:
-    """The verdict on a run, and remarks about it."""
+    """The verdict on a run, and remarks about it.
+
+    recording_remarks  on what the job recorded; None: not looked for, since the run was resumed
+    """
 
     verdict: Verdict
     remarks: Pairs
+    recording_remarks: Sequence[RecordingRemark] | None = None
 
 
 def describe_setting(
@@ -245,10 +249,11 @@ def conclude(
             verdict = judge(passes_with_incidents, setting, report, own_gradients)
             number = pluralise(len(own_gradients), "pass")
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
+    recording_remarks: Sequence[RecordingRemark] | None = None
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
         training_remarks = list_training_remarks(passes, verdict, is_whole=is_whole)
-        notes = list_notes(
+        recording_remarks, notes = list_notes(
             repeater.spec.inputs,
             repeater.selection,
             repeater.spec.source,
@@ -259,7 +264,7 @@ def conclude(
             is_whole=is_whole,
         )
         remarks = [*training_remarks, *describe_flips(passes), *describe_router_loss(passes), *notes, *remarks]
-    return Conclusion(verdict=verdict, remarks=remarks)
+    return Conclusion(verdict=verdict, remarks=remarks, recording_remarks=recording_remarks)
 
 
 def _measure_rounding(

@@ -299,6 +299,7 @@ class Session:
             memory=to_json(replayed.reruns.memory),
             out_of_memory=to_json(replayed.reruns.out_of_memory),
             first_non_finite=find_first_non_finite(replayed.records),
+            remarks=conclusion.recording_remarks,
         )
         file = self.logbook.finish(end, exit_code=exit_code)
         run = Run(folder=self.folder, file=file, records=replayed.records)

@@ -1,12 +1,15 @@
 """The notes under a verdict: what the checks remark on the passes of a real job, which changes no outcome."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from actor_init.as_json import to_json
 from capture import recording
 from replay.command_line.cli import main as replay_main
+from replay.runlog.run_file import RunFile
 from tests.replay.verdict.test_judge import FP32, replay_captures
 from tests.trainers.common import make_batches, make_model
 
@@ -25,7 +28,7 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    code, verdict, _ = replay_captures(tmp_path, tmp_path / "logs", *FP32, "--verdict", "strict")
+    code, verdict, log = replay_captures(tmp_path, tmp_path / "logs", *FP32, "--verdict", "strict")
     assert (code, verdict["outcome"]) == (0, "REPRODUCED")
     said = capsys.readouterr().out
     notes = [line for line in said.splitlines() if line.startswith("note")]
@@ -35,6 +38,17 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
         "note       rows: each of the 3 steps was fed the same rows",
     ]
     assert "trained    the learning rate was 0 in all 3 recorded steps" in said  # which is no note too
+    # run.json has all of it.
+    remarks = json.loads((log / "run.json").read_text())["remarks"]
+    assert [(remark["topic"], remark["cause"]) for remark in remarks] == [
+        ("trained", None),
+        ("padding", "another attention mask"),
+        ("rows", None),
+    ]
+    assert [f"note       {remark['topic']}: {remark['text']}" for remark in remarks[1:]] == notes
+    end = RunFile.read(log).end
+    assert end is not None
+    assert to_json(end.remarks) == remarks
     assert replay_main(["inspect", str(tmp_path / "captures")]) == 0
     said = capsys.readouterr().out
     assert "checked    all 3 passes\ntrained    the learning rate was 0" in said
