@@ -135,6 +135,7 @@ class OptimizerStep:
                       Where several optimizers stepped, `optimizer` and `library` say which one a group is of.
                       Where an optimizer has several groups, `parameters` has the numbers of the group's parameters
                       among the model's, as `0-8,11`
+    num_schedule_steps  how often one of torch's schedules set its learning rate since its step before
     has_state         False: it was this optimizer's first step, so its moments began at 0
     state             samples of what the optimizer held before the step: moments, momentum
     state_steps       the steps that it had counted by then: different numbers where parameters have counts of their own
@@ -154,6 +155,7 @@ class OptimizerStep:
     clips_early: bool = False
     optimizer: str | None = None
     settings: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    num_schedule_steps: int = 0
     has_state: bool | None = None
     library: str | None = None
     state: Sequence[StateSample] = ()
@@ -192,7 +194,7 @@ class OptimizerStep:
 
     def check(self) -> None:
         """Check the types of all values. Raises ValueError."""
-        numbers = [self.number, *self.passes, *self.state_steps]
+        numbers = [self.number, *self.passes, *self.state_steps, self.num_schedule_steps]
         floats = [self.grad_norm, self.max_norm, *self.shares]
         is_right = (
             all(type(number) is int and number >= 0 for number in numbers)
@@ -245,6 +247,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         clips_early=first.clips_early or second.clips_early,
         optimizer=", ".join(name for name in names if name is not None) or None,
         settings=merge_equal_settings(settings),
+        num_schedule_steps=max(first.num_schedule_steps, second.num_schedule_steps),
         has_state=None if None in states else any(states),
         state=merge_state_samples(first.state, second.state),
         state_steps=tuple(sorted({*first.state_steps, *second.state_steps})),

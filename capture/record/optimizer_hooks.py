@@ -1,7 +1,7 @@
-"""Hook torch's optimizers and the clipping of gradients, to see a job's steps without code in the job.
+"""Hook torch's optimizers, the clipping of gradients and schedules, to see a job's steps without code in the job.
 
 torch has global hooks for optimizers, but none for clipping (https://github.com/pytorch/pytorch/issues/309 asked for
-clipping by the optimizer). So while hooks are attached, attributes of modules that clip are replaced by wrappers:
+clipping by the optimizer). So while hooks are attached, attributes of modules and classes are replaced by wrappers:
 
 * functions of `torch.nn.utils.clip_grad` into which torch 2.6 split `clip_grad_norm_`
   (https://github.com/pytorch/pytorch/issues/139467). `clip_grad_norm_` looks them up there at each call, so a job that
@@ -9,6 +9,7 @@ clipping by the optimizer). So while hooks are attached, attributes of modules t
 * before torch 2.6 `clip_grad_norm_` itself, which does everything in one function. A job that imported it before is not
   seen, and has to note its norm; until a clipping is seen, gradients there count as maybe clipped
   (`SEES_ALL_CLIPPING`).
+* the step of torch's schedules of the learning rate, which has no hook either.
 * the function of its own that DeepSpeed's engine clips with. Others get nothing from it before the step
   (https://github.com/deepspeedai/DeepSpeed/pull/1292 has the norm after it).
 """
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
@@ -44,6 +46,9 @@ class OptimizerCallbacks(Protocol):
     def after_step(self) -> None:
         """An optimizer has stepped."""
 
+    def after_schedule_step(self, optimizer: Any) -> None:
+        """A schedule has set the learning rate of this optimizer anew."""
+
 
 class OptimizerHooks:
     """Calls `callbacks` at each clipping and step in this process, from `attach` to `remove`."""
@@ -59,7 +64,7 @@ class OptimizerHooks:
         self._post_handle = register_optimizer_step_post_hook(self._after_step)
         _attached_hooks.append(self)
         if len(_attached_hooks) == 1:
-            _wrap_clipping()
+            _wrap_functions()
 
     def remove(self) -> None:
         """Take the hooks off. A second call does nothing."""
@@ -70,7 +75,7 @@ class OptimizerHooks:
         self._pre_handle = None
         _attached_hooks.remove(self)
         if not _attached_hooks:
-            _unwrap_clipping()
+            _unwrap_functions()
 
     def is_active(self) -> bool:
         """Tell whether a call counts now: not in a forked child, nor while a compiler traces."""
@@ -166,7 +171,7 @@ _wrapped_functions: list[_WrappedFunction] = []
 _latest_other_norm: Tensor | None = None
 
 
-def _wrap_clipping() -> None:
+def _wrap_functions() -> None:
     clip_grad = torch.nn.utils.clip_grad
     # torch.nn.utils re-exports the functions, so both modules get the wrapper.
     modules = [clip_grad, nn.utils]
@@ -178,6 +183,7 @@ def _wrap_clipping() -> None:
     _replace(modules, clip_grad.clip_grad_value_, _wrap_clip_by_value)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
         _replace([engine], vars(engine).get("clip_grad_norm_"), _wrap_clip_grad_norm)
+    _replace([LRScheduler], vars(LRScheduler).get("step"), _wrap_schedule_step)
 
 
 def _replace(
@@ -197,7 +203,7 @@ def _replace(
                 setattr(module, name, wrapper)
 
 
-def _unwrap_clipping() -> None:
+def _unwrap_functions() -> None:
     global _latest_other_norm
     for module, name, original, wrapper in _wrapped_functions:
         # Somebody may have wrapped our wrapper meanwhile. Then it stays, and only passes calls on.
@@ -257,6 +263,20 @@ def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(parameters, *args, **kwargs)
 
     return clip
+
+
+def _wrap_schedule_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that steps a schedule. Its constructor calls it once, which is no step of the job."""
+
+    @functools.wraps(original)
+    def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(schedule, *args, **kwargs)
+        if getattr(schedule, "_step_count", 0) > 1:
+            for callbacks in _find_active_callbacks():
+                callbacks.after_schedule_step(schedule.optimizer)
+        return result
+
+    return step
 
 
 def _wrap_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:

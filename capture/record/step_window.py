@@ -124,6 +124,8 @@ class StepWindow:
         # For each optimizer with several groups: what tells whether they are still the same, and their parameters.
         self._members: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[Any, ...], list[str] | None]]
         self._members = weakref.WeakKeyDictionary()
+        # How often a schedule set the rate of an optimizer since that stepped.
+        self._schedule_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_skipped = 0
         self._begin_window()
 
@@ -204,6 +206,10 @@ class StepWindow:
             norm=local_norm,
             is_part_of_norm=is_part,
         )
+
+    def add_schedule_step(self, optimizer: Any) -> None:
+        """Note that a schedule has set the learning rate of this optimizer."""
+        self._schedule_steps[optimizer] = self._schedule_steps.get(optimizer, 0) + 1
 
     def add_clipped_norm(self, norm: Any) -> None:
         """Add the norm of the latest clipping, if it was not known before the clipping."""
@@ -310,6 +316,7 @@ class StepWindow:
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
             settings=settings,
+            num_schedule_steps=self._schedule_steps.pop(optimizer, 0),
             has_state=bool(optimizer.state),
         )
         return _copy_part(step, gradients, signatures, self._state_sampler.sample(optimizer), tensors)

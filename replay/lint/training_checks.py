@@ -28,6 +28,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
         yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
     yield from _check_config(subject)
     yield from _check_norms(subject)
+    yield from _check_schedule(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
     yield from _check_precision(subject)
@@ -85,6 +86,21 @@ def _list_steps(subject: LintSubject) -> list[OptimizerStep]:
 
 def _list_names(subject: LintSubject) -> list[str]:
     return list(dict.fromkeys(sample.name for recorded in subject.trained for sample in recorded.samples))
+
+
+def _check_schedule(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the schedule was stepped several times a step, as it is by each micro-batch.
+
+    Accelerate's AcceleratedScheduler steps a schedule once for each rank, on purpose.
+    """
+    num_ranks = max((recorded.world_size or 1 for recorded in subject.trained), default=1)
+    steps = {step.number: step.num_schedule_steps for step in _list_steps(subject)}
+    often = [number for number in steps.values() if number not in (0, 1, num_ranks)]
+    if often:
+        text = (
+            f"its schedule was stepped {often[-1]} times between two optimizer steps, in {len(often)} of {len(steps)}"
+        )
+        yield LintRemark(topic="learning rate", text=text, weight=Weight.NO_TRAINING)
 
 
 def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:

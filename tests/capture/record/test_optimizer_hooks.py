@@ -484,6 +484,24 @@ def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
     assert_samples_are(read_steps(tmp_path)[1], compute_gradients(lambda m: compute_loss(m, IDS_BS + 2)), rel=0)
 
 
+@pytest.mark.parametrize("is_by_micro_batch", [False, True])
+def test_schedule_steps_are_counted(tmp_path: Path, is_by_micro_batch: bool) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(3):
+            for _ in range(2):
+                compute_loss(model).backward()
+                if is_by_micro_batch:
+                    schedule.step()
+            optimizer.step()
+            if not is_by_micro_batch:
+                schedule.step()
+            optimizer.zero_grad()
+    assert [step.num_schedule_steps for step in read_steps(tmp_path)] == ([2, 2, 2] if is_by_micro_batch else [0, 1, 1])
+
+
 def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

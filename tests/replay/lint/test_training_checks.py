@@ -136,3 +136,19 @@ def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> No
     weights = make_samples(make_sample("norm.weight"))
     found = [text for text in say(make_passes(step=make_step(settings=settings), weights=weights)) if "decay" in text]
     assert found == (["decay: weight decay 0.1 acts on all parameters, on norm.weight, too"] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "world_size", "says"), [((0, 1, 1), 1, False), ((2, 2, 2), 1, True), ((2, 2), 2, False)]
+)
+def test_a_schedule_that_is_stepped_by_each_micro_batch_is_said(
+    numbers: tuple[int, ...], world_size: int, says: bool
+) -> None:
+    passes = [
+        make_pass(number=place, step=make_step(number=place, num_schedule_steps=number), world_size=world_size)
+        for place, number in enumerate(numbers)
+    ]
+    said = [text for text in say(passes) if text.startswith("learning rate")]
+    count = len(numbers)
+    told = f"learning rate: its schedule was stepped 2 times between two optimizer steps, in {count} of {count}"
+    assert said == ([told] if says else [])
