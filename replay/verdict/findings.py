@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
+from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, roundoff
 from replay.tolerances.job_bounds import (
@@ -260,6 +261,19 @@ def report_other_settings(differences: Sequence[str]) -> Finding:
         doubt="--step steps otherwise than the job did",
         is_evidence=False,
         values_as_text="; ".join(differences),
+    )
+
+
+def report_miscounted_steps(number: int, counted: int, counted_later: int) -> Finding:
+    """Report how many steps the job's optimizer had counted before its step `number`, from 0, and before the next."""
+    return Finding(
+        name=OPTIMIZER,
+        status=FindingStatus.UNSETTLED,
+        recorded=math.nan,
+        doubt="a step may have been taken twice, and the replay takes none",
+        is_evidence=False,
+        values_as_text=f"the optimizer had counted {pluralise(counted, 'step')} before step {number + 1}, and "
+        f"{counted_later} before step {number + 2}",
     )
 
 

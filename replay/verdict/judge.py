@@ -65,6 +65,7 @@ from replay.verdict.pass_values import (
 from replay.verdict.pass_weights import (
     check_weights,
     choose_shown_weights,
+    find_miscounted_steps,
     find_unmoved_weights,
     follow_weights_through_steps,
     merge_comparisons,
@@ -405,7 +406,11 @@ def _judge_window(
     number           how many steps the replay had taken before
     compared_passes  of the whole run
     """
-    findings = [*compare_window(window, settings, number), *find_unmoved_weights(window, compared_passes, settings)]
+    findings = [
+        *compare_window(window, settings, number),
+        *find_unmoved_weights(window, compared_passes, settings),
+        *find_miscounted_steps(window, compared_passes, settings),
+    ]
     if not findings:
         return None
     weights = merge_comparisons([compared_pass.weights for compared_pass in window])

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, list_dtypes, report_unmoved_weights
+from replay.verdict.findings import (
+    Finding,
+    FindingStatus,
+    VerdictSettings,
+    list_dtypes,
+    report_miscounted_steps,
+    report_unmoved_weights,
+)
 from replay.verdict.gradient_findings import (
     ComparedPass,
     explain_unjudged_gradient,
@@ -232,6 +239,34 @@ def find_unmoved_weights(
     if not behind.are_same or not before.are_same:
         return []
     return [report_unmoved_weights(len(behind.compared), rate)]
+
+
+def find_miscounted_steps(
+    window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> list[Finding]:
+    """Report that the optimizer counts more steps by the next one than it was seen to take, if none is replayed.
+
+    A replay that steps has the weights behind the job's step, which tell more.
+    """
+    recorded = window[-1].recorded
+    step = recorded.step_after
+    if step is None or settings.steps is not None:
+        return []
+    following = next(
+        (
+            other.recorded.step_after
+            for other in compared_passes
+            if other.recorded.step_after is not None
+            and other.recorded.rank == recorded.rank
+            and other.recorded.step_after.number == step.number + 1
+        ),
+        None,
+    )
+    if following is None or not step.state_steps or not following.state_steps:
+        return []
+    # Experts that no token took count fewer steps than the others.
+    counted, counted_later = max(step.state_steps), max(following.state_steps)
+    return [report_miscounted_steps(step.number, counted, counted_later)] if counted_later > counted + 1 else []
 
 
 def _had_taken(compared_pass: ComparedPass, num_steps: int) -> bool:

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from actor_init.spec import ActorSpec
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.clipping import find_other_norm
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.step_rules import find_other_moments, find_repeated_steps, find_untaken_passes
 from replay.verdict.findings import make_finding
-from replay.verdict.pass_values import OPTIMIZER_STATE
+from replay.verdict.pass_values import OPTIMIZER, OPTIMIZER_STATE
+from replay.verdict.pass_weights import find_miscounted_steps
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
     draw_gradients,
@@ -47,6 +49,29 @@ def test_an_optimizer_that_counts_two_for_each_step_takes_two() -> None:
 @pytest.mark.parametrize("counts", [[(0,), (1,), (2,)], [(0,), (2,)], [(0,), (2,), (3,)], [(), (), ()]])
 def test_an_optimizer_that_counts_as_it_steps_has_no_such_cause(counts: Sequence[tuple[int, ...]]) -> None:
     assert find_repeated_steps(make_steps(counts)) is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "numbers"),
+    [
+        ([(1,), (2, 3), (4, 5)], [0, 1]),  # as where each step of two optimizers is taken twice
+        ([(0,), (1,), (2,)], []),
+        ([(4,), (4, 5), (3, 6)], []),  # an expert that no token took counts fewer
+        ([(), (1,), (2,)], []),
+        ([(2,), (1,), (2,)], []),
+    ],
+)
+def test_a_step_behind_which_more_are_counted_is_unsettled_where_none_is_replayed(
+    counts: Sequence[tuple[int, ...]], numbers: Sequence[int]
+) -> None:
+    passes = make_steps(counts).passes
+    stepping = replace(SETTINGS, steps=ActorSpec())
+
+    found = [find_miscounted_steps([compared], passes, SETTINGS) for compared in passes]
+
+    assert [index for index, findings in enumerate(found) if findings] == numbers
+    assert all((finding.name, finding.is_evidence) == (OPTIMIZER, False) for findings in found for finding in findings)
+    assert not any(find_miscounted_steps([compared], passes, stepping) for compared in passes)
 
 
 def test_a_pass_between_others_that_no_step_took_is_named() -> None:
