@@ -55,7 +55,7 @@ from replay.verdict.findings import Finding, VerdictSettings, compare_pass
 from replay.verdict.judge import PassEvidence
 from replay.verdict.model_facts import ModelDifferenceKind
 
-MAX_FORWARDS = 24
+MAX_FORWARDS = 32
 # Relative: two losses that are no further apart are the same one.
 SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.

@@ -262,11 +262,14 @@ def find_earlier_gradients(evidence: Evidence) -> Cause | None:
     is_late = abs(own) < 0.05
     what = "is that of the step before" if is_late else "still holds that of the step before"
     return Cause(
-        name=CauseName.NOT_CLEARED,
+        # A gradient that was not cleared has the step's own in it, too.
+        name=CauseName.GRADIENTS_CHANGED if is_late else CauseName.NOT_CLEARED,
         sureness=Sureness.PROBABLY if is_late else Sureness.IS,
         sentence=f"the gradient {what}, {name_time(wrong.verdict)}: it is {own:.3g} times the step's own and "
         f"{earlier:.3g} times that of the step before",
-        try_next="call zero_grad() after each step",
+        try_next="look for gradients that are kept, or a step that is taken before its own backward has ended"
+        if is_late
+        else "call zero_grad() after each step",
         explains=GRADIENT_FINDINGS,
     )
 
