@@ -17,9 +17,12 @@ from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 _MAX_NAMED = 3
 _ADAMS = ("Adam", "AdamW")
 _BF16 = "bfloat16"
+_FP32 = "float32"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Fewer moments than these may be numbers of bf16 by chance.
 _MIN_MOMENTS = 4
+# The mean of two values of bf16 is one, too, in about half of all cases.
+_MIN_SUMS = 16
 
 
 def check_training(subject: LintSubject) -> Iterator[LintRemark]:
@@ -32,6 +35,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
     yield from _check_precision(subject)
+    yield from _check_reduction(subject)
     yield from _check_missing_passes(subject)
     yield from _list_frozen(subject)
     yield from _list_decay(subject)
@@ -166,6 +170,24 @@ def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:
             "than 2^-9 of it is lost",
             weight=Weight.PRECISION,
         )
+
+
+def _check_reduction(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where fp32 gradients were added up in bf16: a sum in fp32 of several parts is rarely a value of bf16."""
+    values: list[float] = []
+    most_parts = 1
+    for recorded in subject.trained:
+        step = recorded.step_after
+        num_parts = (recorded.world_size or 1) * (0 if step is None else len(step.passes))
+        if step is None or step.gradients is None or num_parts < 2:
+            continue
+        most_parts = max(most_parts, num_parts)
+        values += [
+            value for sample in step.gradients.samples if sample.dtype == _FP32 for value in sample.values if value
+        ]
+    if len(values) >= _MIN_SUMS and _are_in_bf16(values):
+        text = f"fp32 gradients, sums of {most_parts} passes, are values of bfloat16: they were added up in it"
+        yield LintRemark(topic="gradient precision", text=text, weight=Weight.PRECISION)
 
 
 def _are_in_bf16(values: Sequence[float]) -> bool:

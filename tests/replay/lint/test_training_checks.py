@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from capture.file_format.optimizer_state import StateSample
 from replay.verdict.pass_values import RecordedPass, WeightComparison
@@ -147,3 +148,17 @@ def test_a_schedule_that_is_stepped_by_each_micro_batch_is_said(numbers: tuple[i
     ]
     told = "learning rate: its schedule was stepped 4 times between two optimizer steps, in 3 of 3"
     assert [text for text in say(passes) if text.startswith("learning rate")] == ([told] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounds", "says"), [("float32", True, True), ("float32", False, False), ("bfloat16", True, False)]
+)
+def test_fp32_gradients_that_were_added_up_in_bf16_are_said(dtype: str, rounds: bool, says: bool) -> None:
+    sums = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    values = (sums.bfloat16().float() if rounds else sums).tolist()
+    gradients = make_samples(
+        *(make_sample(f"layers.{number}.weight", value, dtype) for number, value in enumerate(values))
+    )
+    said = [text for text in say([make_pass(step=make_step(gradients=gradients))]) if "gradient precision" in text]
+    told = "gradient precision: fp32 gradients, sums of 2 passes, are values of bfloat16: they were added up in it"
+    assert said == ([told] if says else [])
