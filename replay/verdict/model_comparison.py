@@ -10,7 +10,7 @@ from capture.file_format.model_facts import ModelFacts
 from capture.file_format.name_patterns import PatternTable, format_patterns, split_name
 from capture.record.wrapper_facts import GRADIENT_SYNC
 from replay.tolerances.difference import roundoff
-from replay.verdict.model_facts import ALL_PARAMETERS, WHOLE_MODEL, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import ALL_PARAMETERS, OTHER_TEXT, WHOLE_MODEL, ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import RecordedPass
 
 _REPLAY_PACKAGES = ("actor_init", "replay")
@@ -235,7 +235,7 @@ class _Comparison:
         elif self._is_comparable(own["class"]):
             for key in ("code", "methods"):
                 if job.get(key) != own.get(key):
-                    self._add(ModelDifferenceKind.FORWARD, where, key, job="another text", replay=own["class"])
+                    self._add(ModelDifferenceKind.FORWARD, where, key, job=OTHER_TEXT, replay=own["class"])
         job_attributes, own_attributes = job.get("attributes", {}), own.get("attributes", {})
         for key, own_value in own_attributes.items():
             if key in job_attributes and not _is_same_value(job_attributes[key], own_value):
@@ -260,9 +260,7 @@ class _Comparison:
                 if job_name and job_name != own_name and not _is_fused(job_name):
                     self._add(ModelDifferenceKind.FUNCTION, f"{file}:{name}", job=job_name, replay=own_name or file)
                 elif own_digest and job_digest != own_digest and self._is_comparable(job_name or file):
-                    self._add(
-                        ModelDifferenceKind.FUNCTION, f"{file}:{name}", job="another text", replay=own_name or file
-                    )
+                    self._add(ModelDifferenceKind.FUNCTION, f"{file}:{name}", job=OTHER_TEXT, replay=own_name or file)
         for name, (job_name, job_digest) in self.job.patches.items():
             if self.replay.patches.get(name) != [job_name, job_digest]:
                 package, _, function = name.rpartition(".")
@@ -291,7 +289,7 @@ class _Comparison:
         if not is_same_name:
             self._add(kind, WHOLE_MODEL, key, job=job[0], replay=own_name)
         elif own is not None and job[1] != own[1] and self._is_comparable(job[0]):
-            self._add(kind, WHOLE_MODEL, key, job="another text", replay=own_name)
+            self._add(kind, WHOLE_MODEL, key, job=OTHER_TEXT, replay=own_name)
 
     def _compare_parameters(self) -> None:
         job_parameters = PatternTable(self.job.parameters)

@@ -54,6 +54,8 @@ class ModelDifferenceKind(StrEnum):
 
 
 ALL_PARAMETERS, WHOLE_MODEL = "all parameters", "the model"
+# What the job has of a function whose name is the replay's, and whose source is not.
+OTHER_TEXT = "another text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

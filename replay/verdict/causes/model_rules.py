@@ -20,7 +20,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
-from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, OPTIMIZER_STATE
 
@@ -108,6 +108,8 @@ def describe_model_difference(difference: ModelDifference) -> str:
     what = f"{difference.key} of {difference.where}" if difference.key else difference.where
     ranks = f" (rank {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
     job, replay = ("none" if value is None else value for value in (difference.job, difference.replay))
+    if difference.job == OTHER_TEXT:
+        return f"the source of {what} in the job{ranks} is not that of {replay} here"
     match difference.kind:
         case Kind.CONFIG:
             return f"the config's {what} is {job} in the job{ranks}, {replay} here"
@@ -168,7 +170,8 @@ def _name_difference(
     chosen, is_forward = fitting[0], evidence.is_forward_wrong
     certain_kinds = (*CERTAIN_KINDS, Kind.FROZEN) if is_forward else CERTAIN_GRADIENT_KINDS
     is_certain = len(fitting) == 1 and chosen.kind in certain_kinds
-    more = f"; {len(fitting) - 1} more such differences are in run.json" if fitting[1:] else ""
+    more = "".join(f"; also {describe_model_difference(second)}" for second in fitting[1:2])
+    more += f"; {len(fitting) - 2} more in run.json" if fitting[2:] else ""
     return Cause(
         name=choose_cause_name(chosen, is_forward=is_forward),
         sureness=Sureness.IS if is_certain else Sureness.PROBABLY,
