@@ -266,12 +266,16 @@ def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_schedule_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method that steps a schedule. Its constructor calls it once, which is no step of the job."""
+    """Wrap the method that steps a schedule. Its constructor calls it once, which is no step of the job.
+
+    Accelerate's AcceleratedScheduler steps a schedule once for each rank, on purpose, so that is not counted.
+    """
 
     @functools.wraps(original)
     def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(schedule, *args, **kwargs)
-        if getattr(schedule, "_step_count", 0) > 1:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if getattr(schedule, "_step_count", 0) > 1 and caller != "accelerate.scheduler":
             for callbacks in _find_active_callbacks():
                 callbacks.after_schedule_step(schedule.optimizer)
         return result

@@ -265,6 +265,7 @@ class StepWindow:
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
             settings=settings,
+            num_schedule_steps=self._schedule_steps.pop(optimizer, 0),
             has_state=has_engine_stepped(self._sampler.model),
         )
         state = self._state_sampler.sample(optimizer, engine_gradients)

@@ -93,13 +93,9 @@ def _list_names(subject: LintSubject) -> list[str]:
 
 
 def _check_schedule(subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where the schedule was stepped several times a step, as it is by each micro-batch.
-
-    Accelerate's AcceleratedScheduler steps a schedule once for each rank, on purpose.
-    """
-    num_ranks = max((recorded.world_size or 1 for recorded in subject.trained), default=1)
+    """Say so where the schedule was stepped several times a step, as by each micro-batch, or by an engine as well."""
     steps = {step.number: step.num_schedule_steps for step in _list_steps(subject)}
-    often = [number for number in steps.values() if number not in (0, 1, num_ranks)]
+    often = [number for number in steps.values() if number > 1]
     if often:
         text = (
             f"its schedule was stepped {often[-1]} times between two optimizer steps, in {len(often)} of {len(steps)}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.nn.utils import clip_grad_norm_ as imported_before
@@ -500,6 +501,20 @@ def test_schedule_steps_are_counted(tmp_path: Path, is_by_micro_batch: bool) -> 
                 schedule.step()
             optimizer.zero_grad()
     assert [step.num_schedule_steps for step in read_steps(tmp_path)] == ([2, 2, 2] if is_by_micro_batch else [0, 1, 1])
+
+
+def test_the_schedule_steps_that_accelerate_takes_for_each_rank_are_not_counted(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    linear = torch.optim.lr_scheduler.LinearLR(optimizer)
+    schedule = AcceleratedScheduler(linear, [optimizer], step_with_optimizer=False)
+    with recording(model, tmp_path, reproduce=True):
+        for _ in range(2):
+            compute_loss(model).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert [step.num_schedule_steps for step in read_steps(tmp_path)] == [0, 0]
 
 
 def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> None:
