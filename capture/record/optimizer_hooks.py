@@ -10,6 +10,7 @@ clipping by the optimizer). So while hooks are attached, attributes of modules a
   seen, and has to note its norm; until a clipping is seen, gradients there count as maybe clipped
   (`SEES_ALL_CLIPPING`).
 * the step of torch's schedules of the learning rate, which has no hook either.
+* `GradScaler.step`: where gradients overflowed, it returns without a step, of which nothing else tells.
 * the function of its own that DeepSpeed's engine clips with. Others get nothing from it before the step
   (https://github.com/deepspeedai/DeepSpeed/pull/1292 has the norm after it).
 """
@@ -48,6 +49,9 @@ class OptimizerCallbacks(Protocol):
 
     def after_schedule_step(self, optimizer: Any) -> None:
         """A schedule has set the learning rate of this optimizer anew."""
+
+    def after_scaled_step(self, optimizer: Optimizer) -> None:
+        """A GradScaler has let the optimizer step, or has left the step out."""
 
 
 class OptimizerHooks:
@@ -181,6 +185,7 @@ def _wrap_functions() -> None:
         _replace(modules, clip_grad.clip_grad_norm_, _wrap_clip_grad_norm)
     _replace(modules, getattr(clip_grad, "_get_total_norm", None), _wrap_get_total_norm)
     _replace(modules, clip_grad.clip_grad_value_, _wrap_clip_by_value)
+    _replace([torch.amp.GradScaler], torch.amp.GradScaler.step, _wrap_scaled_step)
     if (engine := sys.modules.get("deepspeed.runtime.engine")) is not None:
         _replace([engine], vars(engine).get("clip_grad_norm_"), _wrap_clip_grad_norm)
     _replace([LRScheduler], vars(LRScheduler).get("step"), _wrap_schedule_step)
@@ -250,6 +255,19 @@ def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return total_norm
 
     return get_total_norm
+
+
+def _wrap_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap GradScaler's step, which calls the optimizer's unless gradients overflowed."""
+
+    @functools.wraps(original)
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scaler, optimizer, *args, **kwargs)
+        for callbacks in _find_active_callbacks():
+            callbacks.after_scaled_step(optimizer)
+        return result
+
+    return step
 
 
 def _wrap_clip_by_value(original: Callable[..., Any]) -> Callable[..., Any]:

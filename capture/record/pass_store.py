@@ -99,6 +99,10 @@ class PassStore:
         self._num_passes_dropped = 0
         # The latest optimizer step, with those of its parts that have arrived.
         self._step: OptimizerStep | None = None
+        # Steps that GradScaler left out inside a fused optimizer, which the job's thread has counted: the device alone
+        # knew. And the number of the latest such step, which is one only if no other optimizer takes a part of it.
+        self._num_steps_left_out = 0
+        self._step_left_out: int | None = None
         # Whether the latest pass is held in memory until the next one comes: its outputs and notes come later than it.
         self._holds_latest = retention.reproduce
         self._has_warned_of_notes = False
@@ -132,6 +136,8 @@ class PassStore:
             case RecordingEnded():
                 rank, rank_folder = self.rank_and_folder
                 end = task.make_record(rank, self.recording_id)
+                if end.num_steps is not None:
+                    end = replace(end, num_steps=self._count_taken(end.num_steps))
                 write_end_record(rank_folder, end, stamp=format_stamp(self._opened))
             case _:
                 task()
@@ -170,7 +176,7 @@ class PassStore:
             training=snapshot.training,
             environment={**read_environment(), **snapshot.settings} if self._retention.reproduce else None,
             weights=None if snapshot.weights is None else snapshot.weights.to_parameter_samples().to_json(),
-            optimizer_step=snapshot.optimizer_step,
+            optimizer_step=None if snapshot.optimizer_step is None else self._count_taken(snapshot.optimizer_step),
             recording=self.recording_id,
         )
         if notes is not None:
@@ -265,7 +271,14 @@ class PassStore:
             self._wait_for_copies(part.copy_events)
         except CaptureError:
             return
-        step = part.make_step()
+        step, number = part.make_step(), self._count_taken(part.step.number)
+        if step is None:
+            # Another optimizer may have taken its part of the step before.
+            is_taken = self._step is not None and self._step.number == number
+            self._step_left_out = None if is_taken else part.step.number
+            return
+        self._step_left_out = None
+        step = replace(step, number=number)
         if self._step is not None and self._step.number == step.number:
             step = merge_steps(self._step, step)
         self._step = step
@@ -279,6 +292,13 @@ class PassStore:
             self._write_step(last)
         if step.grad_norm is not None:
             self._observer.on_outputs(step.passes[-1], {"grad_norm": step.grad_norm})
+
+    def _count_taken(self, number: int) -> int:
+        """Return how many of the first `number` steps that the job's thread has counted were taken."""
+        if self._step_left_out is not None and number > self._step_left_out:
+            self._num_steps_left_out += 1
+            self._step_left_out = None
+        return number - self._num_steps_left_out
 
     def _write_step(self, last: EncodedCall) -> None:
         """Put the latest step into `last`, with the norm that the job noted if no hook saw a whole one."""

@@ -337,6 +337,9 @@ class Recorder:
         if self.position.phase == "in the optimizer's step":
             self._enter_phase("after the optimizer's step")
 
+    def after_scaled_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._update_window(lambda window: window.end_scaled_step(optimizer))
+
     def _update_window(self, update: Callable[[StepWindow], StepPart | None]) -> StepPart | None:
         """Call `update` with the window of optimizer steps, if there is one.
 

@@ -39,6 +39,7 @@ _MODES = ("adam_w_mode", "decoupled_weight_decay")
 _NO_SETTINGS = ("params", "param_names", "step")
 # Names, or beginnings of names, of numbers that are copied to the host.
 _SHARE, _SETTING, _NORM, _SIGNATURES, _STATE = "share ", "setting ", "norm", "signatures", "state"
+_FOUND_INF = "found inf"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +62,13 @@ class StepPart:
     others: Mapping[str, Tensor]
     copy_events: list[torch.cuda.Event]
 
-    def make_step(self) -> OptimizerStep:
-        """Return the step as it is written, once everything is on the host."""
+    def make_step(self) -> OptimizerStep | None:
+        """Return the step as it is written, once everything is on the host; None if GradScaler left it out."""
         count = len(self.flat) - len(self.names)
         values = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
         values |= {name: float(value.item()) for name, value in self.others.items()}
+        if values.get(_FOUND_INF):
+            return None
         settings = [dict(group) for group in self.step.settings]
         for name, value in values.items():
             if name.startswith(_SETTING):
@@ -217,6 +220,11 @@ class StepWindow:
             local_norm, is_part = copy_local_norm(norm)
             self._clipping = replace(self._clipping, norm=local_norm, is_part_of_norm=is_part)
 
+    def end_scaled_step(self, optimizer: Optimizer) -> None:
+        """Forget the passes whose gradients a GradScaler was to step on, if it has left the step out."""
+        if not self._has_stepped and self._find_relation(optimizer)[0]:
+            self._begin_window()
+
     def begin_step(self, optimizer: Optimizer) -> StepPart | None:
         """Describe the step that an optimizer begins.
 
@@ -279,6 +287,12 @@ class StepWindow:
             ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             gradients, without_gradient = self._sampler.sample_gradients(ids, excluded=self._sampled_names)
             signatures = self._sign(ids)
+            if isinstance(scale := vars(optimizer).get("grad_scale"), Tensor):
+                # A fused optimizer divides by GradScaler's scale itself.
+                gradients = None if gradients is None else replace(gradients, values=_divide(gradients.values, scale))
+                signatures = (
+                    None if signatures is None else replace(signatures, values=_divide(signatures.values, scale))
+                )
         elif self._sampled_names:
             # An earlier part of this step has the samples that were taken before the clipping.
             gradients, without_gradient, signatures = None, [], None
@@ -303,6 +317,9 @@ class StepWindow:
         tensors |= {f"{_SHARE}{number}": share for number, share in self._shares.items()}
         if clipping is not None and clipping.norm is not None:
             tensors[_NORM] = clipping.norm
+        if isinstance(found_inf := vars(optimizer).get("found_inf"), Tensor):
+            # A fused optimizer leaves the step out on its device, if GradScaler found an overflow.
+            tensors[_FOUND_INF] = found_inf.detach().reshape(1)
         clips_early = self._was_clipped_before_last_pass or self._was_clipped_in_parts
         step = OptimizerStep(
             number=self.number - 1,
@@ -380,6 +397,11 @@ class StepWindow:
                 relation = True, weakref.ref(wrapper)
             self._relations[optimizer] = relation
         return relation
+
+
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    """Divide gradients by their scale on their device, unless that is another one: moving it would wait."""
+    return values.float() / scale if scale.device == values.device else values
 
 
 def name_library(optimizer: Optimizer) -> str:

@@ -470,6 +470,60 @@ def test_a_large_model_is_sampled_in_turns_weights_and_gradients_alike(tmp_path:
     assert len(seen) == 2 * NUM_PER_STEP
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_step_that_a_scaler_leaves_out_is_none(
+    tmp_path: Path, fused: bool, set_to_none: bool, unscales: bool
+) -> None:
+    """A fused optimizer is called all the same, with gradients that are scaled if the loop has not unscaled them."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with recording(model, tmp_path, reproduce=True):
+        for number in range(4):
+            scaler.scale(compute_loss(model, IDS_BS + number) * (math.inf if number == 1 else 1)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    steps = read_steps(tmp_path)
+    assert [(step.number, step.passes) for step in steps] == [(0, (0,)), (1, (2,)), (2, (3,))]
+    assert [step.state_steps for step in steps] == [(), (1,), (2,)]
+    assert [call.optimizer_step for call in read_calls(tmp_path)] == [0, 1, 1, 2]
+    for number, step in zip([0, 2, 3], steps, strict=True):
+        own = compute_gradients(lambda m, number=number: compute_loss(m, IDS_BS + number))  # type: ignore[misc]
+        assert_samples_are(step, own, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_that_a_scaler_leaves_out_for_one_of_two_optimizers_is_the_others(
+    tmp_path: Path, is_first: bool
+) -> None:
+    model = Model()
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
+    of_head, of_rest = (torch.optim.AdamW(group, lr=0.0, fused=True) for group in (model.head.parameters(), rest))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with recording(model, tmp_path, reproduce=True):
+        for number in range(3):
+            scaler.scale(compute_loss(model)).backward()
+            if number == 1:
+                assert model.head.weight.grad is not None
+                model.head.weight.grad.fill_(math.inf)
+            for optimizer in (of_head, of_rest) if is_first else (of_rest, of_head):
+                scaler.step(optimizer)
+            scaler.update()
+            of_head.zero_grad()
+            of_rest.zero_grad()
+    steps = read_steps(tmp_path)
+    assert [(step.number, step.passes) for step in steps] == [(0, (0,)), (1, (1,)), (2, (2,))]
+    has_head = [
+        any(sample.name.startswith("head") for sample in step.gradients.samples) for step in steps if step.gradients
+    ]
+    assert has_head == [True, False, True]
+
+
 def test_a_step_that_the_job_left_out_is_none(tmp_path: Path) -> None:
     """As fp16's scaler does: the gradients are emptied, and the optimizer is not called."""
     model = Model()
@@ -824,6 +878,7 @@ def test_hooks_that_are_removed_twice_are_removed() -> None:
         def before_clipping(self, *_: Any) -> None: ...
         def after_clipping(self, *_: Any) -> None: ...
         def before_step(self, *_: Any) -> None: ...
+        def after_scaled_step(self, *_: Any) -> None: ...
         def after_step(self) -> None: ...
         def after_schedule_step(self, *_: Any) -> None: ...
 
