@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.families.models import read_answer
+from benchmarks.harness import markdown
 
 LOSS_BOUND = 1e-5  # relative: fp32 sums in another order
 NORM_BOUND = 1e-4
@@ -41,14 +42,13 @@ def table(home: Path, outcomes: Outcomes, forms: Sequence[str]) -> str:
     """Return the counts, a row a family, and the reasons of the refusals, as Markdown."""
     verdicts = {key: verdict(home, one) for key, one in outcomes.items()}
     families = list(dict.fromkeys(family for family, _ in outcomes))
-    lines = ["| | " + " | ".join(forms) + " |", "|---|" + "---|" * len(forms)]
+    counted = [["", *forms]]
     for word in ("right", "refused", "wrong", "raw error", "died"):
         counts = Counter(form for (_, form), found in verdicts.items() if found == word)
-        lines.append(f"| {word} | " + " | ".join(str(counts[form]) for form in forms) + " |")
-    lines += ["", "| family | " + " | ".join(forms) + " |", "|---|" + "---|" * len(forms)]
-    for family in families:
-        cells = (verdicts.get((family, form), "not run") for form in forms)
-        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+        counted.append([word, *(str(counts[form]) for form in forms)])
+    rows = [["family", *forms]]
+    rows += [[family, *(verdicts.get((family, form), "not run") for form in forms)] for family in families]
+    lines = [markdown(counted), "", markdown(rows)]
     reasons: dict[str, list[str]] = {}
     for (family, form), one in outcomes.items():
         if "refused" in one:

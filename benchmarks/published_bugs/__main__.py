@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import ROOT, markdown
 from benchmarks.published_bugs.bugs import BUGS, Bug
 
-ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(__file__).resolve().parent / "jobs"
 QUIET = ("EQUAL", "WITHIN NOISE")
 
@@ -48,7 +48,7 @@ def main() -> None:
             rows.append(row_of(name, bug, arguments.home, arguments.out / name))
             print(json.dumps(rows[-1], indent=1), flush=True)
     if rows:
-        print("\n".join(table(rows)))
+        print(table(rows))
         print(f"{sum(row['found'] == 'yes' for row in rows)} of {len(rows)} found")
 
 
@@ -127,10 +127,9 @@ def last_error(log: Path) -> str:
     return (errors or lines or ["nothing was said"])[-1][:200]
 
 
-def table(rows: list[dict[str, str]]) -> list[str]:
+def table(rows: list[dict[str, str]]) -> str:
     columns = ("bug", "releases", "command", "broken", "fixed", "found")
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return lines + ["| " + " | ".join(row[column].replace("|", "/") for column in columns) + " |" for row in rows]
+    return markdown([columns, *([row[column].replace("|", "/") for column in columns] for row in rows)])
 
 
 if __name__ == "__main__":
