@@ -55,7 +55,7 @@ def record_and_replay(kind: str, given: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     model = ["--model", given.model] if given.model else []
     model += ["--num-layers", str(given.num_layers)] if given.num_layers else []
-    job = ["--module", "benchmarks", "trainer_verdicts", "--job", kind, "--inputs", str(given.inputs.resolve())]
+    job = ["-m", "benchmarks", "trainer_verdicts", "--job", kind, "--inputs", str(given.inputs.resolve())]
     record = [sys.executable, "-m", "capture", "run", "--to", str(folder / "captures")]
     said = run_to_end([*record, *job, "--out", str(folder), *model])
     logged = [line.removeprefix("logged ") for line in said.splitlines() if line.startswith("logged ")]
