@@ -13,10 +13,9 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Answers, make_parser, markdown, run
+from benchmarks.harness import Answers, Ended, make_parser, markdown, run
 from replay.runlog.reader import read_records
 from replay.runlog.records import PassRecord
 from replay.runlog.summary import Statistics, summarize
@@ -56,6 +55,7 @@ FOUR_GPUS = {
     "fsdp2, two data ranks x tp 2": "--backend fsdp2 --tp 2 --shuffle-inputs",
 }
 COMPILED = ", compiled"
+OUT_OF_TIME = "not run: out of time"
 LISTS = {
     1: ONE_GPU,
     **{
@@ -115,10 +115,13 @@ def main() -> int:
         logs = given.out / name.replace(",", "").replace(" ", "-")
         typed = [*shlex.split(flags), *replay_arguments, "--quiet", "--log-folder", str(logs)]
         left = given.total - (time.monotonic() - began)
-        if name not in answers.known and left < 20:
-            rows.append(Row(name=name, error="not run: out of time"))
-            continue
-        error = answers.ask(name, partial(_replay, [*_launcher(num_gpus, flags), *typed], min(given.limit, left)))
+        error = answers.known.get(name, OUT_OF_TIME)
+        if name not in answers.known and left >= 20:
+            ended = _replay([*_launcher(num_gpus, flags), *typed], min(given.limit, left))
+            if ended.exit_code is not None or left >= given.limit:
+                stopped = f"stopped after {given.limit:.0f} s"
+                error = {0: "", None: stopped}.get(ended.exit_code, f"exit code {ended.exit_code}")
+                answers.keep(name, error)
         rows.append(_row(name, num_gpus, logs, error))
         print(markdown([_cells(rows[-1], rows), []]).splitlines()[0], flush=True)
     print(f"\n{answers.machine}\n\n{markdown([COLUMNS, *(_cells(row, rows) for row in rows)])}")
@@ -133,16 +136,12 @@ def _launcher(num_gpus: int, flags: str) -> list[str]:
     return ["deepspeed", f"--num_gpus={num_gpus}", "replay"]
 
 
-def _replay(command: list[str], limit: float) -> str:
-    """Return the error, empty if the run succeeded."""
+def _replay(command: list[str], limit: float) -> Ended:
     print(f"$ {shlex.join(command)}", flush=True)
     ended = run(command, limit=limit)
-    if ended.exit_code is None:
-        return f"stopped after {limit:.0f} s"
     if ended.exit_code:
         print("\n".join(ended.output.splitlines()[-15:]), flush=True)
-        return f"exit code {ended.exit_code}"
-    return ""
+    return ended
 
 
 def _row(name: str, num_gpus: int, logs: Path, error: str) -> Row:

@@ -8,8 +8,10 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,7 @@ class Answers:
         self.machine = describe_machine()
         self.known: dict[str, Any] = {}
         self._writes = writes and given.out is not None
-        self._path = Path(given.out or ".") / f"{title}.jsonl"
+        self._path = Path(given.out or ".") / (re.sub(r"\W+", "-", title) + ".jsonl")
         arguments = {name: str(value) for name, value in vars(given).items() if name not in HOW_MUCH}
         head = {"machine": self.machine, "arguments": arguments, "more": list(more)}
         lines = self._path.read_text().splitlines() if given.out is not None and self._path.exists() else []
@@ -59,6 +61,8 @@ class Answers:
         self.known.update(pair for line in lines[1:] for pair in json.loads(line).items())
         if not lines:
             self._write(head)
+        elif writes:
+            print(f"{len(lines) - 1} answers are in {self._path} and are not asked again", file=sys.stderr)
 
     def ask(self, name: str, answer: Callable[[], T]) -> T:
         """Return the answer that is known, or else that of the function, which is kept: a value of JSON."""

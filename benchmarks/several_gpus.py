@@ -69,7 +69,9 @@ def main() -> int:
     work = Path("/tmp/several-gpus")
     work.mkdir(exist_ok=True)
     scale = _tiny(work) if given.tiny else Scale(qwen=_qwen3(work, 128256, 4096, 12288, num_heads=32))
-    asked = [one for one in questions(scale, given.inputs.resolve(), work) if re.search(given.only, one.name)]
+    asked = [
+        one for one in questions(scale, given.inputs.resolve(), work, given.out) if re.search(given.only, one.name)
+    ]
     if given.list:
         print("\n".join(f"{one.name} ({one.num_gpus} GPUs, {one.seconds} s)\n    {one.line}" for one in asked))
         return 0
@@ -91,10 +93,10 @@ def main() -> int:
     return int(any(one.name not in answers.known or answers.known[one.name]["exit_code"] != 0 for one in asked))
 
 
-def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
+def questions(scale: Scale, inputs: Path, work: Path, out: Path | None) -> Iterator[Question]:
     """Yield the questions; those whose answers are awaited most come first."""
     fed = f"--inputs {inputs}"
-    logs = f"--log-folder {work}/logs"
+    logs, kept = f"--log-folder {work}/logs", "OUT" if out is None else out.resolve()
     titan = f"{BENCHMARKS} beside_torchtitan --form compiled --kernels fused {scale.titan}"
     for options in ("", "--tp 2", "--tp 2 --sequence-parallel"):
         yield Question(name=f"torchtitan: {options or 'data ranks'}", seconds=200, line=f"{titan} {options}")
@@ -109,7 +111,7 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     table = f"python -m benchmarks configurations --warmup 2 --limit 150 {scale.model}"
     of_two = f"{table} --num-gpus 2 {fed} --max-inputs"
     only = "--only '(one GPU|two data ranks), compiled$'"
-    yield Question(name="data ranks: shuffled, compiled", seconds=330, line=f"{of_two} 40 {only} --out {work}/dealt")
+    yield Question(name="data ranks: shuffled, compiled", seconds=330, line=f"{of_two} 40 {only} --out {kept}/dealt")
     for kind, backend in (("fsdp2", "--backend fsdp2"), ("zero3", "--zero-stage 3")):
         yield from _captured(scale, kind, backend, work)
     for name, options in (("fsdp2, compiled", "--backend fsdp2 --compile"), ("ZeRO 3", "--zero-stage 3")):
@@ -137,12 +139,12 @@ def questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]:
     yield Question(name="sample: fsdp2 --tp 2", seconds=90, line=f"torchrun replay --backend fsdp2 --tp 2 {logs}")
 
     for name, pattern in (("eager", "^(?!.*compiled)"), ("compiled", "^(?!.*sdpa).*compiled")):
-        line = f"{of_two} 10 --only '{pattern}' --out {work}/two-{name}"
+        line = f"{of_two} 10 --only '{pattern}' --out {kept}/two-{name}"
         yield Question(name=f"configurations: two GPUs, {name}", seconds=540, line=line)
     long_rows = f"python -m benchmarks long_input {work}/long {scale.row} --count 8"
-    line = f"{table} --num-gpus 2 --only '(one GPU|tp 2|ring 2)$' --inputs {work}/long --out {work}/two-long"
+    line = f"{table} --num-gpus 2 --only '(one GPU|tp 2|ring 2)$' --inputs {work}/long --out {kept}/two-long"
     yield Question(name="configurations: two GPUs, long rows", seconds=300, line=f"{long_rows} && {line}")
-    line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {work}/four"
+    line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {kept}/four"
     yield Question(name="configurations: four GPUs", seconds=540, line=line, num_gpus=4)
     full = f"{parity} --matrix full --at-once {scale.at_once} --run-limit 150 --time-limit 480"
     yield Question(name="parity: full", seconds=560, line=full)
