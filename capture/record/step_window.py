@@ -77,6 +77,9 @@ class StepPart:
         gradients = None
         if self.gradients is not None:
             gradients = replace(self.gradients, values=self.flat).to_parameter_samples()
+        state = () if self.state is None else self.state.to_samples()
+        state_steps = () if self.state is None else self.state.list_steps()
+        has_values = any(value for sample in state for values in sample.values.values() for value in values)
         return replace(
             self.step,
             shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
@@ -84,8 +87,10 @@ class StepPart:
             signatures=() if self.signatures is None else self.signatures.to_signatures(),
             grad_norm=values.get(_NORM),
             settings=merge_equal_settings(settings),
-            state=() if self.state is None else self.state.to_samples(),
-            state_steps=() if self.state is None else self.state.list_steps(),
+            state=state,
+            state_steps=state_steps,
+            # A fused optimizer makes its state in a step that GradScaler leaves out, and counts none.
+            has_state=False if state_steps == (0,) and not has_values else self.step.has_state,
         )
 
 

@@ -82,18 +82,28 @@ class InputRound:
     job_passes: Sequence[JobPass] = ()
 
 
-def is_whole_window(captures: Sequence[SelectedCapture]) -> bool:
-    """Are these all the passes, of all ranks, that one step of the job's optimizer took its gradient from?"""
+def find_whole_window(captures: Sequence[SelectedCapture]) -> list[SelectedCapture]:
+    """Return the passes, of all ranks, behind one step of the job's optimizer; none where some are missing.
+
+    Passes before them whose gradients no step took, as where GradScaler found an overflow, are left out.
+
+    captures  training passes with the same number of steps before them
+    """
     by_rank: dict[int, list[SelectedCapture]] = {}
     for capture in captures:
         by_rank.setdefault(capture.rank or 0, []).append(capture)
-    if len(by_rank) != (captures[0].world_size or 1):
-        return False
-    return all(
-        rank_captures[-1].window_digest is not None
-        and rank_captures[-1].window_digest == digest_window([capture.forward_number for capture in rank_captures])
-        for rank_captures in by_rank.values()
-    )
+    if not captures or len(by_rank) != (captures[0].world_size or 1):
+        return []
+    window: list[SelectedCapture] = []
+    for rank_captures in by_rank.values():
+        digest = rank_captures[-1].window_digest
+        numbers = [capture.forward_number for capture in rank_captures]
+        begins = (begin for begin in range(len(numbers)) if digest_window(numbers[begin:]) == digest)
+        begin = None if digest is None else next(begins, None)
+        if begin is None:
+            return []
+        window += rank_captures[begin:]
+    return window
 
 
 class WindowOrder:
@@ -111,14 +121,12 @@ class WindowOrder:
         for _, group in groupby(captures, key=lambda capture: capture.optimizer_step):
             step_captures = list(group)
             training = [capture for capture in step_captures if capture.trains]
-            is_whole = bool(training) and is_whole_window(training)
-            if is_whole and self.num_passes is None:
-                self.num_passes = len(training)
-            if is_whole and len(training) == self.num_passes:
-                yield from step_captures
-            else:
-                yield from (capture for capture in step_captures if not capture.trains)
-                outside_windows += training
+            window = find_whole_window(training)
+            if window and self.num_passes is None:
+                self.num_passes = len(window)
+            members = set(map(id, window if len(window) == self.num_passes else []))
+            yield from (capture for capture in step_captures if not capture.trains or id(capture) in members)
+            outside_windows += [capture for capture in training if id(capture) not in members]
         yield from outside_windows
 
 
