@@ -44,8 +44,10 @@ FORWARD_KINDS = (
     Kind.DTYPE,
 )
 LOSS_KINDS = (Kind.LOSS_FUNCTION, Kind.FORWARD, Kind.FUNCTION, Kind.HOOK, Kind.CONFIG)
+# What makes the forward another one, however little its numbers show of that: a gradient may show more.
+OTHER_FORWARD_KINDS = (Kind.BUFFER, Kind.MODULE, Kind.ATTRIBUTE)
 # What the recording states of the gradient itself, and code that may have changed it on its way.
-STATED_GRADIENT_KINDS = (Kind.WRAPPER, Kind.FROZEN, Kind.TIED)
+STATED_GRADIENT_KINDS = (Kind.WRAPPER, Kind.FROZEN, Kind.TIED, *OTHER_FORWARD_KINDS)
 GRADIENT_CODE_KINDS = (
     Kind.WRAPPER,
     Kind.PARAMETER_HOOK,

@@ -1,12 +1,14 @@
 """Which cause explains a wrong gradient: made gradients, whose faults are known."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
+from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
     NAMES,
@@ -111,3 +113,14 @@ def test_a_gradient_of_a_round_norm_was_clipped_by_the_jobs_own_code() -> None:
     cause = find_causes(make_gradient_evidence(make_window([clipped], SOUND)))[0]
     assert (cause.name, cause.sureness) == (CauseName.CLIPPING, Sureness.PROBABLY)
     assert "a norm of 1" in cause.sentence
+
+
+def test_a_buffer_of_other_values_probably_changes_a_gradient_that_shows_more_than_its_forward() -> None:
+    zeros = ModelDifference(
+        kind=ModelDifferenceKind.BUFFER, where="model.rotary_emb.inv_freq", job="0, 0", replay="1, 0.01"
+    )
+    evidence = make_gradient_evidence(make_window([{**SOUND, Q_PROJ: transpose_gradient(SOUND[Q_PROJ])}], SOUND))
+    settings = replace(evidence.settings, model_differences=[zeros])
+    cause = find_causes(replace(evidence, settings=settings))[0]
+    assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.PROBABLY)
+    assert "model.rotary_emb.inv_freq is 0, 0 in the job" in cause.sentence
