@@ -4,6 +4,7 @@ A step that was asked for (--step) is a part of its pass. One that follows the j
 neither a result nor a pass from the run, so it is left out where anything speaks against it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from actor_init.backends.protocol import Backend
 from actor_init.declarations.backends import find_declaration
 from actor_init.model import count_parameters
+from actor_init.optimizer import TORCH_DTYPES
 from actor_init.world import World
 from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.resolved import ResolvedReplay
@@ -117,12 +119,24 @@ class StepFollower:
                 dtype=sample.dtype,
                 start=sample.start,
                 job_values=sample.values,
-                replay_values=values[name],
+                replay_values=self._undo_rounding(values[name], initial[name]),
                 initial_values=tuple(initial[name]),
             )
             for name, sample in samples.items()
             if name in values and name in initial and sample.values
         ]
+
+    def _undo_rounding(self, values: Sequence[float], initial_values: Sequence[float]) -> tuple[float, ...]:
+        """Return weights behind steps as they were if the masters had begun with the weights of the model's files.
+
+        Masters that are made of weights in a 16-bit dtype begin rounded, by more than a small step moves them.
+        """
+        if not find_declaration(self.spec.actor.backend).rounds_masters:
+            return tuple(values)
+        rounded = torch.tensor(initial_values, dtype=torch.double).to(TORCH_DTYPES[self.spec.actor.dtype]).tolist()
+        return tuple(
+            value - begun + initial for value, begun, initial in zip(values, rounded, initial_values, strict=True)
+        )
 
     def _leave_out_state(self, cost: CostSection) -> CostSection:
         """Return what a pass cost without the optimizer's state, if nobody asked for steps."""

@@ -194,6 +194,7 @@ class BackendDeclaration:
     predict_memory       returns what the actor holds; its second argument: does the optimizer step?
     suite_trainings      configurations of `replay suite`
     cuts_parameters      tells whether the optimizer is given pieces of parameters as plain tensors
+    rounds_masters       the fp32 masters are made of weights in --dtype, and so begin rounded to it
     """
 
     name: str
@@ -215,6 +216,7 @@ class BackendDeclaration:
     predict_memory: Callable[[ActorSettings, bool], ShardedMemory] = unsharded_fp32_memory
     suite_trainings: Sequence[SuiteTraining] = ()
     cuts_parameters: Callable[[ActorSettings], bool] = gives_whole_parameters
+    rounds_masters: bool = False
 
     @property
     def shards(self) -> bool:

@@ -78,6 +78,7 @@ DECLARATION = BackendDeclaration(
     find_obstacle=find_obstacle,
     accumulating_stages=(2,),
     cuts_parameters=_cuts_parameters,
+    rounds_masters=True,
     predict_memory=_predict_memory,
     suite_trainings=(SuiteTraining(zero_stage=2), SuiteTraining(suffix="-autotp", tp=True, is_standard=False)),
 )

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from actor_init.optimizer import StepSettings
+from actor_init.option_words import Dtype
+from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.step_follower import StepFollower
 
@@ -101,3 +104,18 @@ def test_a_state_that_leaves_too_little_memory_is_not_made(monkeypatch: pytest.M
     follower = follow(monkeypatch, needed=60, free=100)
     assert not run(follower, CountingBackend(), 0)[0].follows_step
     assert "Try: --step" in follower.why_stopped
+
+
+@pytest.mark.parametrize(("backend", "begun"), [("deepspeed", 0.00952148), ("fsdp2", 0.00950961)])
+def test_a_step_is_measured_from_where_the_masters_began(
+    backend: str, begun: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed makes them of weights in bf16, which is farther from the job's than a small step."""
+    follower = follow(monkeypatch)
+    cast(Any, follower.spec).actor = SimpleNamespace(backend=backend, dtype=Dtype.BF16)
+    follower.num_steps = 1
+    sample = Sample(name="w", dtype="float32", shape=(1,), start=0, values=(0.0095,))
+    checker = SimpleNamespace(match_samples=lambda _: {"w": sample}, read_initial_values=lambda _: {"w": [0.00950961]})
+    masters = SimpleNamespace(masters=lambda _: [("w", torch.tensor([begun - 1e-5]))])
+    [taken] = follower.sample_weights(cast(Any, masters), cast(Any, object()), cast(Any, checker))
+    assert taken.replay_values == pytest.approx([0.00950961 - 1e-5], abs=1e-8)
