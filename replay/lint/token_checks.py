@@ -19,6 +19,8 @@ _MIN_PROMPT = 4
 _MIN_ROWS_WITH_PROMPT = 4
 # So many steps on the same rows are no chance.
 _MIN_STEPS = 3
+# A last label may be the row's first token by chance.
+_MIN_WRAPPED = 4
 
 
 def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
@@ -52,6 +54,14 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="labels",
             text=f"in {_count(number, len(traits))} the {text}",
+            weight=Weight.WRONG_TARGETS,
+            cause=CauseName.OTHER_TOKENS,
+        )
+    wrapped, num_rows = sum(tokens.num_wrapped for tokens in traits), sum(len(tokens.rows) for tokens in traits)
+    if wrapped == num_rows >= _MIN_WRAPPED:
+        yield LintRemark(
+            topic="labels",
+            text=f"in {pluralise(num_rows, 'row')} the last token is to predict the row's first one, as after a roll",
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
         )

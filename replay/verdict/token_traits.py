@@ -57,6 +57,7 @@ class TokenTraits:
     num_labels         labels that count
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
+    num_wrapped        rows whose last token has the row's first token as its shifted label
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
     num_borders        borders between documents of one row that the job named beside position ids
     num_continued      those of them at which positions go on
@@ -73,6 +74,7 @@ class TokenTraits:
     num_labels: int = 0
     label_range: tuple[int, int] | None = None
     num_on_padding: int = 0
+    num_wrapped: int = 0
     label_offset: int | None = None
     num_borders: int = 0
     num_continued: int = 0
@@ -142,8 +144,15 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
         "num_labels": len(values),
         "label_range": (int(values.min()), int(values.max())) if len(values) else None,
         "num_on_padding": int((counts_BS & is_padding_BS).sum()),
+        "num_wrapped": sum(map(_wraps, labels_BS, ids_BS, real_BS)) if has_shifted else 0,
         "label_offset": _find_label_offset(labels_BS, ids_BS, counts_BS),
     }
+
+
+def _wraps(labels_S: Tensor, ids_S: Tensor, real_S: Tensor) -> bool:
+    """Tell whether the label beside a row's last token is the row's first token, as `roll` puts it there."""
+    tokens_T, labels_T = ids_S[real_S], labels_S[real_S]
+    return len(tokens_T) > 1 and bool(labels_T[-1] == tokens_T[0])
 
 
 def _find_label_offset(labels_BS: Tensor, ids_BS: Tensor, counts_BS: Tensor) -> int | None:
