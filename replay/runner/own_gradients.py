@@ -20,7 +20,6 @@ from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import WEIGHTING
-from replay.verdict.weight_check import WeightChecker
 
 # Each costs a forward and a backward.
 MAX_PASSES = 16
@@ -119,8 +118,7 @@ def _measure(
     num_rounds: int,
 ) -> list[OwnGradient]:
     """Measure the gradient of one pass of one data rank. The other data ranks' passes run too, and weigh nothing."""
-    world = repeater.world
-    weight_checker = WeightChecker(spec.source)
+    world, weight_checker = repeater.world, repeater.weight_checker
     rounds = [
         _keep_tokens_of(input_round, data_rank) if place == index else input_round
         for place, input_round in enumerate(repeater.selection.rounds)

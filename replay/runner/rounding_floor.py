@@ -61,13 +61,15 @@ DRIFT = 3.0
 class RunRepeater:
     """Replays some of a run's inputs once more, with other choices.
 
-    dropout  the model's dropout settings that are not 0
+    weight_checker  of the weights that the run began with, from which each replay begins
+    dropout         the model's dropout settings that are not 0
     """
 
     world: World
     spec: ResolvedReplay
     selection: Selection
     tracker: Tracker
+    weight_checker: WeightChecker
     dropout: Sequence[str]
 
     @property
@@ -97,8 +99,7 @@ class RunRepeater:
         actor = ReopenableActor(spec.actor, spec.source, self.world)
         meter = Meter.for_device(self.world.device)
         rounds = self.selection.rounds
-        weight_checker = WeightChecker(spec.source)
-        replayer = Replayer(spec, self.world, actor, meter, self.tracker, weight_checker, rounds=rounds)
+        replayer = Replayer(spec, self.world, actor, meter, self.tracker, self.weight_checker, rounds=rounds)
         passes: list[PassEvidence] = []
         try:
             for index, path in enumerate(self.selection.inputs[:num_passes]):

@@ -268,6 +268,7 @@ class Session:
             spec=self.spec,
             selection=self.selection,
             tracker=self.watch.tracker,
+            weight_checker=self.weight_checker,
             dropout=self.setting.dropout,
         )
         return conclude(

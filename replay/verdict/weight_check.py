@@ -24,6 +24,8 @@ class WeightChecker:
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
+        # The captures of a recording sample a parameter at one place, so each place is read once for all of them.
+        self._elements: dict[tuple[str, int, int], Tensor | None] = {}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -41,7 +43,7 @@ class WeightChecker:
             if name is None:
                 foreign.append(sample.name)
                 continue
-            elements = self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
+            elements = self._read_elements(name, sample)
             if elements is None:
                 continue
             compared.append(name)
@@ -74,10 +76,7 @@ class WeightChecker:
 
     def read_initial_values(self, samples: Mapping[str, Sample]) -> dict[str, list[float]]:
         """Read the elements of the samples from where this model's weights come from; those that can be read so."""
-        found = {
-            name: self._source.weights.sample(name, sample.shape, sample.start, len(sample.values))
-            for name, sample in samples.items()
-        }
+        found = {name: self._read_elements(name, sample) for name, sample in samples.items()}
         return {name: values.double().tolist() for name, values in found.items() if values is not None}
 
     def match_signatures(self, signatures: Iterable[GradientSignature]) -> dict[str, GradientSignature]:
@@ -89,6 +88,13 @@ class WeightChecker:
         """Return the samples of states by this model's names, as `match_signatures` does."""
         by_name = {self._match_name(sample): sample for sample in samples}
         return {name: sample for name, sample in by_name.items() if name is not None}
+
+    def _read_elements(self, name: str, sample: Sample) -> Tensor | None:
+        """Read the elements of a sample, which has the parameter's shape; None where they cannot be read alone."""
+        place = name, sample.start, len(sample.values)
+        if place not in self._elements:
+            self._elements[place] = self._source.weights.sample(name, sample.shape, *place[1:])
+        return self._elements[place]
 
     def _match_name(self, sample: Sample | GradientSignature | StateSample) -> str | None:
         """Find this model's name of a sampled parameter, which has to have the same shape."""

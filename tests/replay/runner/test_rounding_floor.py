@@ -24,6 +24,7 @@ def repeater_of(padding_predicts: bool = False, **actor: Any) -> RunRepeater:
         "spec": spec,
         "selection": SimpleNamespace(padding_predicts=padding_predicts),
         "tracker": None,
+        "weight_checker": None,
         "dropout": (),
     }
     return RunRepeater(**{name: cast(Any, part) for name, part in parts.items()})
