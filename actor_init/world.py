@@ -89,6 +89,8 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Pickles: for small plain data outside the timed part."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values

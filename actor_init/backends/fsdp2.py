@@ -236,7 +236,11 @@ def check_streams(device: torch.device) -> None:
 
 
 def _gather_whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return the whole of a parameter, its gradient or its state. All ranks of its mesh must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One rank holds the whole. A collective of it alone would cost each parameter of each pass several times as much.
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def group_parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]:
