@@ -60,6 +60,7 @@ def allows_step(settings: StepSettings | None, norm: float | Tensor | None) -> b
     return settings is None or not settings.needs_finite or norm is None or math.isfinite(norm)
 
 
+@torch.no_grad()
 def count_state_bytes(optimizer: Optimizer | None) -> int:
     """Count the bytes of what this rank's optimizer keeps of its steps."""
     states = optimizer.state.values() if optimizer is not None else ()

@@ -6,7 +6,6 @@ neither a result nor a pass from the run, so it is left out where anything speak
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from replay.options.resolved import ResolvedReplay
 from replay.output.text import Pairs, format_gibibytes, pluralise
 from replay.runlog.records import CostSection
 from replay.runner.run_pass import PassInputs
+from replay.verdict.gradient_samples import copy_elements, fetch_together
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.weight_check import WeightChecker
 
@@ -91,6 +91,7 @@ class StepFollower:
         self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
         self.why_stopped = self.why_stopped or why
 
+    @torch.no_grad()
     def sample_weights(
         self, backend: Backend, recorded: ParameterSamples | None, checker: WeightChecker
     ) -> list[SteppedSample]:
@@ -105,13 +106,8 @@ class StepFollower:
         taken: dict[str, Tensor] = {}
         for name, weight in backend.masters(names):
             if (sample := samples.get(name)) is not None:
-                taken[name] = weight.reshape(-1)[sample.start : sample.start + len(sample.values)].double()
-        # One copy for all of them: each would wait for the device.
-        flat = torch.cat(list(taken.values())).tolist() if taken else []
-        sizes = [tensor.numel() for tensor in taken.values()]
-        values = {
-            name: tuple(flat[end - size : end]) for name, size, end in zip(taken, sizes, accumulate(sizes), strict=True)
-        }
+                taken[name] = copy_elements(weight, sample.start, len(sample.values))
+        values = dict(zip(taken, fetch_together(list(taken.values())), strict=True))
         initial = checker.read_initial_values(samples)
         return [
             SteppedSample(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -42,19 +43,41 @@ def sample_gradients(
     """
     norms: dict[str, Tensor] = {}
     sizes: dict[str, int] = {}
-    values: dict[tuple[str, int], tuple[float, ...]] = {}
-    signed: dict[tuple[str, int], tuple[float, ...]] = {}
+    values: dict[tuple[str, int], Tensor] = {}
+    signed: dict[tuple[str, int], Tensor] = {}
     for name, gradient in gradients:
         norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
         sizes[name] = gradient.numel()
         for sample in samples.get(name, ()):
-            elements = gradient.reshape(-1)[sample.start : sample.start + len(sample.values)]
-            values[name, sample.start] = tuple(elements.double().tolist())
+            values[name, sample.start] = copy_elements(gradient, sample.start, len(sample.values))
         for signature in signatures.get(name, ()):
-            elements = gradient.reshape(-1)[signature.start :: signature.stride][: len(signature.values)]
-            signed[name, signature.start] = tuple(elements.double().tolist())
-    plain_norms = {name: float(norm) for name, norm in norms.items()}
-    return GradientSamples(norms=plain_norms, sizes=sizes, values=values, signatures=signed)
+            signed[name, signature.start] = copy_elements(
+                gradient, signature.start, len(signature.values), stride=signature.stride
+            )
+    fetched = iter(fetch_together([*norms.values(), *values.values(), *signed.values()]))
+    return GradientSamples(
+        norms={name: next(fetched)[0] for name in norms},
+        sizes=sizes,
+        values={place: next(fetched) for place in values},
+        signatures={place: next(fetched) for place in signed},
+    )
+
+
+def copy_elements(whole: Tensor, start: int, count: int, *, stride: int = 1) -> Tensor:
+    """Copy elements of the flattened tensor, as fp64, so that they do not keep all of it."""
+    return whole.reshape(-1)[start::stride][:count].to(torch.float64, copy=True)
+
+
+def fetch_together(tensors: Sequence[Tensor]) -> list[tuple[float, ...]]:
+    """Return the elements of small tensors, those of each device by one copy, since each copy waits for the device."""
+    fetched: list[tuple[float, ...]] = [()] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        sizes = [tensors[number].numel() for number in numbers]
+        elements = iter(torch.cat([tensors[number].reshape(-1) for number in numbers]).tolist())
+        for number, size in zip(numbers, sizes, strict=True):
+            fetched[number] = tuple(islice(elements, size))
+    return fetched
 
 
 def compute_whole_rms(gradient: GradientSamples) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.optimizer_state import StateSample
+from replay.verdict.gradient_samples import copy_elements, fetch_together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +31,17 @@ def sample_states(
 
     samples  of the job, by the name that the parameter has in the replay
     """
-    elements: dict[tuple[str, int, str], StateRun] = {}
+    runs: dict[tuple[str, int, str], Tensor] = {}
+    scales: dict[tuple[str, int, str], Tensor] = {}
     for name, whole_states in states:
         for sample in samples.get(name, ()):
             for key, values in sample.values.items():
                 whole = whole_states.get(key)
-                if whole is None or tuple(whole.shape) != sample.shape:
+                if whole is None or tuple(whole.shape) != sample.shape or not whole.is_floating_point():
                     continue
-                run = whole.reshape(-1)[sample.start : sample.start + len(values)].double().tolist()
-                norm = float(torch.linalg.vector_norm(whole.double()))
-                scale = norm / math.sqrt(max(whole.numel(), 1))
-                elements[name, sample.start, key] = StateRun(values=tuple(run), scale=scale)
-    return elements
+                norm = torch.linalg.vector_norm(whole, dtype=torch.float64)
+                runs[name, sample.start, key] = copy_elements(whole, sample.start, len(values))
+                scales[name, sample.start, key] = norm / math.sqrt(max(whole.numel(), 1))
+    fetched = iter(fetch_together([*runs.values(), *scales.values()]))
+    values_by_place = {place: next(fetched) for place in runs}
+    return {place: StateRun(values=values, scale=next(fetched)[0]) for place, values in values_by_place.items()}
