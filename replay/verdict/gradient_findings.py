@@ -53,6 +53,7 @@ class ComparedPass:
     previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
     masks                   what the ends of the random generators tell of the dropout masks
     has_job_dropout_masks   the replay drew the job's masks, as these ends show, or, without them, its numbers
+    window_findings         of the gradient of the window that this pass ends, and of the state before its step
     step_findings           of the weights behind the step that the window took which this pass ends
     """
 
@@ -64,7 +65,12 @@ class ComparedPass:
     previous_pass_has_grad_norm: bool
     masks: MaskComparison = MaskComparison()
     has_job_dropout_masks: bool = False
+    window_findings: Sequence[Finding] = ()
     step_findings: Sequence[Finding] = ()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.record.index, self.record.rank
 
     @property
     def loss(self) -> Finding | None:
@@ -119,15 +125,15 @@ def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
     return [step for step in steps if step is not None]
 
 
-def explain_unjudged_gradient(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
-    """Say why nobody knows whether the gradient of step `number` was the job's; empty where it is known.
+def explain_unjudged_gradient(window: Sequence[ComparedPass]) -> list[str]:
+    """Say why nobody knows whether the gradient of a step was the job's; empty where it is known.
 
     A step at a learning rate of 0 moves nothing, whatever its gradient.
     """
     rates = [group.get("lr") for step in _list_steps(window) for group in step.settings]
     if rates and not any(rates):
         return []
-    findings = _compare_judged_gradient(window, settings)
+    findings = window[-1].window_findings
     if any(
         finding.is_evidence and finding.status in (FindingStatus.AGREES, FindingStatus.DIFFERS) for finding in findings
     ):
@@ -147,28 +153,31 @@ def collect_gradient_evidence(window: Sequence[ComparedPass]) -> GradientEvidenc
     return None if gradient is None else compare_signatures([member.recorded for member in window], gradient)
 
 
-def compare_window(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
-    """Compare what the job recorded of a window's gradient with the replay's; empty where it recorded nothing.
+def compare_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+    """Compare what the job recorded of each window's gradient with the replay's; its last pass gets the findings."""
+    found = {window[-1].place: _compare_window(window, settings) for window in group_into_windows(compared_passes)}
+    return [
+        replace(compared_pass, window_findings=found.get(compared_pass.place, ())) for compared_pass in compared_passes
+    ]
 
-    number  how many steps the replay had taken before
-    """
+
+def _compare_window(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
+    """Compare one window; empty where the job recorded nothing of its gradient."""
     members = [(compared_pass.recorded, compared_pass.replayed) for compared_pass in window]
-    step = [*_compare_optimizer(window, settings, number), *compare_states(members, window[-1].record.index, settings)]
-    return [*_compare_judged_gradient(window, settings), *step, *window[-1].step_findings]
+    masks = [compared_pass.masks for compared_pass in window]
+    return [
+        # Nothing can be said of the gradient where a pass of the window drew other dropout masks.
+        *leave_out_other_masks(_compare_gradient(window, settings), masks, settings),
+        *_compare_optimizer(window, settings),
+        *compare_states(members, window[-1].record.index, settings),
+    ]
 
 
-def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[Finding]:
+def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
     if settings.steps is None or not _list_steps(window) or not window[-1].record.result.has_stepped:
         return []
-    differences = list_step_differences(window, settings, number)
+    differences = list_step_differences(window, settings, window[0].record.result.num_steps)
     return [report_other_settings(differences)] if differences else []
-
-
-def _compare_judged_gradient(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
-    """Compare the gradient, which nothing can be said of where a pass of the window drew other dropout masks."""
-    return leave_out_other_masks(
-        _compare_gradient(window, settings), [compared_pass.masks for compared_pass in window], settings
-    )
 
 
 def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:

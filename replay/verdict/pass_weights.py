@@ -145,18 +145,16 @@ def follow_weights_through_steps(
     initial = merge_comparisons([compared_pass.weights for compared_pass in windows[0]])
     steps = [window for window in windows if window[-1].record.result.has_stepped]
     reasons = [
-        list_step_differences(window, settings, number) or explain_unjudged_gradient(window, settings, number)
+        list_step_differences(window, settings, number) or explain_unjudged_gradient(window)
         for number, window in enumerate(steps)
     ]
     stepped = compare_stepped_weights(steps, compared_passes, settings)
     other_step = next((number for number, finding in stepped.items() if finding.status is FindingStatus.DIFFERS), None)
-    by_end = {
-        (steps[number][-1].record.index, steps[number][-1].record.rank): finding for number, finding in stepped.items()
-    }
+    by_end = {steps[number][-1].place: finding for number, finding in stepped.items()}
     followed = []
     for compared_pass in compared_passes:
         num_steps = compared_pass.record.result.num_steps
-        if (finding := by_end.get((compared_pass.record.index, compared_pass.record.rank))) is not None:
+        if (finding := by_end.get(compared_pass.place)) is not None:
             compared_pass = replace(compared_pass, step_findings=[finding])
         if not num_steps:
             followed.append(compared_pass)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STEPPED, UPDATE_FACTOR
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, list_dtypes, make_finding
-from replay.verdict.gradient_findings import ComparedPass, compare_window
+from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.pass_values import SteppedSample
 
@@ -40,7 +40,7 @@ def compare_stepped_weights(
     """
     found: dict[int, Finding] = {}
     for number, window in enumerate(steps):
-        findings = compare_window(window, settings, number)
+        findings = window[-1].window_findings
         if any(not finding.agrees and finding.status is not FindingStatus.NOT_JUDGED for finding in findings):
             # The update follows from another gradient, or from other settings, and so do all later ones.
             return found

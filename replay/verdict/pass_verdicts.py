@@ -1,0 +1,210 @@
+"""Decide the outcome of each pass, and of the gradient of each window, from what their comparison found."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from replay.tolerances.difference import is_coarse
+from replay.verdict.dropout_masks import PROVEN_MASKS, MaskStatus, is_about_masks
+from replay.verdict.findings import ROUNDING_HIDES, FindingStatus, VerdictSettings, list_dtypes
+from replay.verdict.gradient_findings import ComparedPass, group_into_windows
+from replay.verdict.outcomes import FAILED, NOT_REPLAYED, OTHER_WEIGHTS, WHOLE_PASS_REASONS, Outcome, PassVerdict
+from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weights, merge_comparisons
+
+
+def mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
+    """Mark the training passes whose dropout masks are the job's.
+
+    What is known of the masks tells it, or, where nothing is, the numbers: with other masks they would differ.
+    """
+    # `replay_draws_job_masks` does not matter for the outcome REPRODUCED.
+    return [
+        replace(
+            compared_pass,
+            has_job_dropout_masks=compared_pass.recorded.trains
+            and (
+                compared_pass.masks.status is MaskStatus.SAME
+                or _decide_outcome(compared_pass, settings, replay_draws_job_masks=False)[0] is Outcome.REPRODUCED
+            ),
+        )
+        for compared_pass in compared_passes
+    ]
+
+
+def _has_shown_job_masks(compared_passes: Sequence[ComparedPass]) -> bool:
+    """Tell whether the numbers alone show, in some pass, that the replay draws the job's masks."""
+    return any(
+        compared_pass.has_job_dropout_masks and compared_pass.masks.status is MaskStatus.NOT_RECORDED
+        for compared_pass in compared_passes
+    )
+
+
+def judge_passes(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+    replay_draws_job_masks = _has_shown_job_masks(compared_passes)
+    return [
+        make_pass_verdict(
+            compared_pass, *_decide_outcome(compared_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
+        )
+        for compared_pass in compared_passes
+    ]
+
+
+def _decide_outcome(
+    compared_pass: ComparedPass, settings: VerdictSettings, *, replay_draws_job_masks: bool
+) -> tuple[Outcome, str | None]:
+    """Decide on a pass, or on a window.
+
+    For a window, `compared_pass` is its last pass, with findings, weights and masks of the whole window. The first of
+    these that holds decides:
+
+    CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
+    CANNOT TELL  the dropout masks are not proven to be the job's, and numbers differ, or agree within a coarse bound
+    CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks; where the job
+                 recorded no end of its generators
+    UNSETTLED    there too: numbers differ, and dropout can explain it, though the masks of other passes are the job's
+    UNSETTLED    numbers differ, and it is not certain that the weights are the job's
+    DIFFERS      numbers differ
+    UNSETTLED    a finding is unsettled
+    REPRODUCED   a number agrees and is evidence
+    CANNOT TELL  nothing that was recorded is evidence
+
+    Behind steps that nobody asked for, doubts of the weights and of findings are CANNOT TELL, not UNSETTLED.
+
+    replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
+
+    Returns the outcome, and its reason where one is needed.
+    """
+    findings, weights, recorded = compared_pass.findings, compared_pass.weights, compared_pass.recorded
+    if compared_pass.record.error is not None:
+        return Outcome.CANNOT_TELL, FAILED
+    if weights.differing:
+        return Outcome.CANNOT_TELL, OTHER_WEIGHTS
+    if not findings:
+        if recorded.claims:
+            return Outcome.CANNOT_TELL, NOT_REPLAYED
+        nothing_recorded = (
+            "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
+        )
+        # An incident ended the pass in the job before it computed a number.
+        return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
+    differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
+    unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
+    # Without steps nobody would have judged what lies behind them, so steps that nobody asked for raise no question.
+    is_behind_steps = settings.steps_unasked and compared_pass.record.result.num_steps > 0
+    unsettled_outcome = Outcome.CANNOT_TELL if is_behind_steps else Outcome.UNSETTLED
+    # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
+    # since it skips a layer whole, which then has none.
+    lacks_gradient = (
+        any(finding.name == MISSING_GRADIENT for finding in differing) and "layerdrop" not in settings.dropout
+    )
+    masks, is_coarse_here = compared_pass.masks, is_coarse(list_dtypes(recorded, settings))
+    if masks.status is MaskStatus.NOT_PROVEN and not lacks_gradient and (differing or unsettled or is_coarse_here):
+        return Outcome.CANNOT_TELL, masks.why
+    may_be_chance = settings.dropout and recorded.trains and masks.status is MaskStatus.NOT_RECORDED
+    if (differing or unsettled) and not lacks_gradient and may_be_chance:
+        trains_with = f"the model trains with {', '.join(settings.dropout)}"
+        if not replay_draws_job_masks:
+            advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
+            return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{advice}"
+        if differing:
+            return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
+    if differing and not weights.are_same:
+        doubt = weights.doubt or "weights could not be compared"
+        first = differing[0]
+        # What is text is no number. Of a missing gradient `where` is a sentence: which parameters have none.
+        difference = (
+            f"{first.name} is off by {first.difference:.2g}"
+            if first.values_as_text is None
+            else first.where or first.values_as_text
+        )
+        return unsettled_outcome, f"{difference}, but {doubt}"
+    if differing:
+        return Outcome.DIFFERS, None
+    if unsettled:
+        return unsettled_outcome, unsettled[0].doubt
+    if any(finding.agrees and finding.is_evidence for finding in findings):
+        return Outcome.REPRODUCED, None
+    return Outcome.CANNOT_TELL, masks.why or findings[0].doubt
+
+
+def make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
+    record = compared_pass.record
+    return PassVerdict(
+        index=record.index,
+        source=record.source,
+        rank=record.rank,
+        outcome=outcome,
+        reason=reason,
+        findings=compared_pass.findings,
+    )
+
+
+def keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:
+    """Keep one verdict for each micro-batch: the worst of the tp and ring peers that computed it together."""
+    severity = (Outcome.DIFFERS, Outcome.UNSETTLED, Outcome.CANNOT_TELL, Outcome.REPRODUCED)
+    worst: dict[tuple[int, int], PassVerdict] = {}
+    for compared_pass, verdict in zip(compared_passes, verdicts, strict=True):
+        micro_batch = verdict.index, compared_pass.record.data_rank
+        other = worst.setdefault(micro_batch, verdict)
+        if severity.index(verdict.outcome) < severity.index(other.outcome):
+            worst[micro_batch] = verdict
+    return list(worst.values())
+
+
+def judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
+    """Judge the gradient of each window of which the job recorded something.
+
+    A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: if no
+    window's gradient could be judged, those verdicts become UNSETTLED whose gradient was recorded and is left open
+    (`_is_open_gradient`).
+    """
+    verdicts = [
+        verdict
+        for window in group_into_windows(compared_passes)
+        if (verdict := _judge_window(window, compared_passes, settings)) is not None
+    ]
+    if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
+        return verdicts
+    return [
+        replace(verdict, outcome=Outcome.UNSETTLED) if _is_open_gradient(verdict) else verdict for verdict in verdicts
+    ]
+
+
+def _judge_window(
+    window: Sequence[ComparedPass], compared_passes: Sequence[ComparedPass], settings: VerdictSettings
+) -> PassVerdict | None:
+    """Judge the gradient of one window; None where the job recorded nothing of it.
+
+    compared_passes  of the whole run
+    """
+    findings = [
+        *window[-1].window_findings,
+        *window[-1].step_findings,
+        *find_unmoved_weights(window, compared_passes, settings),
+        *find_miscounted_steps(window, compared_passes, settings),
+    ]
+    if not findings:
+        return None
+    weights = merge_comparisons([compared_pass.weights for compared_pass in window])
+    masks = next((passed.masks for passed in window if not passed.has_job_dropout_masks), PROVEN_MASKS)
+    window_as_pass = replace(window[-1], findings=findings, weights=weights, masks=masks)
+    replay_draws_job_masks = _has_shown_job_masks(compared_passes)
+    outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
+    return replace(
+        make_pass_verdict(window_as_pass, outcome, reason),
+        optimizer_step=window_as_pass.recorded.num_steps_before or 0,
+    )
+
+
+def _is_open_gradient(verdict: PassVerdict) -> bool:
+    """Tell whether a recorded gradient could not be judged, for another reason than rounding or other dropout masks."""
+    return (
+        verdict.outcome is Outcome.CANNOT_TELL
+        and verdict.reason not in WHOLE_PASS_REASONS
+        and any(
+            finding.status is FindingStatus.NOT_JUDGED
+            and finding.doubt != ROUNDING_HIDES
+            and not is_about_masks(finding.doubt)
+            for finding in verdict.findings
+        )
+    )
