@@ -290,9 +290,11 @@ def _measure_rounding(
             floors: Mapping[str, NoiseFloor] = {}
             step_floors: Mapping[int, Mapping[str, NoiseFloor]] = {}
             if spec.measure.steps:
-                step_floors = rounding_floor.measure_step_floors(repeater, passes)
+                step_floors, num_run = rounding_floor.measure_step_floors(repeater, passes)
             else:
-                floors = rounding_floor.measure_floors(repeater, passes, inputs_folder)
+                floors, num_run = rounding_floor.measure_floors(repeater, passes, inputs_folder)
+            if num_run:
+                remarks.append(("also ran", f"{pluralise(num_run, 'pass')} for the rounding floor"))
             if not (floors or step_floors) and rounding_floor.draws_masks(passes):
                 why_unknown = "another attention kernel draws other dropout masks"
                 remarks.append(("rounding", f"not measured: {why_unknown}"))

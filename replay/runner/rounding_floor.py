@@ -47,14 +47,15 @@ from replay.verdict.judge import PassEvidence
 from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import Tracker
 
-# Of each data rank, at least; more where a window has more.
-MIN_PASSES = 4
+# Of each data rank, in whole windows; a window of more is measured all the same.
+MAX_PASSES = 4
 FLOORS_FILE = "rounding.json"
 # Behind a step the floors of sampled gradients and of all tokens together are multiplied by this. Where an element's
 # gradient is near 0, rounding turns the sign of Adam's step, so few elements decide how far two trainings are apart,
 # and other casts turn others. Seen of jobs under autocast, replayed by a bf16 engine: 4.02 and 3.35 times the floor,
 # and 4.6 under torch 2.11.
 DRIFT = 3.0
+DRIFTING = (GRADIENT, TOKENS_RMS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,17 +180,20 @@ def _find_roundoff(dtype: Dtype) -> float:
 
 def count_passes_to_measure(spec: ResolvedReplay, num_inputs: int) -> int:
     size = spec.actor.num_accumulated
-    return min(num_inputs, max(size, -(-MIN_PASSES // size) * size))
+    return min(num_inputs, max(size, MAX_PASSES // size * size))
 
 
-def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder: Path) -> dict[str, NoiseFloor]:
-    """Return the floors by quantity, read from `folder` if measured before. All ranks must call this.
+def measure_floors(
+    repeater: RunRepeater, passes: Sequence[PassEvidence], folder: Path
+) -> tuple[dict[str, NoiseFloor], int]:
+    """Return the floors by quantity, read from `folder` if measured before, and how many passes ran for them.
 
     There are none where the kernel has to be kept: rows in another order alone would say that hardly anything is
     rounded. Neither are there where the second replay drew other dropout masks, which change far more than rounding.
+    All ranks must call this.
     """
     if repeater.keeps_kernel:
-        return {}
+        return {}, 0
     num_passes = count_passes_to_measure(repeater.spec, len(repeater.selection.inputs))
     compared = [replayed_pass for replayed_pass in passes if replayed_pass.record.index < num_passes]
     key = _digest_measurement(repeater, compared)
@@ -197,55 +201,52 @@ def measure_floors(repeater: RunRepeater, passes: Sequence[PassEvidence], folder
         _read_floors(folder, key) if repeater.world.rank == 0 else None
     )
     if known_floors is not None:
-        return known_floors
+        return known_floors, 0
     variant = repeater.make_rounding_variant(compared)
     repeated = repeater.replay_inputs(variant, num_passes)
     has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
     floors = compute_floors(compared, repeated) if has_masks else {}
     if repeater.world.rank == 0:
         _write_floors(folder, key, floors)
-    return floors
+    return floors, num_passes
 
 
-def measure_step_floors(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> dict[int, dict[str, NoiseFloor]]:
+def measure_step_floors(
+    repeater: RunRepeater, passes: Sequence[PassEvidence]
+) -> tuple[dict[int, dict[str, NoiseFloor]], int]:
     """Return the floors by pass where the optimizer steps: how far apart two replays are after all earlier steps.
 
-    Of steps that nobody asked for a few passes are measured. Behind them a floor is taken to grow as the number of
-    steps does: two trainings that differ in rounding part more slowly.
+    A few passes are measured. Behind them a floor is taken to grow as the number of steps does: two trainings that
+    differ in rounding part more slowly.
 
-    There are none where the second replay drew other dropout masks. All ranks must call this.
+    There are none where the second replay drew other dropout masks.
+
+    Also returns how many passes ran. All ranks must call this.
     """
-    spec, num_inputs = repeater.spec, len(repeater.selection.inputs)
-    num_passes = count_passes_to_measure(spec, num_inputs) if spec.steps_unasked else num_inputs
+    num_passes = count_passes_to_measure(repeater.spec, len(repeater.selection.inputs))
     variant = repeater.make_rounding_variant(passes)
     repeated_passes = repeater.replay_inputs(variant, num_passes)
     if not have_same_masks(repeater.spec, passes, variant, repeated_passes, repeater.dropout):
-        return {}
+        return {}, num_passes
     num_steps = {record.index: record.result.num_steps for record, _, _ in passes}
-    floors = {
+    measured = {
         index: compute_floors(
             [replayed_pass for replayed_pass in passes if replayed_pass.record.index <= index], repeated_passes
         )
-        for index in sorted(num_steps)
+        for index in num_steps
         if index < num_passes
     }
-    last = max(floors)
-    for index, step_floors in floors.items():
-        if spec.steps_unasked:
-            # A pass has one loss and one norm, from which alone nobody knows how far the next may be off.
-            step_floors |= {name: floors[last][name] for name in (LOSS, GRAD_NORM) if name in floors[last]}
-        if num_steps[index]:
-            step_floors |= {
-                name: replace(step_floors[name], value=step_floors[name].value * DRIFT)
-                for name in (GRADIENT, TOKENS_RMS)
-                if name in step_floors
-            }
-    for index in sorted(num_steps.keys() - floors.keys()):
-        growth = max(1.0, num_steps[index] / max(num_steps[last], 1))
+    last = max(measured)
+    # A pass has one loss and one norm, from which alone nobody knows how far the next may be off.
+    of_all = {name: measured[last][name] for name in (LOSS, GRAD_NORM) if name in measured[last]}
+    floors: dict[int, dict[str, NoiseFloor]] = {}
+    for index, steps in num_steps.items():
+        growth = max(1.0, steps / max(num_steps[last], 1))
         floors[index] = {
-            quantity: replace(floor, value=floor.value * growth) for quantity, floor in floors[last].items()
+            name: replace(floor, value=floor.value * growth * (DRIFT if steps and name in DRIFTING else 1.0))
+            for name, floor in {**measured.get(index, measured[last]), **of_all}.items()
         }
-    return floors
+    return floors, num_passes
 
 
 def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEvidence]) -> dict[str, NoiseFloor]:

@@ -1,4 +1,4 @@
-"""Where a replay's kernel has to stay, rows in another order alone would say that nothing is rounded."""
+"""A few passes measure the floors of all; where the kernel has to stay, rows in another order tell nothing."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +8,11 @@ from transformers import LlamaConfig
 
 from actor_init.spec import ActorSpec, Attention, ParallelSpec
 from replay.options.resolved import ChosenBy
-from replay.runner.rounding_floor import RunRepeater
+from replay.runner.rounding_floor import RunRepeater, count_passes_to_measure, measure_step_floors
+from replay.tolerances.job_bounds import LOSS
+from replay.verdict.judge import PassEvidence
+from replay.verdict.pass_values import ReplayedPass
+from tests.helpers.made_records import record
 
 pytestmark = pytest.mark.quick
 
@@ -45,3 +49,29 @@ def test_padding_that_predicts_keeps_the_kernel() -> None:
     why = repeater_of(padding_predicts=True, packing=False).why_kernel_must_stay
     assert why is not None
     assert "padding that predicts a label" in why
+
+
+@pytest.mark.parametrize(("window", "inputs", "measured"), [(1, 40, 4), (2, 40, 4), (3, 40, 3), (8, 40, 8), (1, 2, 2)])
+def test_at_most_four_passes_are_measured_or_one_window(window: int, inputs: int, measured: int) -> None:
+    spec = cast(Any, SimpleNamespace(actor=SimpleNamespace(num_accumulated=window)))
+    assert count_passes_to_measure(spec, inputs) == measured
+
+
+def make_pass(index: int, loss: float) -> PassEvidence:
+    """A pass of one rank, each of which ends with a step."""
+    return PassEvidence(record(index, loss=loss, num_steps=index), None, ReplayedPass())
+
+
+def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.runner.rounding_floor.have_same_masks", lambda *_: True)
+    repeater = SimpleNamespace(
+        spec=SimpleNamespace(actor=SimpleNamespace(num_accumulated=1)),
+        selection=SimpleNamespace(inputs=range(10)),
+        dropout=(),
+        make_rounding_variant=lambda passes: None,
+        replay_inputs=lambda variant, number: [make_pass(index, 2.0 * (1 + 1e-3 * index)) for index in range(number)],
+    )
+    floors, num_run = measure_step_floors(cast(Any, repeater), [make_pass(index, 2.0) for index in range(10)])
+    assert num_run == 4
+    # Of a loss there is one value a pass, so the largest of all measured ones counts for each of them.
+    assert [floors[index][LOSS].value for index in (0, 3, 6, 9)] == pytest.approx([3e-3, 3e-3, 6e-3, 9e-3])
