@@ -161,7 +161,9 @@ def _open_custom_source(spec: ActorSpec, captured: Mapping[str, object] | None) 
     function = UserFunction.open(*spec.custom_model)
     config = CustomConfig.open(function, captured, blocks=spec.blocks, num_layers=spec.num_layers)
     weights = (
-        make_random_weights(config, spec.weights_seed) if spec.weights is None else CheckpointWeights.open(spec.weights)
+        make_random_weights(config, spec.weights_seed)
+        if spec.weights is None
+        else CheckpointWeights.open(spec.weights, config.build(torch.float32))
     )
     return ModelSource(config=config, weights=weights, name=str(spec.model), facts=config.facts())
 

@@ -1,4 +1,8 @@
-"""Read the weights of a user's model, by the names of its state dict, from safetensors or torch checkpoints."""
+"""Read the weights of a user's model from safetensors or torch checkpoints.
+
+Tensors have the names of its state dict. Where a user's function builds a model of transformers' classes, they may have
+the names by which transformers saves it, as of a mixture's experts.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from actor_init.checkpoint_names import Recipe, find_recipes
 from actor_init.spec import UsageError
 from actor_init.weights import OnProgress, ignore_progress
 from capture.facts import Setting
@@ -25,15 +31,23 @@ _ADVICE = "Give a safetensors or torch file, or a folder of them"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointWeights:
-    """The weights in files of --weights. Tensors are read one at a time: torch's files are mapped, not loaded."""
+    """The weights in files of --weights. One parameter is made at a time; torch's files are mapped, not loaded.
+
+    tensors  by their names in the files, without those of wrappers
+    recipes  by the parameter's name in the model
+    """
 
     path: Path
     files: Sequence[Path]
     tensors: Mapping[str, "CheckpointTensor"]
+    recipes: Mapping[str, Recipe]
 
     @classmethod
-    def open(cls, path: Path) -> "CheckpointWeights":
-        """Open a file or folder. Raises UsageError if there are no weights, or a file is damaged."""
+    def open(cls, path: Path, model: nn.Module) -> "CheckpointWeights":
+        """Open a file or folder for `model`, which may be on the meta device.
+
+        Raises UsageError if there are no weights, a file is damaged, or transformers cannot convert its tensors.
+        """
         files, setting = [path], Setting("weights", path)
         if path.is_dir():
             files = next(
@@ -60,21 +74,29 @@ class CheckpointWeights:
                 raise UsageError(setting, f": {file} cannot be read: {reason}", _ADVICE) from error
         if not tensors:
             raise UsageError(setting, ": no tensors by name in it", f"{_ADVICE} with a state dict")
-        return cls(path=path, files=files, tensors=tensors)
+        recipes = {name: Recipe.from_unchanged_tensor(name) for name in tensors}
+        if isinstance(model, PreTrainedModel):
+            try:
+                recipes |= find_recipes(model, {name: tensor.read_shape() for name, tensor in tensors.items()})
+            # A conversion raises whatever it likes for tensors of other shapes than it expects.
+            except Exception as error:
+                why = f": transformers cannot convert its tensors for {type(model).__name__}: {error}"
+                raise UsageError(setting, why, _WRONG_MODEL_ADVICE) from error
+        return cls(path=path, files=files, tensors=tensors, recipes=recipes)
 
     def describe(self) -> str:
         return f"from {self.path}"
 
     def has_tensor(self, name: str) -> bool:
-        return name in self.tensors
+        return name in self.recipes
 
     def fill(self, name: str, parameter: Tensor, on_progress: OnProgress = ignore_progress) -> bool:
         """Fill `parameter`. Raises UsageError if there is no `name`, or one of another shape."""
-        if name not in self.tensors:
+        if name not in self.recipes:
             known = next(iter(self.tensors))
             why = f"has nothing named {name} (it has {len(self.tensors)} tensors, such as {known})"
             raise UsageError(Setting("weights", self.path), why, _WRONG_MODEL_ADVICE)
-        values = self.tensors[name].read()
+        values = self.recipes[name].make(name, self._read)
         if values.shape != parameter.shape:
             why = f": {name} has shape {list(values.shape)}, and the model's is {list(parameter.shape)}"
             raise UsageError(Setting("weights", self.path), why, _WRONG_MODEL_ADVICE)
@@ -83,12 +105,15 @@ class CheckpointWeights:
         return True
 
     def sample(self, name: str, shape: Sequence[int], start: int, count: int) -> Tensor | None:
-        if name not in self.tensors:
+        if name not in self.recipes:
             return None
-        values = self.tensors[name].read()
+        values = self.recipes[name].make(name, self._read)
         if tuple(values.shape) != tuple(shape) or not values.is_floating_point():
             return None
         return values.flatten()[start : start + count]
+
+    def _read(self, name: str) -> Tensor:
+        return self.tensors[name].read()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +130,12 @@ class CheckpointTensor:
         with safe_open(self.file, framework="pt") as file:
             values: Tensor = file.get_tensor(self.name)
         return values
+
+    def read_shape(self) -> tuple[int, ...]:
+        if self.mapped is not None:
+            return tuple(self.mapped.shape)
+        with safe_open(self.file, framework="pt") as file:
+            return tuple(file.get_slice(self.name).get_shape())
 
 
 def _list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:

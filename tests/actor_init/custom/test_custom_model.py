@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from actor_init.custom.user_file import UserFunction
 from actor_init.model import ModelSource, build_on_meta, find_blocks, find_model, materialise
 from actor_init.spec import ActorSpec, Attention, ParallelSpec, UsageError
 from tests.custom_models import odd
@@ -161,7 +162,7 @@ def test_a_forward_gets_the_keywords_that_it_names() -> None:
 
 
 REMOTE = """
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 class OddConfig(LlamaConfig):
     model_type = "odd_remote"
@@ -215,6 +216,34 @@ def test_weights_are_read_by_name(kind: str, tmp_path: Path) -> None:
     sample = source.weights.sample("layers.1.weight", (8, 8), 10, 3)
     assert sample is not None
     assert torch.equal(sample, original.layers[1].weight.detach().flatten()[10:13])  # type: ignore[operator]
+
+
+MIXTURE = """
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+def build():
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, vocab_size=32))
+"""
+
+
+def test_a_mixture_that_transformers_saved_fills_a_user_s_copy_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MIXTURE)
+    original = UserFunction.open(file, "build").build(None)
+    assert isinstance(original, PreTrainedModel)
+    original.save_pretrained(tmp_path / "saved")
+    saved = {name for path in (tmp_path / "saved").glob("*.safetensors") for name in load_file(path)}
+    # Experts are saved one by one.
+    assert "model.layers.0.mlp.experts.2.down_proj.weight" in saved
+    source = find_model(ActorSpec(model=f"{file}:build", weights=tmp_path / "saved"), None, "captured")
+    filled = dict(build_model(source).named_parameters())
+    for name, parameter in original.named_parameters():
+        assert torch.equal(filled[name], parameter), name
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    sample = source.weights.sample(name, filled[name].shape, 20, 4)
+    assert sample is not None
+    assert torch.equal(sample, filled[name].flatten()[20:24])
 
 
 def write_weights(module: nn.Module, kind: str, home: Path) -> Path:

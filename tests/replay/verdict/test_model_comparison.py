@@ -136,6 +136,15 @@ def test_the_jobs_own_code_is_compared_whatever_is_installed() -> None:
     assert say(job, own=own) == [("forward", "lm_head", "code", "another text", "net.py:Head")]
 
 
+def test_what_a_file_of_the_job_s_imports_replaces_no_function() -> None:
+    imported = {"train.py": {"batch": ["data.py:batch", "f5"]}}
+    assert say(change(JOB, "functions", **imported)) == []
+    own = change(REPLAY, "functions", **{"train.py": {"batch": ["", "f6"]}})
+    assert say(change(JOB, "functions", **imported), own=own) == [
+        ("function", "train.py:batch", "", "data.py:batch", "train.py")
+    ]
+
+
 def test_replaced_functions_are_named_in_any_version() -> None:
     job = replace(JOB, versions={}, patches={"torch.nn.functional.silu": ["train.py:silu", "f2"]})
     job = change(job, "functions", **{LLAMA: {"apply_rotary_pos_emb": ["train.py:rotate", "f3"]}})
