@@ -26,7 +26,9 @@ def sketch(values_TF: Tensor, *, first_feature: int = 0) -> Tensor:
     num_features = values_TF.shape[1]
     signs_FK = _make_signs(first_feature, num_features, values_TF.device)
     chunks = torch.split(values_TF, max(1, _CHUNK // max(1, num_features)))
-    return torch.cat([chunk.float() @ signs_FK for chunk in chunks])
+    # A user's model in bf16 or fp16 runs under autocast, which would round the products.
+    with torch.autocast(values_TF.device.type, enabled=False):
+        return torch.cat([chunk.float() @ signs_FK for chunk in chunks])
 
 
 def sketch_parameter(values: Tensor) -> Tensor:

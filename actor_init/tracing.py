@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model import build_on_meta, find_blocks
@@ -64,14 +65,14 @@ class LayerTracer:
         self._calls: Counter[tuple[str, str]] = Counter()
         # A module may call itself, as with functional_call: only the outermost call is traced.
         self._call_depth: Counter[str] = Counter()
-        # The tensors traced in this block are kept alive, so that no other tensor gets their memory: `_is_same`
-        # compares addresses.
+        # The tensors traced in this block, and the output of the last one, are kept alive, so that no other tensor gets
+        # their memory: `_is_same` compares addresses.
         self._live_tensors: list[Tensor] = []
         # The widths are those of the whole model, because a module's own width may be a rank's share.
         self._widths = {
-            name: (module.in_features, module.out_features)
+            name: (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
             for name, module in build_on_meta(config, attention="eager", dtype=torch.float32).named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, (nn.Linear, Conv1D))
         }
         self._with_all_heads = {
             name for name, module in model.named_modules() if getattr(module, "has_all_heads", False)
@@ -105,14 +106,19 @@ class LayerTracer:
         return taken
 
     def _record_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Keep a Linear's input, unless it is another module's output: the result of attention or an activation
-        function.
+        """Keep the input of a projection or a norm, unless it is another module's output: the result of attention or of
+        an activation function, or a sum.
         """
         if not self._takes_forward:
             return
         self._call_depth[name] += 1
-        if self._call_depth[name] == 1 and name in self._widths and args and isinstance(args[0], Tensor):
-            self._record(name, "input", args[0], self._widths[name][0])
+        has_parameters = any(True for _ in module.parameters(recurse=False))
+        if self._call_depth[name] == 1 and has_parameters and args and isinstance(args[0], Tensor):
+            # Under ZeRO 3 a module is given another tensor than the residual goes on with, and its gradient
+            # lacks the residual's.
+            is_projection = name in self._widths
+            width = self._widths[name][0] if is_projection else None
+            self._record(name, "input", args[0], width, has_gradient=is_projection)
 
     def _record_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
         if not self._takes_forward:
@@ -124,10 +130,10 @@ class LayerTracer:
         for number, tensor in enumerate(find_result_tensors(output)):
             self._record(name, f"output {number + 1}" if number else "output", tensor, width)
         if is_block:
-            self._live_tensors = []
+            self._live_tensors = find_result_tensors(output)
 
     @torch.no_grad()
-    def _record(self, name: str, what: str, tensor: Tensor, width: int | None) -> None:
+    def _record(self, name: str, what: str, tensor: Tensor, width: int | None, *, has_gradient: bool = True) -> None:
         if not tensor.is_floating_point() or any(_is_same(tensor, other) for other in self._live_tensors):
             return
         number = self._calls[name, what]
@@ -138,7 +144,7 @@ class LayerTracer:
         self._calls[name, what] += 1
         self._live_tensors.append(tensor)
         self._traced.append(traced)
-        if tensor.requires_grad:
+        if has_gradient and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, called, width))
 
     @torch.no_grad()
@@ -195,8 +201,10 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     backward.
     """
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
-    has_same_memory = first.data_ptr() == second.data_ptr() and first.shape == second.shape
-    return has_same_memory and first._version == second._version
+    # Heads are split and rows are joined by views.
+    has_same_order = first.shape == second.shape or (first.is_contiguous() and second.is_contiguous())
+    has_same_memory = first.data_ptr() == second.data_ptr() and first.numel() == second.numel()
+    return has_same_memory and has_same_order and first._version == second._version
 
 
 @contextmanager

@@ -36,6 +36,13 @@ def test_one_feature_of_one_token_changes_that_token_alone() -> None:
     )  # |+-1| / sqrt(K), K of them
 
 
+def test_a_model_s_autocast_does_not_round_sketches() -> None:
+    values_TF = random(5, 96)
+    expected_TK = sketch(values_TF)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sketch(values_TF), expected_TK)
+
+
 def test_two_swapped_features_differ() -> None:
     values_TF = random(1, 8)
     swapped_TF = values_TF[:, [1, 0, 2, 3, 4, 5, 6, 7]]

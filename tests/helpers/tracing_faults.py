@@ -117,6 +117,11 @@ FAULTS: Mapping[str, tuple[Callable[[], AbstractContextManager[Any]], str, Found
         "",
         (TensorKind.FORWARD, "model.layers.1.self_attn.o_proj", "input", 1, PLACE_OF_BORDER),
     ),
+    "a sum with the residual": (
+        lambda: in_module("model.layers.1.post_attention_layernorm", change_border),
+        "",
+        (TensorKind.FORWARD, "model.layers.1.post_attention_layernorm", "input", 1, PLACE_OF_BORDER),
+    ),
     "positions not reset": (lambda: fed(counted), "", (TensorKind.INPUT, "position_ids", "fed", None, PLACE_OF_BORDER)),
     "positions not reset, inside": (
         wrong_below_the_inputs,
