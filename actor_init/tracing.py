@@ -65,8 +65,8 @@ class LayerTracer:
         self._calls: Counter[tuple[str, str]] = Counter()
         # A module may call itself, as with functional_call: only the outermost call is traced.
         self._call_depth: Counter[str] = Counter()
-        # The tensors traced in this block, and the output of the last one, are kept alive, so that no other tensor gets
-        # their memory: `_is_same` compares addresses.
+        # The tensors traced in this block are kept alive, so that no other tensor gets their memory: `_is_same`
+        # compares addresses.
         self._live_tensors: list[Tensor] = []
         # The widths are those of the whole model, because a module's own width may be a rank's share.
         self._widths = {
@@ -106,19 +106,17 @@ class LayerTracer:
         return taken
 
     def _record_input(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Keep the input of a projection or a norm, unless it is another module's output: the result of attention or of
-        an activation function, or a sum.
+        """Keep what a norm is given, and what a projection is given unless it is another module's output: the result of
+        attention or of an activation function.
         """
         if not self._takes_forward:
             return
         self._call_depth[name] += 1
         has_parameters = any(True for _ in module.parameters(recurse=False))
         if self._call_depth[name] == 1 and has_parameters and args and isinstance(args[0], Tensor):
-            # Under ZeRO 3 a module is given another tensor than the residual goes on with, and its gradient
-            # lacks the residual's.
             is_projection = name in self._widths
             width = self._widths[name][0] if is_projection else None
-            self._record(name, "input", args[0], width, has_gradient=is_projection)
+            self._record(name, "input", args[0], width, is_sum=not is_projection)
 
     def _record_output(self, name: str, is_block: bool, module: nn.Module, args: Any, output: Any) -> None:
         if not self._takes_forward:
@@ -130,11 +128,19 @@ class LayerTracer:
         for number, tensor in enumerate(find_result_tensors(output)):
             self._record(name, f"output {number + 1}" if number else "output", tensor, width)
         if is_block:
-            self._live_tensors = find_result_tensors(output)
+            self._live_tensors = []
 
     @torch.no_grad()
-    def _record(self, name: str, what: str, tensor: Tensor, width: int | None, *, has_gradient: bool = True) -> None:
-        if not tensor.is_floating_point() or any(_is_same(tensor, other) for other in self._live_tensors):
+    def _record(self, name: str, what: str, tensor: Tensor, width: int | None, *, is_sum: bool = False) -> None:
+        """Sketch a tensor, and its gradient later.
+
+        is_sum  what a norm is given: the sum with the residual, or a module's output in code that leaves one out, so it
+                is kept in any case. Its gradient is not: under ZeRO 3 a norm is given another tensor than the residual
+                goes on with.
+        """
+        if not tensor.is_floating_point():
+            return
+        if not is_sum and any(_is_same(tensor, other) for other in self._live_tensors):
             return
         number = self._calls[name, what]
         called = f"{what}, call {number + 1}" if number else what
@@ -142,9 +148,10 @@ class LayerTracer:
         if traced is None:
             return
         self._calls[name, what] += 1
-        self._live_tensors.append(tensor)
+        if not is_sum:
+            self._live_tensors.append(tensor)
         self._traced.append(traced)
-        if has_gradient and tensor.requires_grad:
+        if not is_sum and tensor.requires_grad:
             tensor.register_hook(partial(self._record_gradient, name, called, width))
 
     @torch.no_grad()
@@ -201,10 +208,8 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     backward.
     """
     first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
-    # Heads are split and rows are joined by views.
-    has_same_order = first.shape == second.shape or (first.is_contiguous() and second.is_contiguous())
-    has_same_memory = first.data_ptr() == second.data_ptr() and first.numel() == second.numel()
-    return has_same_memory and has_same_order and first._version == second._version
+    has_same_memory = first.data_ptr() == second.data_ptr() and first.shape == second.shape
+    return has_same_memory and first._version == second._version
 
 
 @contextmanager

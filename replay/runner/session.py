@@ -323,12 +323,13 @@ class Session:
 
     def _lead_to_layer(self) -> Pairs:
         """Say how to find the layer in which the job's code computes otherwise than the replay's."""
-        is_custom = self.spec.actor.is_custom
-        weights = self.spec.actor.weights
-        if is_custom and (weights is None or not (weights / "config.json").is_file()):
+        actor = self.spec.actor
+        other, whose = CODE, "the job's own model"
+        if actor.is_custom and actor.weights is not None and (actor.weights / "config.json").is_file():
+            other, whose = "stock", "transformers' own code"
+        elif actor.is_custom:
             # There is no config that transformers could build the model of.
-            return []
-        other, whose = ("stock", "transformers' own code") if is_custom else (CODE, "the job's own model")
+            whose = f"other code than {actor.model}, such as the job's own"
         return [("layer", f"replay compare {self.folder} {other}, with {whose}: names the first layer that differs")]
 
 
