@@ -148,6 +148,18 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
+def _keep_limits(floors: Mapping[str, NoiseFloor], variant: ResolvedReplay) -> dict[str, NoiseFloor]:
+    """Return what the floors tell of rounding that the variant does not change, as a job's other casts would.
+
+    A user's own model has no other kernel, and its rows in another order are the same numbers. In a 16-bit dtype that
+    leaves the sums of its gradients over rows, whose rounding is a part of a gradient's.
+    """
+    if not variant.actor.is_custom or variant.actor.dtype is Dtype.FP32:
+        return dict(floors)
+    of_gradients = (GRADIENT, name_signature_floor(""))
+    return {name: replace(floor, is_least=True) for name, floor in floors.items() if name.startswith(of_gradients)}
+
+
 def have_same_masks(
     spec: ResolvedReplay,
     passes: Sequence[PassEvidence],
@@ -205,7 +217,7 @@ def measure_floors(
     variant = repeater.make_rounding_variant(compared)
     repeated = repeater.replay_inputs(variant, num_passes)
     has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
-    floors = compute_floors(compared, repeated) if has_masks else {}
+    floors = _keep_limits(compute_floors(compared, repeated), variant) if has_masks else {}
     if repeater.world.rank == 0:
         _write_floors(folder, key, floors)
     return floors, num_passes
@@ -230,8 +242,11 @@ def measure_step_floors(
         return {}, num_passes
     num_steps = {record.index: record.result.num_steps for record, _, _ in passes}
     measured = {
-        index: compute_floors(
-            [replayed_pass for replayed_pass in passes if replayed_pass.record.index <= index], repeated_passes
+        index: _keep_limits(
+            compute_floors(
+                [replayed_pass for replayed_pass in passes if replayed_pass.record.index <= index], repeated_passes
+            ),
+            variant,
         )
         for index in num_steps
         if index < num_passes

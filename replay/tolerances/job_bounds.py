@@ -98,10 +98,14 @@ FP16_SMALLEST = 2**-24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseFloor:
-    """The largest of `num_values` differences between two replays that differ in rounding alone."""
+    """The largest of `num_values` differences between two replays that differ in rounding alone.
+
+    is_least  they differ in a part of the rounding, so that a bound by formula holds where it is wider
+    """
 
     value: AnyFloat
     num_values: int
+    is_least: bool = False
 
     @property
     def bound(self) -> float:
@@ -143,7 +147,10 @@ def compute_bound(
         measured = floors[name]
         if not is_mixture:
             bound = max(bound, LEAST_FACTOR * measured.value)
-        bound = measured.bound if name == GRADIENT else min(bound, measured.bound)
+        if name == GRADIENT:
+            bound = max(bound, measured.bound) if measured.is_least else measured.bound
+        else:
+            bound = min(bound, measured.bound)
     return max(LEAST_BOUND[name], bound)
 
 
@@ -157,7 +164,8 @@ def compute_signature_bound(
 ) -> float:
     """Compute how large the root mean square of a gradient signature's differences may be, relative to the gradient's.
 
-    floor       of the parameter's kind; where it was measured, it decides, but for the sum over passes
+    floor       of the parameter's kind; where it was measured, and is no lower limit, it decides, but for the sum
+                over passes
     num_passes  that each rank's gradient was accumulated over
     has_stepped  both have made optimizer steps since their weights were the same
 
@@ -165,10 +173,12 @@ def compute_signature_bound(
     u. Those errors are independent, so they grow like sqrt(L). Seen: 8.7 u sqrt(L) at most in sound jobs of 3 layers,
     of 1.8 floors.
     """
-    if floor is None:
+    bound = 0.0
+    if floor is None or floor.is_least:
         bound = SIGNATURE_ROUNDOFFS * max(map(roundoff, dtypes)) * math.sqrt(max(num_layers, 1))
-    else:
-        bound = (FEW_FACTOR if floor.num_values < FEW_SIGNATURES else SIGNATURE_FACTOR) * floor.value
+    if floor is not None:
+        measured = (FEW_FACTOR if floor.num_values < FEW_SIGNATURES else SIGNATURE_FACTOR) * floor.value
+        bound = max(bound, measured)
     if has_stepped:
         bound *= STEPPED_FACTOR
     if num_passes > 1:

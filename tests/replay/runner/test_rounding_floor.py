@@ -1,15 +1,16 @@
 """A few passes measure the floors of all; where the kernel has to stay, rows in another order tell nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from transformers import LlamaConfig
 
-from actor_init.spec import ActorSpec, Attention, ParallelSpec
+from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec
 from replay.options.resolved import ChosenBy
-from replay.runner.rounding_floor import RunRepeater, count_passes_to_measure, measure_step_floors
-from replay.tolerances.job_bounds import LOSS
+from replay.runner.rounding_floor import RunRepeater, _keep_limits, count_passes_to_measure, measure_step_floors
+from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import ReplayedPass
 from tests.helpers.made_records import record
@@ -68,10 +69,27 @@ def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeyp
         spec=SimpleNamespace(actor=SimpleNamespace(num_accumulated=1)),
         selection=SimpleNamespace(inputs=range(10)),
         dropout=(),
-        make_rounding_variant=lambda passes: None,
+        make_rounding_variant=lambda passes: SimpleNamespace(actor=ActorSpec()),
         replay_inputs=lambda variant, number: [make_pass(index, 2.0 * (1 + 1e-3 * index)) for index in range(number)],
     )
     floors, num_run = measure_step_floors(cast(Any, repeater), [make_pass(index, 2.0) for index in range(10)])
     assert num_run == 4
     # Of a loss there is one value a pass, so the largest of all measured ones counts for each of them.
     assert [floors[index][LOSS].value for index in (0, 3, 6, 9)] == pytest.approx([3e-3, 3e-3, 6e-3, 9e-3])
+
+
+@pytest.mark.parametrize(
+    ("actor", "keeps_all"),
+    [
+        ({"model": "net.py:build", "dtype": Dtype.BF16}, False),
+        ({"model": "net.py:build", "dtype": Dtype.FP32}, True),
+        ({"dtype": Dtype.BF16}, True),
+    ],
+)
+def test_of_a_users_model_in_bf16_the_sums_over_rows_alone_are_limits(actor: dict[str, Any], keeps_all: bool) -> None:
+    """Its rows in another order are the same numbers, and the job's other casts would not be."""
+    variant = SimpleNamespace(actor=ActorSpec(backend="fsdp2", **actor))
+    measured = NoiseFloor(value=0.1, num_values=9)
+    floors = {TOKENS_RMS: measured, name_signature_floor("w"): measured}
+    kept = _keep_limits(floors, cast(Any, variant))
+    assert kept == (floors if keeps_all else {name_signature_floor("w"): replace(measured, is_least=True)})

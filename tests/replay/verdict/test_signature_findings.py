@@ -145,6 +145,11 @@ def test_a_sum_over_many_passes_in_bf16_has_a_wider_bound() -> None:
     assert compute_signature_bound(BF16, 4, floor, 2) == pytest.approx(0.12, rel=0.01)
     assert compute_signature_bound(BF16, 4, floor, 256) == pytest.approx(0.135, rel=0.01)
     assert compute_signature_bound(["float32"], 4, None, 256) == 1e-3
+    # A floor that is a lower limit widens the formula's bound, and narrows it not.
+    formula = compute_signature_bound(BF16, 4, None)
+    for value, bound in ((1e-4, formula), (1.0, 4.0)):
+        limit = NoiseFloor(value=value, num_values=100, is_least=True)
+        assert compute_signature_bound(BF16, 4, limit) == pytest.approx(bound)
 
 
 def test_after_steps_bounds_are_those_of_the_passes_so_far_and_wider() -> None:
