@@ -220,6 +220,8 @@ class LossCheck(PassObserver):
     search     names the tensor on this rank; None if only other ranks have one
     """
 
+    pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.BACKWARD})
+
     def __init__(self, is_needed: Callable[[Tensor], bool], search: Callable[[PassInputs], str | None]) -> None:
         self.first_non_finite: str | None = None
         self._is_needed = is_needed

@@ -57,8 +57,8 @@ class PassInputs:
     loss_weight          the factor on the loss in the backward
     ends_window          the accumulation window ends with this pass
     takes_step           the optimizer steps after this pass, as a part of it; only together with `ends_window`
-    follows_step         the optimizer steps behind this pass, which is not measured; only together with `ends_window`
-    step_settings        of the step; None: as the spec says
+    follows_step         the optimizer steps after this pass, and the step is not measured; only with `ends_window`
+    step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
     has_reversed_rows    the rows are in the reverse of the capture's order
@@ -105,7 +105,8 @@ class PassObserver:
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
     no tensor after `close`. `pauses_clock_after` are the phases after which it makes the device work, or waits for it:
-    the time for that is left out of the seconds of the whole pass.
+    the time for that is left out of the seconds of the whole pass. What it does before the step comes after the
+    backward.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -123,20 +124,20 @@ class PassObserver:
         """Look at gradients before the window's end clears them. Also called in a pass without a backward."""
 
     def before_step(self, loss: Tensor) -> None:
-        """Look at a loss before the optimizer steps with its gradient."""
+        """Look at a loss before the optimizer steps with its gradient, in a pass that the step is a part of."""
 
     def after_measurement(self) -> None:
         """Read counters: the measured part of the pass has ended."""
 
     def close(self, error: BaseException | None) -> None:
-        """Let go of the pass, which raised `error` if it failed."""
+        """Let go of the pass, which raised `error` if it failed, perhaps before it began."""
 
 
 class Clock(Protocol):
     """Measures a pass of all ranks. `NullClock` neither measures nor waits for them."""
 
     def wait_for_all_ranks(self) -> None:
-        """Return when every rank has come here, so that none begins the pass before the others."""
+        """Wait, on the device's own queue, until every rank has come here: so none begins the pass before another."""
 
     def start(self) -> None:
         """Begin to measure the pass."""
@@ -145,7 +146,7 @@ class Clock(Protocol):
         """Measure the time inside the block as the phase `name`."""
 
     def wait_for_slowest_rank(self) -> None:
-        """Return when every rank has ended its forward, and charge no later phase for the waiting."""
+        """Wait, on the device's own queue, until every rank has ended its forward, and charge no later phase for it."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
@@ -217,9 +218,9 @@ class ObserverNotifier:
     def follow_pass(self, inputs: PassInputs) -> Iterator[None]:
         """Prepare every observer for the pass inside the block, and close all of them, also if the pass fails."""
         error: BaseException | None = None
-        for observer in self.observers:
-            observer.before_pass(inputs)
         try:
+            for observer in self.observers:
+                observer.before_pass(inputs)
             yield
         except BaseException as reason:
             error = reason
@@ -241,8 +242,7 @@ class ObserverNotifier:
         self._notify_after(RankPhase.BACKWARD, lambda observer: observer.after_backward())
 
     def before_step(self, loss: Tensor) -> None:
-        for observer in self.observers:
-            observer.before_step(loss)
+        self._notify_after(RankPhase.BACKWARD, lambda observer: observer.before_step(loss))
 
     def after_measurement(self) -> None:
         for observer in self.observers:
@@ -267,9 +267,9 @@ def run_pass(
 
     With a clock, the ranks wait for each other and start it together. The forward computes log-probs and the loss; then
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
-    gradient of the window. If `takes_step`, the step is measured; if the window ends without one, its
-    gradient norm is read and its gradients are cleared after the clock has stopped. Before each phase and after forward
-    and backward the observers have their turn.
+    gradient of the window. If `takes_step`, the step is measured. Otherwise a window that ends is ended after the clock
+    has stopped: its gradient norm is read, with `follows_step` the optimizer steps, and the gradients are cleared.
+    Before each phase, after forward and backward, and before a measured step the observers have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -286,7 +286,7 @@ def run_pass(
             _steer_routers(backend, inputs) as routers,
         ):
             clock.wait_for_all_ranks()
-            # From the random states of the job, dropout draws the masks that it drew there.
+            # From the job's random states dropout draws the job's masks.
             if inputs.random_states:
                 restore_random_states(inputs.random_states)
 
@@ -352,7 +352,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
     """
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
-    # Rows are joined first even where `arrange` then gives each document a row of its own.
+    # Only joined rows know their documents, so `arrange` takes these even to give each document a row of its own.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None
@@ -368,7 +368,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
         raise CaptureError(batch.origin.source, why, f"Add a length of at least {num_tokens}")
     inputs = pad_to(inputs, length)
     if spec.parallel.sequence_parallel:
-        # A model that makes its own positions would count them from the begin of this rank's part of a row.
+        # A model that makes its own positions would count them from the beginning of this rank's part of a row.
         inputs = replace(inputs, makes_positions=False)
     if spec.parallel.ring > 1:
         assert inputs.cu_seq_lens is not None

@@ -20,6 +20,7 @@ from capture import capture_files, read_micro_batch
 from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
+from replay.runner.observers import LossCheck
 from replay.runner.run_pass import PassInputs, PassObserver, run_pass
 from replay.watch.progress import RankPhase
 
@@ -178,7 +179,9 @@ def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], 
         "pause",
         f"sees gradient {float(number) / 2}",
         "go on",
+        "pause",
         "before the step",
+        "go on",
         "at step",
         "step begins",
         "step",
@@ -230,6 +233,28 @@ def test_a_pass_that_fails_closes_its_observers_with_the_error(
         run_pass(backend, inputs, Clock(events), [Marker(events), PausingObserver(events, backend)])
     assert events[-1] == f"closed: the {phase} failed"
     assert events[-2] == f"{phase} ends"
+
+
+def test_an_observer_that_cannot_begin_closes_those_that_have_begun(events: list[str], inputs: PassInputs) -> None:
+    class Failing(PassObserver):
+        def before_pass(self, inputs: PassInputs) -> None:
+            raise RuntimeError("no counters")
+
+    backend: Any = Backend(events)
+    with pytest.raises(RuntimeError, match="no counters"):
+        run_pass(backend, inputs, Clock(events), [Marker(events), Failing()])
+    assert events == ["closed: no counters"]
+
+
+def test_the_check_of_the_loss_before_a_step_is_in_no_pass_s_seconds(events: list[str], inputs: PassInputs) -> None:
+    def is_needed(loss: Tensor) -> bool:
+        events.append("looks at the loss")
+        return False
+
+    backend: Any = Backend(events)
+    run_pass(backend, replace(inputs, takes_step=True), Clock(events), [LossCheck(is_needed, lambda inputs: None)])
+    begin = events.index("looks at the loss")
+    assert events[begin - 1 : begin + 2] == ["pause", "looks at the loss", "go on"]
 
 
 def test_a_pass_keeps_no_graph_and_no_logits_of_its_own(events: list[str], inputs: PassInputs) -> None:
