@@ -1,12 +1,16 @@
 """Look at torch's random generators before and after a pass's forward."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from actor_init.spec import ParallelSpec
 from capture.file_format.micro_batch import MicroBatch
-from capture.record.generator_marks import GeneratorSnapshot, take_generator_snapshot
+from capture.file_format.tensor_codec import RandomStates
+from capture.record.generator_marks import CUDA, GeneratorSnapshot, count_drawn_numbers, take_generator_snapshot
 from replay.runner.run_pass import PassInputs, PassObserver
+from replay.verdict.pass_values import RecordedPass, ReplayedPass
 from replay.verdict.random_draws import RandomDraws
 from replay.watch.progress import RankPhase
 
@@ -37,6 +41,33 @@ class GeneratorObserver(PassObserver):
     def has_moved(self) -> bool:
         """Did the forward draw a random number?"""
         return self.draws is not None and self.draws.has_moved
+
+
+class DrawCounter:
+    """Counts random numbers in one pass of a run, since counting draws them all again."""
+
+    def __init__(self) -> None:
+        self._has_counted = False
+
+    def count(
+        self, recorded: RecordedPass, replayed: ReplayedPass, states: RandomStates
+    ) -> tuple[RecordedPass, ReplayedPass]:
+        """Return both with how many numbers their forwards drew, in the first pass in which the generators parted.
+
+        Only what a CPU's generator drew can be counted.
+
+        states  of the generators before the forward
+        """
+        job, replay = recorded.draws, replayed.draws
+        if self._has_counted or job is None or replay is None:
+            return recorded, replayed
+        if job.after == replay.after or job.before != replay.before:
+            return recorded, replayed
+        self._has_counted = True
+        if CUDA in job.after:
+            return recorded, replayed
+        job, replay = (replace(draws, num_drawn=count_drawn_numbers(states, draws.after)) for draws in (job, replay))
+        return replace(recorded, draws=job), replace(replayed, draws=replay)
 
 
 def has_job_layout(inputs: PassInputs, batch: MicroBatch, parallel: ParallelSpec) -> bool:

@@ -18,7 +18,6 @@ from actor_init.weights import OnProgress, ignore_progress
 from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
-from capture.record.generator_marks import CUDA, count_drawn_numbers
 from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import Objective, compute_negated_mean, padding_may_predict, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
@@ -31,7 +30,7 @@ from replay.runlog.records import InputSection, PassRecord, ResultSection
 from replay.runner.accumulation_window import AccumulationWindow
 from replay.runner.checkpoint import digest_inputs
 from replay.runner.first_uses import ExpectedTimes, record_second_run
-from replay.runner.generator_observer import GeneratorObserver, has_job_layout
+from replay.runner.generator_observer import DrawCounter, GeneratorObserver, has_job_layout
 from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
@@ -91,6 +90,7 @@ class ReopenableActor:
         return backend
 
     def reopen(self) -> None:
+        """Close the backend and open another one. Raises ReopeningError if that fails."""
         # The old backend gives its memory back before the new one asks for as much.
         self.backend.close()
         del self.backend
@@ -111,7 +111,7 @@ class Replayer:
     NaN or infinity, and `add_second_run` measures it again. After a pass that failed, `reopen_after_failure` opens the
     actor again.
 
-    trace       writes what each layer computed; None: the run is not traced
+    trace       writes sketches of what each layer computed; None: the run is not traced
     rounds      one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
     log_folder  gets the run's details (docs/glossary.md), if it keeps them; None: none are kept
     """
@@ -139,13 +139,14 @@ class Replayer:
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
         self.follower = StepFollower(spec=spec, world=world)
-        # How many inputs there are up to the latest pass that succeeded and left no window open.
+        # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
         self._first_uses = FirstUseCounter(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
-        self._has_failed_pass = self._has_counted_draws = False
+        self._has_failed_pass = False
+        self._draw_counter = DrawCounter()
         self._objective = Objective.open(spec)
         self._kept_logits = (
             KeptLogits() if self._objective is not None and self._objective.needs_logits_or_entropies else None
@@ -167,7 +168,8 @@ class Replayer:
     def search_latest_pass(self, record: PassRecord) -> PassRecord:
         """Run the latest pass again to find its first tensor that is not finite.
 
-        Returns `record` of that pass with the tensor's name, or with why it cannot be found. All ranks must call this.
+        Returns `record` of that pass with the tensor's name, or with why it cannot be found; with neither if only other
+        ranks have such a tensor. All ranks must call this.
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.LOOKING)
@@ -194,9 +196,13 @@ class Replayer:
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.RERUNNING)
         # The second run is a window of its own, whose gradient is cleared at its end.
-        ends_window = self._latest_inputs.runs_backward
-        inputs = replace(self._latest_inputs, loss_weight=1.0, ends_window=ends_window)
-        inputs = replace(inputs, takes_step=False, follows_step=False)
+        inputs = replace(
+            self._latest_inputs,
+            loss_weight=1.0,
+            ends_window=self._latest_inputs.runs_backward,
+            takes_step=False,
+            follows_step=False,
+        )
         # The random generators go on as if there had been no second run.
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -239,7 +245,7 @@ class Replayer:
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
-            recorded, replayed = self._count_drawn_numbers(recorded, replayed, call)
+            recorded, replayed = self._draw_counter.count(recorded, replayed, call.random)
             return PassEvidence(record, recorded, replayed), None
         except SystemExit as error:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
@@ -256,7 +262,8 @@ class Replayer:
         """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
         The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
-        the observers of this run. A failure discards the window. After a pass that succeeded, its log-probs, its
+        the observers of this run. If that fails, the window is discarded; a micro-batch that cannot be laid out leaves
+        it open, since the gradient is still that of the passes before. After a pass that succeeded, its log-probs, its
         results and what the observers saw go into the record, and details and trace are written.
         """
         recorded_gradients = call.step.gradients if call.step is not None else None
@@ -318,19 +325,6 @@ class Replayer:
             self.num_inputs_completed = record.index + 1
         return record, replayed
 
-    def _count_drawn_numbers(
-        self, recorded: RecordedPass, replayed: ReplayedPass, call: Call
-    ) -> tuple[RecordedPass, ReplayedPass]:
-        """Count, on a CPU and once in a run, what both forwards drew, where that may be another number."""
-        job, own = recorded.draws, replayed.draws
-        if self._has_counted_draws or job is None or own is None or job.after == own.after or job.before != own.before:
-            return recorded, replayed
-        self._has_counted_draws = True
-        if CUDA in job.after:
-            return recorded, replayed
-        job, own = (replace(draws, num_drawn=count_drawn_numbers(call.random, draws.after)) for draws in (job, own))
-        return replace(recorded, draws=job), replace(replayed, draws=own)
-
     def _choose_observers(self, index: int, inputs: PassInputs) -> RunObservers:
         """Return what this run looks at in one pass. The same on every rank."""
         backend, ends_window = self.actor.backend, inputs.ends_window
@@ -361,8 +355,8 @@ class Replayer:
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
         actor_inputs = replace(actor_inputs, switched_parts=list_switched_parts(call) if batch.trains else ())
         if recorded is None:
-            # The loss of stand-in and sft is a mean of log-probs, so each of them gets the same gradient, and the head
-            # may compute gradients in the forward: for nothing, if no backward follows.
+            # The loss of stand-in and sft is a mean of log-probs, so all of these have one gradient. Then the head may
+            # compute its gradients in the forward already, which would be wasted if no backward follows.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:
