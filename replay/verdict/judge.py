@@ -4,11 +4,11 @@
      "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
-With other weights than the job's no number means anything, so each pass is judged only on the job's. Each number that
-the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's number. It agrees
-within its bound, or it differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where nothing
-else explains it: the weights are known to be the job's, and both computed the same quantity. Where there is a doubt, it
-is UNSETTLED.
+With other weights than the job's no number means anything, so a pass is judged only if it ran on the job's. Each number
+that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's number. It
+agrees within its bound, or it differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where
+nothing else explains the difference: the weights are known to be the job's, and both computed the same quantity. Where
+there is a doubt, the outcome is UNSETTLED.
 """
 
 from collections import Counter
@@ -123,9 +123,9 @@ def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> W
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
        the job's as long as each of its steps equalled the job's step.
-    3. Judge each pass. With other dropout masks its numbers differ by chance, so they are judged only where the masks
-       are known to be the job's (`dropout_masks` says by what). Where the job did not record these, a training pass
-       whose numbers agree had the job's masks.
+    3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are judged only
+       where the masks are known to be the job's: from the ends of the random generators (`dropout_masks`). A training
+       pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
        the window had the job's masks.
     5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
@@ -150,8 +150,8 @@ def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> W
     pass_verdicts = keep_worst_of_peers(compared_passes, judge_passes(compared_passes, settings))
     window_verdicts = judge_windows(compared_passes, settings)
 
-    # In the job's order: a window's verdict comes after that of its last pass. So a wrong gradient comes before the
-    # wrong numbers that it causes in later passes.
+    # In the order of the passes: a window's verdict comes after that of its last pass. So a wrong gradient comes before
+    # the wrong numbers that it causes in later passes.
     verdicts = sorted(
         [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
     )

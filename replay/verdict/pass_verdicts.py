@@ -15,7 +15,7 @@ from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weig
 def mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Mark the training passes whose dropout masks are the job's.
 
-    What is known of the masks tells it, or, where nothing is, the numbers: with other masks they would differ.
+    The ends of the random generators show it, or numbers that agree: with other masks they would differ.
     """
     # `replay_draws_job_masks` does not matter for the outcome REPRODUCED.
     return [
@@ -58,7 +58,7 @@ def _decide_outcome(
     these that holds decides:
 
     CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
-    CANNOT TELL  the dropout masks are not proven to be the job's, and numbers differ, or agree within a coarse bound
+    CANNOT TELL  the masks are not proven to be the job's; numbers differ or are unsettled, or the dtype is coarse
     CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks; where the job
                  recorded no end of its generators
     UNSETTLED    there too: numbers differ, and dropout can explain it, though the masks of other passes are the job's
@@ -68,7 +68,7 @@ def _decide_outcome(
     REPRODUCED   a number agrees and is evidence
     CANNOT TELL  nothing that was recorded is evidence
 
-    Behind steps that nobody asked for, doubts of the weights and of findings are CANNOT TELL, not UNSETTLED.
+    After steps that nobody asked for, doubts of the weights and of findings are CANNOT TELL, not UNSETTLED.
 
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
@@ -89,9 +89,9 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # Without steps nobody would have judged what lies behind them, so steps that nobody asked for raise no question.
-    is_behind_steps = settings.steps_unasked and compared_pass.record.result.num_steps > 0
-    unsettled_outcome = Outcome.CANNOT_TELL if is_behind_steps else Outcome.UNSETTLED
+    # Without its steps the replay would judge no pass after them: unasked steps must make no verdict worse by a doubt.
+    is_after_unasked_step = settings.steps_unasked and compared_pass.record.result.num_steps > 0
+    unsettled_outcome = Outcome.CANNOT_TELL if is_after_unasked_step else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
     # since it skips a layer whole, which then has none.
     lacks_gradient = (
@@ -111,7 +111,7 @@ def _decide_outcome(
     if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         first = differing[0]
-        # What is text is no number. Of a missing gradient `where` is a sentence: which parameters have none.
+        # A finding with `values_as_text` compares no numbers. Of a missing gradient `where` names the parameters.
         difference = (
             f"{first.name} is off by {first.difference:.2g}"
             if first.values_as_text is None
@@ -154,9 +154,9 @@ def keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Seque
 def judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[PassVerdict]:
     """Judge the gradient of each window of which the job recorded something.
 
-    A gradient that was recorded is what training is about, so agreeing losses alone do not make a run REPRODUCED: if no
-    window's gradient could be judged, those verdicts become UNSETTLED whose gradient was recorded and is left open
-    (`_is_open_gradient`).
+    Training is about gradients, so agreeing losses alone do not make a run REPRODUCED if gradients were recorded. If no
+    window's gradient could be judged, the verdict on each window whose recorded gradient is left open
+    (`_is_open_gradient`) becomes UNSETTLED.
     """
     verdicts = [
         verdict
@@ -186,7 +186,7 @@ def _judge_window(
     if not findings:
         return None
     weights = merge_comparisons([compared_pass.weights for compared_pass in window])
-    masks = next((passed.masks for passed in window if not passed.has_job_dropout_masks), PROVEN_MASKS)
+    masks = next((member.masks for member in window if not member.has_job_dropout_masks), PROVEN_MASKS)
     window_as_pass = replace(window[-1], findings=findings, weights=weights, masks=masks)
     replay_draws_job_masks = _has_shown_job_masks(compared_passes)
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
