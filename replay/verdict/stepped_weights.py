@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replay.tolerances.difference import roundoff
-from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STEPPED, UPDATE_FACTOR
+from replay.tolerances.job_bounds import (
+    GRADIENT,
+    HIDING_BOUND,
+    LEAST_RMS,
+    MEDIAN_UPDATE_BOUND,
+    MIN_UPDATES,
+    STEPPED,
+    UPDATE_FACTOR,
+)
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus, VerdictSettings, list_dtypes, make_finding
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
@@ -27,6 +35,11 @@ class _ParameterDrift:
     drift: float
     rounding: float
     worst: SteppedSample
+
+    @property
+    def excess(self) -> float:
+        """The drift that storing the parameter does not explain."""
+        return max(self.drift - self.rounding, 0.0)
 
 
 def compare_stepped_weights(
@@ -98,9 +111,21 @@ def _compare(
         where=f"{element.name}, element {element.start}",
         num_values=len(drifts),
     )
-    if bound > HIDING_BOUND and finding.agrees:
+    if bound <= HIDING_BOUND or not finding.agrees:
+        return finding
+    # Rounding turns the sign of some elements' steps, and not of half of all.
+    middle = sorted(drifts, key=lambda drift: drift.excess)[len(drifts) // 2]
+    if len(drifts) < MIN_UPDATES or middle.rounding + MEDIAN_UPDATE_BOUND > HIDING_BOUND:
         return replace(finding, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, is_evidence=False)
-    return finding
+    return make_finding(
+        STEPPED,
+        middle.worst.job_values[0],
+        middle.worst.replay_values[0],
+        difference=middle.excess,
+        bound=MEDIAN_UPDATE_BOUND,
+        where=f"the median parameter, {middle.worst.name}, element {middle.worst.start}",
+        num_values=len(drifts),
+    )
 
 
 def _has_gradient(sample: SteppedSample, gradient: GradientSamples) -> bool:

@@ -1,10 +1,11 @@
 """A wrong update shows in the weights behind the step that made it, and a turned sign of one element does not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from replay.tolerances.job_bounds import STEPPED
+from replay.tolerances.job_bounds import GRADIENT, STEPPED, NoiseFloor
 from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
@@ -24,7 +25,7 @@ def make_sample(job: tuple[float, ...], name: str = "weight", dtype: str = "floa
     return SteppedSample(name=name, dtype=dtype, start=0, job_values=job, replay_values=RIGHT, initial_values=BEGIN)
 
 
-def compare(*samples: SteppedSample, **norms: float) -> Any:
+def compare(*samples: SteppedSample, settings: VerdictSettings = SETTINGS, **norms: float) -> Any:
     gradient = GradientSamples(norms={"weight": 1.0, **norms}, sizes=dict.fromkeys(["weight", *norms], 4), values={})
     recorded = RecordedPass(
         rank=0,
@@ -44,7 +45,7 @@ def compare(*samples: SteppedSample, **norms: float) -> Any:
         weights=WeightComparison(),
         previous_pass_has_grad_norm=False,
     )
-    return _compare(samples, [window], SETTINGS)
+    return _compare(samples, [window], settings)
 
 
 def test_the_same_update_agrees() -> None:
@@ -79,3 +80,31 @@ def test_a_parameter_that_the_replay_did_not_move_tells_nothing() -> None:
         name="weight", dtype="float32", start=0, job_values=RIGHT, replay_values=BEGIN, initial_values=BEGIN
     )
     assert _measure_drift(sample) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "status"),
+    [
+        (8, 1.0, FindingStatus.AGREES),
+        (8, 0.2, FindingStatus.DIFFERS),
+        (7, 0.2, FindingStatus.NOT_JUDGED),
+    ],
+)
+def test_where_rounding_hides_one_parameters_update_half_of_them_are_judged(
+    number: int, times: float, status: FindingStatus
+) -> None:
+    """As an average of the weights that stays in: all parameters come a part of the way."""
+    job = tuple(begin + times * update for begin, update in zip(BEGIN, UPDATE, strict=True))
+    names = [f"layers.{layer}.weight" for layer in range(number)]
+    samples = [make_sample(job, name) for name in names]
+    finding = compare(*samples, settings=replace(SETTINGS, dtype="bfloat16"), **dict.fromkeys(names, 1.0))
+    assert finding.status is status
+
+
+def test_one_parameter_of_eight_that_rounding_turned_is_none() -> None:
+    names = [f"layers.{layer}.weight" for layer in range(8)]
+    turned = tuple(begin - 0.9 * update for begin, update in zip(BEGIN, UPDATE, strict=True))
+    samples = [make_sample(RIGHT if layer else turned, name) for layer, name in enumerate(names)]
+    settings = replace(SETTINGS, dtype="bfloat16", floors={GRADIENT: NoiseFloor(value=0.5, num_values=9)})
+    finding = compare(*samples, settings=settings, **dict.fromkeys(names, 1.0))
+    assert (finding.status, finding.difference) == (FindingStatus.AGREES, 0.0)
