@@ -7,9 +7,8 @@
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
 micro-batches, the same ones for every kind. Prints ratios to the bare steps of the same round, the 99th percentiles,
-the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the
-host waits for the device, bytes per pass and those of torch.save, and how long a flight recorder of 64 passes takes to
-reach the disk.
+the time that the job's thread spends in the hooks and in a bare copy of the same tensors, how often the host waits for
+the device, and bytes per pass and those of torch.save.
 
 With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
 with an idle device: ratios, where the job's thread spent the time, and what the writer's took of a processor.
@@ -213,7 +212,6 @@ def measure(given: argparse.Namespace) -> None:
         compare_hook(job, folder / "hook")
         count_waits(job, folder / "waits")
         compare_bytes(job, folder / "bytes")
-        time_flush(job, folder / "flush")
         compare_steps(job, given, "recorded", given.steps, bare | kinds)
         compare_steps(
             job,
@@ -417,16 +415,3 @@ def compare_bytes(job: Job, folder: Path) -> None:
         [path] = capture_files(folder / name)
         size = path.stat().st_size
         print(f"{size:,} bytes a pass, {name}; torch.save {saved.tell():,}: {size / saved.tell():.2f}", flush=True)
-
-
-def time_flush(job: Job, folder: Path) -> None:
-    with recording(job.model, folder, flight_recorder=64, max_queued=128) as recorder:
-        with torch.no_grad():
-            for _ in range(64):
-                job.model(**job.batches[0], use_cache=False)
-        recorder.flush()
-        began = time.perf_counter()
-        recorder.note(loss=float("nan"))
-        recorder.flush()
-        took = time.perf_counter() - began
-    print(f"{took:.2f} s until {len(capture_files(folder))} passes of a flight recorder are on the disk", flush=True)
