@@ -1,5 +1,6 @@
 """Tell that a gradient is another one because the job clips it otherwise: too early, by parts, by another norm."""
 
+import math
 from collections.abc import Sequence
 
 from capture.file_format.optimizer_step import OptimizerStep
@@ -42,6 +43,36 @@ def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
 def clips_parts(window: Sequence[ComparedPass]) -> bool:
     """Tell whether the job clipped gradients of this window before its last pass."""
     return any(step.clips_early for step in _list_steps(window))
+
+
+def find_clipping_of_shards(evidence: Evidence) -> Cause | None:
+    """Tell that each rank clipped its own shards: their gradients are as long on each rank, to a round number."""
+    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
+    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
+    norms: dict[int | None, float] = {}
+    for compared in window or ():
+        step = compared.recorded.step_after
+        if step is not None and step.signatures and all(signature.is_part for signature in step.signatures):
+            norms[compared.recorded.rank] = math.hypot(*(signature.norm for signature in step.signatures))
+    limit = find_round_number(max(norms.values(), default=0.0))
+    if wrong is None or len(norms) < 2 or limit is None:
+        return None
+    if not all(math.isclose(norm, limit, rel_tol=1e-3) for norm in norms.values()):
+        return None
+    return Cause(
+        name=CauseName.CLIPPING,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the gradient of each of {len(norms)} ranks' shards has a norm of {limit:g}, {name_time(wrong[0])}: "
+        "code of the job's own clips by the norm of a rank's shards, and not by that of the whole gradient",
+        try_next="add up the squares of the ranks' norms before clipping, as torch's clip_grad_norm_ does for DTensors",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
+def find_round_number(norm: float) -> float | None:
+    """Return the number that a person would clip to, if a norm is one; None if it is not."""
+    rounded = float(f"{norm:.1g}")
+    return rounded if norm and math.isclose(norm, rounded, rel_tol=1e-3) else None
 
 
 def find_other_norm(evidence: Evidence) -> Cause | None:

@@ -9,7 +9,9 @@ from replay.verdict.causes.clipping import (
     clips_parts,
     clips_under_scale,
     find_clipping_of_parts,
+    find_clipping_of_shards,
     find_other_norm,
+    find_round_number,
     name_early_clipping,
 )
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
@@ -127,9 +129,9 @@ def _explain_share(factor: float, window: Sequence[ComparedPass]) -> str:
 
 def _find_round_norm(wrong: WrongGradient) -> float | None:
     """Find the norm of the job's whole gradient if it is a number that a person would clip to; None if it is not."""
-    norm = math.hypot(*(parameter.job_norm or 0.0 for parameter in wrong.gradient.parameters.values()))
-    rounded = float(f"{norm:.1g}")
-    return rounded if math.isclose(norm, rounded, rel_tol=1e-3) else None
+    return find_round_number(
+        math.hypot(*(parameter.job_norm or 0.0 for parameter in wrong.gradient.parameters.values()))
+    )
 
 
 def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> bool:
@@ -393,6 +395,13 @@ RULES = (
         means="gradients are clipped after each pass, and not once before the step",
         told_by="the clippings that were recorded between the passes of a step",
         job="clipped-each-pass",
+    ),
+    CauseRule(
+        name=CauseName.CLIPPING,
+        find=find_clipping_of_shards,
+        means="each rank clips by the norm of its own shards",
+        told_by="the norms of the ranks' shards, which are one round number",
+        job="fsdp2-clipped-by-shard",
     ),
     CauseRule(
         name=CauseName.CLIPPING,
