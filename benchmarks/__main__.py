@@ -43,6 +43,7 @@ BENCHMARKS = {
     "trainer_verdicts": Benchmark(
         "Which verdict has a sound Trainer job, and three broken ones?", "CPU or GPU", "3 min on an H200"
     ),
+    "verdict_cost": Benchmark("What does a verdict cost a replay of 40 passes?", "one GPU, or CPU", "not timed"),
     "mixtures": Benchmark("Are mixtures of experts judged rightly, sound and broken?", "CPU", "not timed"),
     "faults": Benchmark(
         "How many injected faults are found, and how many clean runs give an alarm?", "CPU", "not timed"

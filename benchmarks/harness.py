@@ -104,7 +104,7 @@ class Column(NamedTuple):
         ratios = [a / b for a, b in pairs]
         if len(ratios) == 1:
             return format(ratios[0], self.shown)
-        low, middle, high = (format(one, self.shown) for one in quantiles(ratios, n=4, method="inclusive"))
+        low, middle, high = (format(ratio, self.shown) for ratio in quantiles(ratios, n=4, method="inclusive"))
         return f"{middle} ({low} to {high})"
 
 
@@ -116,14 +116,14 @@ def alternate(
     Every call begins with `warmup` rounds that do not count. All ranks draw the same order.
     """
 
-    def one(number: int) -> dict[str, list[Sample]]:
+    def measure(number: int) -> dict[str, list[Sample]]:
         order = random.Random(number).sample(list(contestants), len(contestants))
         measured = {name: list(contestants[name](number)) for name in order}
         return {name: measured[name] for name in contestants}
 
     for number in range(warmup):
-        one(number)
-    kept = [answers.ask(f"round {number}", partial(one, number)) for number in range(rounds)]
+        measure(number)
+    kept = [answers.ask(f"round {number}", partial(measure, number)) for number in range(rounds)]
     return {name: [sample for each in kept for sample in each[name]] for name in contestants}
 
 
