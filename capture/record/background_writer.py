@@ -26,7 +26,7 @@ from capture.file_format.micro_batch import CaptureError
 MAX_QUEUED_BYTES = 2**30
 MAX_DELAY_SECONDS = 0.2
 # Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
-# their bytes. So many may wait for each pass that may wait.
+# their bytes. For each pass that may wait, this many of them may wait.
 _MAX_SMALL_TASKS_PER_PASS = 4
 
 TaskT = TypeVar("TaskT")
@@ -42,7 +42,10 @@ class Deadline(Protocol):
     """A deadline of something else, such as the job's running step, that the thread watches while it waits."""
 
     def seconds_left(self) -> float | None:
-        """Return the seconds that are left, 0 once it has passed; None while there is no deadline."""
+        """Return the seconds that are left, 0 once it has passed; None while there is no deadline.
+
+        The writer's thread calls it while it holds its lock, which the job's thread needs: so this must not wait.
+        """
 
 
 def warn(message: str) -> None:
@@ -64,10 +67,10 @@ class BackgroundWriter(Generic[TaskT]):
     refusal        why `handle` refused the first of the passes that it refused, or None
     is_waited_for  set by `drain` and by an urgent task, until the queue is empty
 
-    The thread calls `on_idle` when it has handled all that it was woken for, `on_deadline` whenever it waits and
-    `deadline` has passed, and `on_end` as its last act, with whether writing has failed. After `on_deadline` the
-    seconds that are left must be None or above 0: otherwise it is called again at once. Whatever these or `handle`
-    raise stops writing, except that `handle` may refuse a pass.
+    The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no task is
+    ready. It calls `on_deadline` whenever it waits and `deadline` has passed, and `on_end` as its last act, with
+    whether writing has failed. After `on_deadline` the seconds that are left must be None or above 0: otherwise it is
+    called again at once. Whatever these or `handle` raise stops writing, except that `handle` may refuse a pass.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
     for what stops writing. No method raises.
@@ -95,8 +98,8 @@ class BackgroundWriter(Generic[TaskT]):
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
         # Each task with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
-        # them. The others become ready with the next `wake`, after MAX_DELAY_SECONDS without one, or as soon as
-        # somebody waits for the queue to be empty.
+        # them. The others become ready with the next `wake`, after MAX_DELAY_SECONDS without one, or with an urgent
+        # task, `drain` or `close`.
         self._queue: deque[tuple[TaskT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
@@ -126,8 +129,8 @@ class BackgroundWriter(Generic[TaskT]):
             self._has_warned_of_full_queue |= must_warn
         if must_warn:
             warn(
-                f"capture: the disk is slower than the job: {self._max_queued_passes} passes or {MAX_QUEUED_BYTES} "
-                "bytes are waiting. New passes are dropped and counted until there is room"
+                f"capture: the disk is slower than the job: at most {self._max_queued_passes} passes with "
+                f"{MAX_QUEUED_BYTES} bytes may wait. New passes are dropped and counted until there is room"
             )
         return False
 
@@ -136,6 +139,7 @@ class BackgroundWriter(Generic[TaskT]):
 
         An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task is
         handled after the next `wake`, or after MAX_DELAY_SECONDS without one, and is left out if too many are waiting.
+        Once writing has stopped, every task is left out, without a count.
         """
         with self._changed:
             num_small_tasks = len(self._queue) - self._num_queued_passes
@@ -198,7 +202,10 @@ class BackgroundWriter(Generic[TaskT]):
             )
 
     def close(self, *, max_seconds: float) -> None:
-        """Handle what is queued and end the thread. What is not handled after `max_seconds` is dropped."""
+        """Handle what is queued and end the thread. What still waits in the queue after `max_seconds` is dropped.
+
+        The task that the thread has in hand by then is not counted as dropped: it may still be handled.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

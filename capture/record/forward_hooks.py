@@ -33,7 +33,8 @@ class ForwardHooks:
     and so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
-    on_end    is given the output and None, or, of a forward that raised, None and what it raised
+    on_end    is given the output and None; if the forward raised, None and what it raised; if a hook inside these hooks
+              raised after the forward, its output and what the hook raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:
@@ -71,7 +72,7 @@ class ForwardHooks:
         self._handles = []
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_called_by_job():
+        if not self._may_be_called_by_job():
             return
         # torch does not call `after_forward` where a forward raised KeyboardInterrupt, and in a notebook the process
         # goes on after that. Then `_depth` was never counted down. That shows in the frame of the outermost forward,
@@ -86,18 +87,18 @@ class ForwardHooks:
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # The depth is 0 if the hooks were attached while this forward was running: its beginning was not seen.
-        if not self._is_called_by_job() or self._depth == 0:
+        if not self._may_be_called_by_job() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth > 0:
             return
-        # torch does not pass the exception on, but calls this hook inside its `except` block, where sys.exc_info() has
-        # it.
+        # torch gives a hook no exception, but it calls this one inside its `except` block, where sys.exc_info() has the
+        # exception.
         error, earlier_error = sys.exc_info()[1], self._earlier_error
         self._earlier_error = self._outermost_frame = None
         self._on_end(output, None if error is earlier_error else error)
 
-    def _is_called_by_job(self) -> bool:
+    def _may_be_called_by_job(self) -> bool:
         """Tell whether no backward, compiler or forked child calls this forward. `_depth` tells of nested ones."""
         return not (torch.compiler.is_compiling() or is_in_backward() or os.getpid() != self._process_id)
 

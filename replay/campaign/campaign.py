@@ -50,8 +50,8 @@ Plan = TypeVar("Plan")
 class CampaignJob:
     """A replay in processes of its own.
 
-    The journal knows a campaign job by a digest of its fields and their names, in which the folders that it writes to
-    are left out. So renaming a field changes every digest, and no journal written before would know its jobs.
+    The journal knows a campaign job by a digest of its fields and their names, in which `home` and the log folder are
+    left out. So renaming a field changes every digest, and no journal written before would know its jobs.
 
     home      where the folders of all its attempts lie, relative to the campaign's folder, such as `groups/0001`
     python    path of another environment's interpreter; empty: this one
@@ -68,8 +68,8 @@ class CampaignJob:
 
     def digest_in(self, folder: Path) -> str:
         """Return the digest by which the campaign in `folder` knows the campaign job."""
-        # The digest leaves out where the campaign job writes its files, and takes the campaign's folder out of all
-        # paths: a folder that was moved or copied still knows its campaign jobs.
+        # The digest leaves out where the campaign job writes its log, and takes the campaign's folder out of all paths:
+        # a folder that was moved or copied still knows its campaign jobs.
         measure = replace(self.spec.measure, log_folder=MeasureSpec().log_folder)
         job = to_json(replace(self, home="", spec=replace(self.spec, measure=measure)))
         text = json.dumps(job, sort_keys=True).replace(f"{json.dumps(str(folder.absolute()))[1:-1]}/", "")
@@ -104,8 +104,9 @@ class FinishedJob(NamedTuple):
 class _JournalLine:
     """What the journal keeps of a campaign job that has ended.
 
-    job      digest of the campaign job
-    attempt  folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
+    job        digest of the campaign job
+    exit_code  None: it did not end within its time limit
+    attempt    folder of its last attempt, relative to the campaign's folder; it lies in that of `CampaignJob.home`
     """
 
     job: str
@@ -194,6 +195,8 @@ class Campaign(Generic[Plan]):
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
             message = format_error_with_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
+            if isinstance(error, OSError):
+                message = f"the campaign cannot be read: {error}"
             raise UsageError(f"{message}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,
@@ -249,9 +252,9 @@ class Campaign(Generic[Plan]):
         return len(self._lines_by_digest)
 
     def check_can_continue(self, executor: Executor, jobs: Iterable[CampaignJob] | None = None) -> None:
-        """Raise UsageError if campaign jobs still have to run, but on another machine or with other versions.
+        """Raise UsageError if campaign jobs still have to run, and this machine or these versions are not fit for it.
 
-        jobs  all that the command will ask for; None: they are not known yet
+        jobs  all that the command will ask for; None: they are not known yet, so some may have to run
         """
         if jobs is not None and all(self.find_finished(job) for job in jobs):
             return
@@ -284,6 +287,8 @@ class Campaign(Generic[Plan]):
 
     def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
         """Yield how each campaign job ended: first those of the journal, then the others, which are run, as they end.
+
+        A campaign job that the deadline keeps from starting is not yielded.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
         """

@@ -1,4 +1,4 @@
-"""Make every choice of a run once, on all ranks together, before its actor is opened.
+"""Make the choices of a run once, on all ranks together, before its actor is opened; a few need the open actor.
 
 What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
 probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
@@ -77,7 +77,8 @@ def resolve(
     loss        what `choose_loss` chose
     objective   the objective that `loss` names; None for stand-in and sft
 
-    All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
+    All ranks must call this. Raises UsageError for what cannot run here: on all of them, but where one rank's device
+    does not have the attention kernel on that one alone.
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ.
     spec, job_choices = _choose_on_first_rank(
@@ -109,7 +110,7 @@ def resolve(
     )
     if actor.attention != actor_before_probes.attention:
         kernel = replace(kernel, why=CHOSEN_BY_PROBE)
-    # `Layout.describe` shows the reason in the header, too: the job's labels need padded rows.
+    # The header prints the layout with its reason (`Layout.describe`): here, that the job's labels need padded rows.
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
@@ -234,7 +235,8 @@ def _explain_attention(
         by = ChosenBy.MACHINE
     else:
         by = ChosenBy.JOB
-    # On CUDA `kernel.why` is there wherever `choose_job_kernel` chose, which it does not for a ring.
+    # These reasons are for where `kernel.why` is empty: on a CPU, and for a ring, of which `choose_job_kernel` says
+    # nothing.
     by_machine = (
         "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
     )

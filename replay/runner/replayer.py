@@ -69,7 +69,10 @@ class ReopeningError(RuntimeError):
 
 
 class ReopenableActor:
-    """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass."""
+    """Hold a backend and open it again after a failed pass, whose leftover state would corrupt the next pass.
+
+    state_folder  what --save-state wrote, from which each backend that is opened goes on
+    """
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class Replayer:
         self._padding_predicts = padding_may_predict(spec) and not self.source.layout_under(spec.actor).joins_rows
 
     def reopen_after_failure(self) -> None:
-        """Open the actor again if a pass failed. Call it after dropping the error, whose frames hold the model."""
+        """Open the actor again if the latest pass failed as it ran. Drop the error first: its frames hold the model."""
         if self._has_failed_pass:
             self.actor.reopen()
             if self.trace:
@@ -185,7 +188,7 @@ class Replayer:
         return self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
 
     def learn_times(self, rank_records: Sequence[PassRecord]) -> None:
-        """Expect of later passes what the latest one took, which needs no second run."""
+        """Learn from the latest pass, which needs no second run, how long later passes should take."""
         self._expected_times.learn(rank_records)
 
     def add_second_run(self, record: PassRecord, rank_records: Sequence[PassRecord]) -> PassRecord:
@@ -195,7 +198,7 @@ class Replayer:
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.RERUNNING)
-        # The second run is a window of its own, whose gradient is cleared at its end.
+        # The second run is a window of its own, whose gradient nobody reads. It is cleared at the window's end.
         inputs = replace(
             self._latest_inputs,
             loss_weight=1.0,
@@ -263,8 +266,8 @@ class Replayer:
 
         The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
         the observers of this run. If that fails, the window is discarded; a micro-batch that cannot be laid out leaves
-        it open, since the gradient is still that of the passes before. After a pass that succeeded, its log-probs, its
-        results and what the observers saw go into the record, and details and trace are written.
+        it open, since the gradient is still that of the passes before. After a pass that succeeded, its results go into
+        the record, its log-probs and samples into what the verdict needs, and details and trace are written.
         """
         recorded_gradients = call.step.gradients if call.step is not None else None
         recorded_samples = (
@@ -281,8 +284,9 @@ class Replayer:
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
         step_states = self.weight_checker.match_states(call.step.state if call.step is not None else ())
-        state = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, step_states)
-        observers = [generators, *extra_observers, *run_observers.in_order, *([state] if state is not None else [])]
+        state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, step_states)
+        observers = [generators, *extra_observers, *run_observers.in_order]
+        observers += [state_sampler] if state_sampler is not None else []
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
@@ -297,7 +301,7 @@ class Replayer:
             self._collect_log_probs(outcome, inputs, call, batch),
             loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
-            state=state.samples if state is not None else {},
+            state=state_sampler.samples if state_sampler is not None else {},
             draws=generators.draws,
             # Asking waits for the device, and only a pass with random masks needs the answer.
             has_job_layout=generators.has_moved and has_job_layout(inputs, batch, self.spec.actor.parallel),
@@ -355,8 +359,8 @@ class Replayer:
         actor_inputs = prepare_actor_inputs(fed_batch, self.spec.actor, self.source, self.world)
         actor_inputs = replace(actor_inputs, switched_parts=list_switched_parts(call) if batch.trains else ())
         if recorded is None:
-            # The loss of stand-in and sft is a mean of log-probs, so all of these have one gradient. Then the head may
-            # compute its gradients in the forward already, which would be wasted if no backward follows.
+            # The loss of stand-in and sft is a mean of log-probs, so its gradient is the same for each log-prob. Then
+            # the head may compute its gradients in the forward already, which would be wasted if no backward follows.
             actor_inputs = replace(actor_inputs, has_uniform_gradient=runs_backward)
             compute_loss: Callable[[Tensor], Tensor] = partial(_compute_mean_loss, actor_inputs)
         else:

@@ -56,8 +56,8 @@ class PassInputs:
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
     ends_window          the accumulation window ends with this pass
-    takes_step           the optimizer steps after this pass, as a part of it; only together with `ends_window`
-    follows_step         the optimizer steps after this pass, and the step is not measured; only with `ends_window`
+    takes_step           the optimizer steps at the end of this pass, and the step is measured; only with `ends_window`
+    follows_step         after the measured part the optimizer follows the job's step; only with `ends_window`
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
@@ -87,9 +87,10 @@ class PassInputs:
 class PassOutcome:
     """What a pass computed, without its graph.
 
-    grad_norm  of the window; None in a pass that does not end one
-    flips      of each router whose choice was held against the job's
-    router_loss  what the routers' loss adds to the loss
+    loss         with the routers' loss, and without `PassInputs.loss_weight`
+    grad_norm    of the window; None in a pass that does not end one
+    flips        of each router whose choice was held against the job's
+    router_loss  the routers' part of `loss`; None: it has none
     """
 
     log_probs_BA: Tensor
@@ -105,8 +106,7 @@ class PassObserver:
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
     no tensor after `close`. `pauses_clock_after` are the phases after which it makes the device work, or waits for it:
-    the time for that is left out of the seconds of the whole pass. What it does before the step comes after the
-    backward.
+    the time for that is left out of the seconds of the whole pass. For `before_step` BACKWARD decides, too.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -134,7 +134,7 @@ class PassObserver:
 
 
 class Clock(Protocol):
-    """Measures a pass of all ranks. `NullClock` neither measures nor waits for them."""
+    """Measures this rank's part of a pass, which all ranks begin together. `NullClock` neither measures nor waits."""
 
     def wait_for_all_ranks(self) -> None:
         """Wait, on the device's own queue, until every rank has come here: so none begins the pass before another."""
@@ -269,7 +269,8 @@ def run_pass(
     with a clock all ranks wait for the slowest, so that the backward is not charged for that. The backward adds to the
     gradient of the window. If `takes_step`, the step is measured. Otherwise a window that ends is ended after the clock
     has stopped: its gradient norm is read, with `follows_step` the optimizer steps, and the gradients are cleared.
-    Before each phase, after forward and backward, and before a measured step the observers have their turn.
+    Before each phase, after forward and backward, before a measured step, and once the clock has stopped the observers
+    have their turn.
 
     clock      measures the pass; None: the pass is not measured
     observers  look at the pass; the same ones in the same order on every rank
@@ -322,8 +323,8 @@ def run_pass(
             flips = collect_flips(routers)
 
             notifier.before_phase(RankPhase.ENDING)
-            # Training never ends a window without a step, so what this takes is not measured; nor is a step that nobody
-            # asked for.
+            # A job never ends a window without a step, so the time of such an end says nothing and is not measured. Nor
+            # is that of a step that nobody asked for.
             if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=inputs.follows_step, settings=inputs.step_settings)
         return PassOutcome(
@@ -352,7 +353,8 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
     """
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
-    # Only joined rows know their documents, so `arrange` takes these even to give each document a row of its own.
+    # Only where rows are joined the borders of documents are kept. So rows are joined even where `arrange` parts them
+    # again, to give each document a row of its own.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None

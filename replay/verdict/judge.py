@@ -4,11 +4,11 @@
      "first": null, "worst": [...], "open": [...], "weights": {...}, "environment": {"torch": ["2.13.0", "2.11.0"]},
      "dtypes": ["bfloat16", "bfloat16"], "floors": {...}, "passes": [...], "windows": [...], "causes": [], ...}
 
-With other weights than the job's no number means anything, so a pass is judged only if it ran on the job's. Each number
-that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's number. It
-agrees within its bound, or it differs, or it is not judged and the verdict says why. The outcome is DIFFERS only where
-nothing else explains the difference: the weights are known to be the job's, and both computed the same quantity. Where
-there is a doubt, the outcome is UNSETTLED.
+With other weights than the job's no number means anything, so a pass that is known to have run on others is not judged.
+Each number that the job recorded of a pass, or of the gradient of an optimizer step, is compared with the replay's
+number. It agrees within its bound, or it differs, or it is unsettled or not judged, and then the verdict says why. The
+outcome is DIFFERS only where nothing else explains the difference: the weights are known to be the job's, and both
+computed the same quantity. Where there is a doubt, the outcome is UNSETTLED or CANNOT TELL.
 """
 
 from collections import Counter
@@ -84,11 +84,11 @@ class PassEvidence(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeighedPasses:
-    """What the passes of a run come to, of which the causes are told again as more becomes known.
+class JudgedRun:
+    """The verdict on a run before its causes are named, which is done again whenever more is known.
 
     verdict   without causes
-    evidence  that causes are told from; None where the passes cannot be judged
+    evidence  what the causes are found from; None where the passes cannot be judged
     """
 
     verdict: Verdict
@@ -113,7 +113,7 @@ def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
     return weigh_passes(passes, settings).name_causes()
 
 
-def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> WeighedPasses:
+def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
@@ -126,21 +126,22 @@ def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> W
     3. Judge each pass. With other dropout masks its numbers differ by chance, so numbers that differ are judged only
        where the masks are known to be the job's: from the ends of the random generators (`dropout_masks`). A training
        pass whose numbers agree had the job's masks.
-    4. Judge the gradient of each window. Under dropout that needs step 3: the gradient is comparable if all passes of
+    4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
     5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
-    recorded = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
-    differences = [*settings.model_differences, *find_unreduced_steps([recorded_pass for _, recorded_pass in recorded])]
-    settings = note_coarse_steps(recorded, replace(settings, model_differences=differences))
+    indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
+    unreduced_steps = find_unreduced_steps([recorded for _, recorded in indexed_passes])
+    model_differences = [*settings.model_differences, *unreduced_steps]
+    settings = note_coarse_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
         [(compared_pass.record, compared_pass.recorded) for compared_pass in compared_passes]
     )
     if mixed_recordings is not None:
         verdict = _refuse_to_judge(compared_passes, mixed_recordings, settings)
-        return WeighedPasses(verdict=verdict, evidence=None)
+        return JudgedRun(verdict=verdict, evidence=None)
 
     compared_passes = compare_windows(check_weights(compared_passes), settings)
     if settings.steps is not None:
@@ -182,7 +183,7 @@ def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> W
         windows=window_verdicts,
         coverage=measure_coverage(windows, pass_verdicts, window_verdicts),
     )
-    return WeighedPasses(verdict=verdict, evidence=evidence)
+    return JudgedRun(verdict=verdict, evidence=evidence)
 
 
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
@@ -252,10 +253,10 @@ def _choose_outcome(verdicts: Sequence[PassVerdict]) -> Outcome:
 
 
 def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | None:
-    """Choose the reason to show: why the outcome is UNSETTLED, else why most of the CANNOT TELL are.
+    """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
 
-    None if there are verdicts and none is CANNOT TELL.
-    Passes with other weights and passes that failed explain nothing of the others, so their reasons come last.
+    Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
+    many there are. None if the outcome is not UNSETTLED, and there are verdicts, none of which is CANNOT TELL.
     """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)
@@ -270,7 +271,10 @@ def _find_first_difference(verdicts: Sequence[PassVerdict], outcome: Outcome) ->
 
 
 def _select_open_findings(verdicts: Sequence[PassVerdict]) -> list[Finding]:
-    """Select the first finding of each quantity not judged, or unsettled, where weights and masks are the job's."""
+    """Select the first finding of each quantity that is not judged, or unsettled.
+
+    Left out are passes with other weights than the job's, and doubts that are about dropout masks.
+    """
     first: dict[str, Finding] = {}
     for verdict in verdicts:
         for finding in verdict.findings if verdict.reason != OTHER_WEIGHTS else ():
@@ -285,7 +289,7 @@ def _compare_environments(
 ) -> dict[str, tuple[str, str]]:
     """List the settings that the job recorded and the replay knows, where they differ.
 
-    If the job had several values, all are named.
+    Returns, by the setting's name, the job's value and the replay's. If the job had several values, all are named.
     """
     job_values: dict[str, list[str]] = {}
     for compared_pass in compared_passes:

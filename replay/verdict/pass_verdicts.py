@@ -57,11 +57,13 @@ def _decide_outcome(
     For a window, `compared_pass` is its last pass, with findings, weights and masks of the whole window. The first of
     these that holds decides:
 
-    CANNOT TELL  the pass failed; its weights are not the job's; nothing was recorded, or nothing of it was replayed
-    CANNOT TELL  the masks are not proven to be the job's; numbers differ or are unsettled, or the dtype is coarse
-    CANNOT TELL  numbers differ or are unsettled, dropout can explain it, and no pass had the job's masks; where the job
-                 recorded no end of its generators
-    UNSETTLED    there too: numbers differ, and dropout can explain it, though the masks of other passes are the job's
+    CANNOT TELL  the pass failed, or its weights are not the job's, or nothing was recorded, or nothing of that was
+                 replayed
+    CANNOT TELL  the masks are NOT_PROVEN, and numbers differ or are unsettled or the dtype is coarse; but not where a
+                 parameter lacks its gradient, which dropout cannot explain
+    CANNOT TELL  the masks are NOT_RECORDED, numbers differ or are unsettled, dropout can explain it, and no pass shows
+                 that the replay draws the job's masks
+    UNSETTLED    the masks are NOT_RECORDED, numbers differ, dropout can explain it, and another pass shows that
     UNSETTLED    numbers differ, and it is not certain that the weights are the job's
     DIFFERS      numbers differ
     UNSETTLED    a finding is unsettled
@@ -89,7 +91,8 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # Without its steps the replay would judge no pass after them: unasked steps must make no verdict worse by a doubt.
+    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So a doubt
+    # after steps that nobody asked for is CANNOT TELL too, and makes no verdict worse.
     is_after_unasked_step = settings.steps_unasked and compared_pass.record.result.num_steps > 0
     unsettled_outcome = Outcome.CANNOT_TELL if is_after_unasked_step else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
@@ -192,12 +195,16 @@ def _judge_window(
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(
         make_pass_verdict(window_as_pass, outcome, reason),
+        # A window is told from a pass by this number, so it is 0 where the job counted no steps.
         optimizer_step=window_as_pass.recorded.num_steps_before or 0,
     )
 
 
 def _is_open_gradient(verdict: PassVerdict) -> bool:
-    """Tell whether a recorded gradient could not be judged, for another reason than rounding or other dropout masks."""
+    """Tell whether a recorded gradient could not be judged, and neither rounding nor other dropout masks explain that.
+
+    Nor a reason of the whole pass: other weights, or a pass that failed.
+    """
     return (
         verdict.outcome is Outcome.CANNOT_TELL
         and verdict.reason not in WHOLE_PASS_REASONS
