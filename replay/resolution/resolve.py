@@ -77,8 +77,8 @@ def resolve(
     loss        what `choose_loss` chose
     objective   the objective that `loss` names; None for stand-in and sft
 
-    All ranks must call this. Raises UsageError for what cannot run here: on all of them, but where one rank's device
-    does not have the attention kernel on that one alone.
+    All ranks must call this. Raises UsageError for what cannot run here, on all of them. Only a rank whose own device
+    lacks the attention kernel raises it alone.
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ.
     spec, job_choices = _choose_on_first_rank(

@@ -91,8 +91,8 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So a doubt
-    # after steps that nobody asked for is CANNOT TELL too, and makes no verdict worse.
+    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So after
+    # steps that nobody asked for a doubt of weights or of a finding is CANNOT TELL too, and makes no verdict worse.
     is_after_unasked_step = settings.steps_unasked and compared_pass.record.result.num_steps > 0
     unsettled_outcome = Outcome.CANNOT_TELL if is_after_unasked_step else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
