@@ -57,8 +57,8 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
         )
-    wrapped, num_rows = sum(tokens.num_wrapped for tokens in traits), sum(len(tokens.rows) for tokens in traits)
-    if wrapped == num_rows >= _MIN_WRAPPED:
+    num_rows = sum(tokens.num_last_labels for tokens in traits)
+    if sum(tokens.num_wrapped for tokens in traits) == num_rows >= _MIN_WRAPPED:
         yield LintRemark(
             topic="labels",
             text=f"in {pluralise(num_rows, 'row')} the last token is to predict the row's first one, as after a roll",

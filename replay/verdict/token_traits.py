@@ -57,7 +57,8 @@ class TokenTraits:
     num_labels         labels that count
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
-    num_wrapped        rows whose last token has the row's first token as its shifted label
+    num_last_labels    rows whose last token has a shifted label
+    num_wrapped        those of them in which that is the row's first token
     label_offset       the labels are the tokens so many places later, all of them; None: that cannot be told
     num_borders        borders between documents of one row that the job named beside position ids
     num_continued      those of them at which positions go on
@@ -74,6 +75,7 @@ class TokenTraits:
     num_labels: int = 0
     label_range: tuple[int, int] | None = None
     num_on_padding: int = 0
+    num_last_labels: int = 0
     num_wrapped: int = 0
     label_offset: int | None = None
     num_borders: int = 0
@@ -140,19 +142,22 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
     if has_shifted:
         # The label beside a row's last token is of no token of the row.
         is_padding_BS = torch.nn.functional.pad(is_padding_BS[:, 1:], (0, 1), value=False)
+    last = [pair for pair in map(_find_last_label, labels_BS, ids_BS, real_BS) if pair is not None and has_shifted]
     return {
         "num_labels": len(values),
         "label_range": (int(values.min()), int(values.max())) if len(values) else None,
         "num_on_padding": int((counts_BS & is_padding_BS).sum()),
-        "num_wrapped": sum(map(_wraps, labels_BS, ids_BS, real_BS)) if has_shifted else 0,
+        "num_last_labels": len(last),
+        "num_wrapped": sum(label == first for label, first in last),
         "label_offset": _find_label_offset(labels_BS, ids_BS, counts_BS),
     }
 
 
-def _wraps(labels_S: Tensor, ids_S: Tensor, real_S: Tensor) -> bool:
-    """Tell whether the label beside a row's last token is the row's first token, as `roll` puts it there."""
+def _find_last_label(labels_S: Tensor, ids_S: Tensor, real_S: Tensor) -> tuple[int, int] | None:
+    """Return the label beside a row's last token, and the row's first token, which `roll` puts there; None without."""
     tokens_T, labels_T = ids_S[real_S], labels_S[real_S]
-    return len(tokens_T) > 1 and bool(labels_T[-1] == tokens_T[0])
+    has_label = len(tokens_T) > 1 and bool(labels_T[-1] != IGNORED_LABEL)
+    return (int(labels_T[-1]), int(tokens_T[0])) if has_label else None
 
 
 def _find_label_offset(labels_BS: Tensor, ids_BS: Tensor, counts_BS: Tensor) -> int | None:

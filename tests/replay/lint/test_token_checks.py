@@ -188,12 +188,12 @@ def test_a_template_that_all_rows_begin_with_is_said_where_it_has_labels() -> No
 
 
 def test_a_last_token_that_is_to_predict_the_row_s_first_one_is_said() -> None:
-    """Not of a single pass with fewer rows, and not where one row has another label there."""
-    ids_BS = make_rows([12, 12, 12, 12])["input_ids"]
-    mask_BS = torch.ones_like(ids_BS)
-    batch = {"input_ids": ids_BS, "attention_mask": mask_BS, "shift_labels": ids_BS.roll(-1, 1)}
+    """Not of fewer rows with such a label, and not where one row has another label there."""
+    ids_BS = make_rows([12, 12, 12, 12, 12])["input_ids"]
+    batch = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "shift_labels": ids_BS.roll(-1, 1)}
+    batch["shift_labels"][0, -1] = IGNORED
     [said] = say([make_pass(batch)])
     assert said == "labels: in 4 rows the last token is to predict the row's first one, as after a roll"
-    assert say([make_pass({name: tensor[:3] for name, tensor in batch.items()})]) == []
-    batch["shift_labels"][0, -1] = IGNORED
+    assert say([make_pass({name: tensor[:4] for name, tensor in batch.items()})]) == []
+    batch["shift_labels"][1, -1] += 1
     assert say([make_pass(batch)]) == []
