@@ -188,20 +188,14 @@ def _round_first(round_to: Rounding, values: Any) -> Any:
 
 @contextmanager
 def _round_input(round_to: Rounding, module: nn.Module) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(lambda _, args: _round_first(round_to, args))
-    try:
+    with module.register_forward_pre_hook(lambda _, args: _round_first(round_to, args)):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
 def _round_output(round_to: Rounding, module: nn.Module) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _, args, output: _round_first(round_to, output))
-    try:
+    with module.register_forward_hook(lambda _, args, output: _round_first(round_to, output)):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -227,11 +221,8 @@ def zero_embedding(model: PreTrainedModel, token_id: int) -> Iterator[None]:
     def zero_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return output.masked_fill((args[0] == token_id)[..., None], 0.0)
 
-    handle = model.get_input_embeddings().register_forward_hook(zero_output)
-    try:
+    with model.get_input_embeddings().register_forward_hook(zero_output):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -257,11 +248,8 @@ def round_logits(model: PreTrainedModel) -> Iterator[None]:
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, nn.Module):
         raise ValueError(f"{type(model).__name__} names no head")
-    handle = head.register_forward_hook(round_output)
-    try:
+    with head.register_forward_hook(round_output):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -295,11 +283,8 @@ def see_all_in_layer(model: PreTrainedModel, number: int, visible_BSS: Tensor) -
         return args, {**options, "attention_mask": visible_BSS[:, None]}
 
     _, layer = find_blocks(model)[number]
-    handle = layer.register_forward_pre_hook(replace_mask, with_kwargs=True)
-    try:
+    with layer.register_forward_pre_hook(replace_mask, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
