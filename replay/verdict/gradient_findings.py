@@ -102,7 +102,7 @@ def group_into_windows(compared: Sequence[ComparedPass]) -> list[list[ComparedPa
 def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:
     """List what makes step `number` of a replay with --step another one than the job's; empty if nothing does."""
     assert settings.steps is not None
-    steps = _list_steps(window)
+    steps = list_steps(window)
     if not steps:
         return ["the replay has stepped since, so its weights are known before the first step alone"]
     if reason := _explain_other_window(window, steps, settings):
@@ -119,7 +119,7 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
     )
 
 
-def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
+def list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
     """List what each rank recorded of the optimizer step that ended the window."""
     steps = [compared_pass.recorded.step_after for compared_pass in window]
     return [step for step in steps if step is not None]
@@ -130,7 +130,7 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass]) -> list[str]:
 
     A step at a learning rate of 0 moves nothing, whatever its gradient.
     """
-    rates = [group.get("lr") for step in _list_steps(window) for group in step.settings]
+    rates = [group.get("lr") for step in list_steps(window) for group in step.settings]
     if rates and not any(rates):
         return []
     findings = window[-1].window_findings
@@ -174,7 +174,7 @@ def _compare_window(window: Sequence[ComparedPass], settings: VerdictSettings) -
 
 
 def _compare_optimizer(window: Sequence[ComparedPass], settings: VerdictSettings) -> list[Finding]:
-    if settings.steps is None or not _list_steps(window) or not window[-1].record.result.has_stepped:
+    if settings.steps is None or not list_steps(window) or not window[-1].record.result.has_stepped:
         return []
     differences = list_step_differences(window, settings, window[0].record.result.num_steps)
     return [report_other_settings(differences)] if differences else []
@@ -189,7 +189,7 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     reported as such, and explain every other number. But no doubt of the weights of passes explains a parameter that
     has a gradient here and had none in the job, so those are found before.
     """
-    steps = _list_steps(window)
+    steps = list_steps(window)
     job_norms = _list_job_norms(window, steps)
     has_samples = any(step.gradients or step.grad_norm is not None or step.without_gradient for step in steps)
     if not job_norms and not has_samples:
@@ -433,7 +433,7 @@ def _doubt_samples(
     """Say why other elements of a gradient would prove nothing; None if they would. `doubt` holds for any gradient."""
     if doubt is not None:
         return doubt
-    if any(not step.is_unclipped for step in _list_steps(window)):
+    if any(not step.is_unclipped for step in list_steps(window)):
         return "the job's gradients were clipped or scaled before they were sampled"
     if settings.why_no_floors is not None and is_coarse(dtypes):
         return f"how far rounding moves it could not be measured: {settings.why_no_floors}"

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Sequence
 
-from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import Evidence, name_time
 from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
-from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import WEIGHTING
+
+CLIP_ONCE = "clip once, after the backward of a step's last pass"
 
 
 def find_clipping_of_parts(evidence: Evidence) -> Cause | None:
@@ -20,49 +21,47 @@ def find_clipping_of_parts(evidence: Evidence) -> Cause | None:
     What the job had recorded of the gradient is of such a clipping, and not that of the loss, so no other rule over a
     gradient's numbers holds. That the clipping changed it is not known: the norm may have been below the limit.
     """
-    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
-    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
-    if wrong is None or window is None or not clips_parts(window):
+    wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
+    if wrong is None or not clips_parts(wrong[2]):
         return None
-    limits = {step.max_norm for step in _list_steps(window) if step.max_norm is not None}
+    verdict, _, window = wrong
+    limits = {step.max_norm for step in list_steps(window) if step.max_norm is not None}
     to = f" to a norm of {limits.pop():g}" if len(limits) == 1 else ""
     return Cause(
         name=CauseName.CLIPPED_EARLY,
         sureness=Sureness.PROBABLY,
         sentence=f"the job clips its gradients{to} before the last of a step's {len(window)} passes, "
-        f"{name_time(wrong[0])}: what it clips is a part of the step's gradient",
-        try_next="clip once, after the backward of a step's last pass",
+        f"{name_time(verdict)}: what it clips is a part of the step's gradient",
+        try_next=CLIP_ONCE,
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
 
 
-def _list_steps(window: Sequence[ComparedPass]) -> list[OptimizerStep]:
-    return [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
-
-
 def clips_parts(window: Sequence[ComparedPass]) -> bool:
     """Tell whether the job clipped gradients of this window before its last pass."""
-    return any(step.clips_early for step in _list_steps(window))
+    return any(step.clips_early for step in list_steps(window))
 
 
 def find_clipping_of_shards(evidence: Evidence) -> Cause | None:
     """Tell that each rank clipped its own shards: their gradients are as long on each rank, to a round number."""
-    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
-    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
+    wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
+    if wrong is None:
+        return None
+    verdict, _, window = wrong
     norms: dict[int | None, float] = {}
-    for compared in window or ():
+    for compared in window:
         step = compared.recorded.step_after
         if step is not None and step.signatures and all(signature.is_part for signature in step.signatures):
             norms[compared.recorded.rank] = math.hypot(*(signature.norm for signature in step.signatures))
     limit = find_round_number(max(norms.values(), default=0.0))
-    if wrong is None or len(norms) < 2 or limit is None:
+    if len(norms) < 2 or limit is None:
         return None
     if not all(math.isclose(norm, limit, rel_tol=1e-3) for norm in norms.values()):
         return None
     return Cause(
         name=CauseName.CLIPPING,
         sureness=Sureness.PROBABLY,
-        sentence=f"the gradient of each of {len(norms)} ranks' shards has a norm of {limit:g}, {name_time(wrong[0])}: "
+        sentence=f"the gradient of each of {len(norms)} ranks' shards has a norm of {limit:g}, {name_time(verdict)}: "
         "code of the job's own clips by the norm of a rank's shards, and not by that of the whole gradient",
         try_next="add up the squares of the ranks' norms before clipping, as torch's clip_grad_norm_ does for DTensors",
         explains=GRADIENT_FINDINGS,
@@ -111,4 +110,4 @@ def name_early_clipping(factor: float, verdict: PassVerdict) -> Cause:
 def clips_under_scale(window: Sequence[ComparedPass]) -> bool:
     """Tell whether a job of fp16, whose losses are scaled, clipped the gradient of this window."""
     has_fp16 = any("float16" in compared.recorded.dtypes for compared in window)
-    return has_fp16 and any(step.max_norm for step in _list_steps(window))
+    return has_fp16 and any(step.max_norm for step in list_steps(window))

@@ -12,6 +12,7 @@ from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
+from replay.verdict.gradient_findings import list_steps
 from replay.verdict.pass_values import MOVED, OPTIMIZER
 
 LEAST_VALUES = 16
@@ -39,12 +40,11 @@ def find_half_dtype(values: Iterable[float]) -> str | None:
 
 def find_rounded_gradient(evidence: Evidence) -> Cause | None:
     """Tell that the job's gradient is of values of a 16-bit dtype, and the replay's is not."""
-    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
-    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
-    if wrong is None or window is None:
+    wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
+    if wrong is None:
         return None
-    steps = [compared.recorded.step_after for compared in window if compared.recorded.step_after is not None]
-    job_values = [value for step in steps for signature in step.signatures for value in signature.values]
+    verdict, _, window = wrong
+    job_values = [value for step in list_steps(window) for signature in step.signatures for value in signature.values]
     gradients = [compared.replayed.gradient for compared in window if compared.replayed.gradient is not None]
     own_values = [value for gradient in gradients for values in gradient.signatures.values() for value in values]
     dtype = find_half_dtype(job_values)
@@ -53,7 +53,7 @@ def find_rounded_gradient(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.DTYPE,
         sureness=Sureness.IS,
-        sentence=f"the job's gradients are rounded to {dtype}, {name_time(wrong[0])}: the sampled elements are values "
+        sentence=f"the job's gradients are rounded to {dtype}, {name_time(verdict)}: the sampled elements are values "
         f"of that dtype{', or sums of some' if dtype == SUMMED else ''}",
         try_next="look for a cast of gradients, or for a reduction in that dtype",
         explains=GRADIENT_QUANTITIES,

@@ -50,6 +50,12 @@ class Evidence:
         """Find the passes of the window whose gradient this verdict is on."""
         return next((window for window in self.windows if window[-1].record.index == verdict.index), None)
 
+    def find_wrong_window(self, *names: str) -> tuple[PassVerdict, Finding, Sequence[ComparedPass]] | None:
+        """Find the first wrong finding of these names, and its window; None where the forward is wrong before it."""
+        wrong = None if self.is_forward_wrong else self.find_wrong(*names)
+        window = None if wrong is None else self.find_window(wrong[0])
+        return None if wrong is None or window is None else (*wrong, window)
+
     def list_wrong_names(self) -> list[str]:
         return list(dict.fromkeys(finding.name for _, finding in self.wrong))
 

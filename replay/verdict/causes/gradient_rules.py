@@ -73,12 +73,11 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     What it multiplied them by is recorded. That the gradient is as many times the replay's shows that no other
     factor undoes it.
     """
-    wrong = evidence.find_wrong(*GRADIENT_QUANTITIES)
-    window = None if wrong is None or evidence.is_forward_wrong else evidence.find_window(wrong[0])
-    weights = None if window is None else compute_job_weights(window)
-    if wrong is None or window is None or weights is None:
+    wrong = evidence.find_wrong_window(*GRADIENT_QUANTITIES)
+    weights = None if wrong is None else compute_job_weights(wrong[2])
+    if wrong is None or weights is None:
         return None
-    verdict, finding = wrong
+    verdict, finding, window = wrong
     replay_weights = [compared.record.result.weight for compared in window]
     replay_total = math.fsum(replay_weights) / len(replay_weights)
     factor = math.fsum(weights) / replay_total if replay_total else 1.0

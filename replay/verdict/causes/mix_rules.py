@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.clipping import clips_parts
+from replay.verdict.causes.clipping import CLIP_ONCE, clips_parts
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_mix import GradientMix, OwnGradient, find_mixes
@@ -36,16 +36,16 @@ def find_other_mix(evidence: Evidence) -> Cause | None:
     ranks = sorted({gradient.rank for gradient in gradients})
     if any(any(flags) for flags in left_out.values()):
         return _describe_left_out(gradients, left_out, ranks, time)
-    if _has_other_shares(mixes, tolerance) and clips_parts(window):
-        return Cause(
-            name=CauseName.CLIPPED_EARLY,
-            sureness=Sureness.IS,
-            sentence=f"the job clips its gradients before the last of a step's passes, {time}: the passes count "
-            f"{_list_shares(mixes[0])} times what they should",
-            try_next="clip once, after the backward of a step's last pass",
-            explains=EXPLAINED,
-        )
     if _has_other_shares(mixes, tolerance):
+        if clips_parts(window):
+            return Cause(
+                name=CauseName.CLIPPED_EARLY,
+                sureness=Sureness.IS,
+                sentence=f"the job clips its gradients before the last of a step's passes, {time}: the passes count "
+                f"{_list_shares(mixes[0])} times what they should",
+                try_next=CLIP_ONCE,
+                explains=EXPLAINED,
+            )
         return Cause(
             name=CauseName.WINDOW_WEIGHTS,
             sureness=Sureness.IS,

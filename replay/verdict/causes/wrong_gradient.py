@@ -50,14 +50,11 @@ def find_factor(parameter: ComparedGradient) -> float | None:
 
 def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
     """Find the first window whose gradient differs, if the job recorded enough of it."""
-    wrong = evidence.find_wrong(MISSING_GRADIENT, *GRADIENT_QUANTITIES)
-    if wrong is None or evidence.is_forward_wrong:
+    wrong = evidence.find_wrong_window(MISSING_GRADIENT, *GRADIENT_QUANTITIES)
+    gradient = None if wrong is None else collect_gradient_evidence(wrong[2])
+    if wrong is None or gradient is None or not gradient.parameters:
         return None
-    verdict, _ = wrong
-    window = evidence.find_window(verdict)
-    gradient = None if window is None else collect_gradient_evidence(window)
-    if window is None or gradient is None or not gradient.parameters:
-        return None
+    verdict, _, window = wrong
     dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
     return WrongGradient(verdict=verdict, window=window, gradient=gradient, is_coarse=is_coarse(dtypes))
 
