@@ -21,6 +21,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "replay_vs_bare": Benchmark("What does a replayed pass cost beside a bare loop's?", "one GPU, or CPU", "1 min"),
+    "beside_bare": Benchmark("What does it cost beside transformers and FSDP2 alone?", "one GPU, or CPU", "not timed"),
     "beside_torchtitan": Benchmark(
         "How fast is it beside torchtitan, with which peak?", "1 or 2 GPUs", "3 min at most"
     ),

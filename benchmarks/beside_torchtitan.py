@@ -18,16 +18,14 @@ and from one profiled pass of each where the time goes.
 """
 
 import argparse
-import gc
 import importlib.util
 import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,27 +34,14 @@ from unittest.mock import MagicMock
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.profiler import ProfilerActivity, profile
 
 from actor_init.world import World
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
 from benchmarks.long_input import write_inputs
-from benchmarks.side_by_side import opened
+from benchmarks.sides import Side, begin, divide_pass, end, hold, open_replay, run_block
 from replay.command_line.cli import parse_command_line
-from replay.options.spec import ReplaySpec
-from replay.profiling.profile_records import Interval, classify_work, divide_seconds
-from replay.runlog.summary import find_peak_bytes
 
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
-
-
-@dataclass(kw_only=True)
-class Side:
-    """One of the two programs: how a pass is run, and what it took."""
-
-    name: str
-    run: Callable[[], tuple[float, int]]  # seconds, peak in bytes
-    resident: int = 0  # bytes held between passes
 
 
 def main() -> int:
@@ -81,8 +66,8 @@ def main() -> int:
         spec = parse_command_line(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
             ceiling = _matmul_ceiling(world.device)
-            theirs = _held_by(lambda: _torchtitan(arguments, compiled, world), world.device)
-            ours = _held_by(lambda: _replay(spec, world), world.device)
+            theirs = hold(lambda: _torchtitan(arguments, compiled, world), world.device)
+            ours = hold(lambda: open_replay(spec, world), world.device)
             sides: dict[str, Contestant] = {
                 theirs.name: partial(_run_block, theirs, arguments, world.device),
                 ours.name: partial(_run_block, ours, arguments, world.device),
@@ -96,40 +81,17 @@ def main() -> int:
                 print(answers.machine)
                 _print(figures, arguments, ceiling)
             for side in (theirs, ours):
-                parts = _parts(side, world.device)
+                parts = divide_pass(side, world.device)
                 if world.rank == 0:
                     print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()))
     return 0
 
 
 def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device, number: int) -> list[Sample]:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    seconds, peaks = [], []
-    for index in range(arguments.warmup + arguments.passes):
-        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        taken, peak = side.run()
-        if index >= arguments.warmup:
-            seconds.append(taken)
-            peaks.append(peak - held + side.resident)
-    print(f"{number} {side.name}: {statistics.median(seconds) * 1e3:.1f} ms", file=sys.stderr, flush=True)
-    flops = _flops_a_token(arguments.layers, arguments.tokens) * arguments.tokens / statistics.median(seconds)
-    sample = {
-        "s": statistics.median(seconds),
-        "tokens/s": arguments.tokens / statistics.median(seconds),
-        "FLOP/s": flops,
-    }
-    return [sample | ({"peak": max(peaks)} if device.type == "cuda" else {})]
-
-
-def _held_by(build: Callable[[], Side], device: torch.device) -> Side:
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    side = build()
-    side.run()
-    gc.collect()
-    side.resident = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
-    return side
+    sample = run_block(side, device, num_warmup=arguments.warmup, num_passes=arguments.passes, number=number)
+    speed = arguments.tokens / sample["s"]
+    flops = _flops_a_token(arguments.layers, arguments.tokens) * speed
+    return [{**sample, "tokens/s": speed, "FLOP/s": flops}]
 
 
 def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> Side:
@@ -162,11 +124,11 @@ def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> 
     labels = tokens.roll(-1, 1)
 
     def run() -> tuple[float, int]:
-        began = _begin(world.device)
+        began = begin(world.device)
         with loss_parallel() if tp_mesh.size() > 1 else nullcontext():
             loss = loss_of(model(tokens), labels) / arguments.tokens
             loss.backward()
-        measured = _end(world.device, began)
+        measured = end(world.device, began)
         model.zero_grad(set_to_none=True)
         return measured
 
@@ -180,44 +142,16 @@ def _stand_in_for_what_is_not_used() -> None:
         sys.modules[module] = MagicMock(__spec__=None, StatefulDataLoader=type("StatefulDataLoader", (), {}))
 
 
-def _replay(spec: ReplaySpec, world: World) -> Side:
-    replayer, (path,) = opened(spec, world, Path(tempfile.mkdtemp()))
-
-    def run() -> tuple[float, int]:
-        replayed, error = replayer.replay(0, path)
-        if error:
-            raise error
-        record = replayed.record
-        assert record.cost.seconds is not None
-        return record.cost.seconds, find_peak_bytes(record)
-
-    return Side(name="replay", run=run)
-
-
-def _begin(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    return time.perf_counter()
-
-
-def _end(device: torch.device, began: float) -> tuple[float, int]:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-
-
 def _matmul_ceiling(device: torch.device) -> float:
     """Return FLOP/s of a bf16 matrix multiplication of 8,192 (256 on a CPU) in each dimension, random data."""
     size = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(13):
-        began = _begin(device)
+        began = begin(device)
         for _ in range(10):
             a @ b
-        times.append(_end(device, began)[0] / 10)
+        times.append(end(device, began)[0] / 10)
     return 2.0 * float(size) ** 3 / statistics.median(times[3:])
 
 
@@ -243,19 +177,3 @@ def _print(figures: Mapping[str, Sequence[Sample]], arguments: argparse.Namespac
         f"\nmatrix multiplication {ceiling / 1e12:.0f} TFLOP/s; {arguments.rounds} blocks of "
         f"{arguments.passes} passes a side"
     )
-
-
-def _parts(side: Side, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of one profiled pass by kind of work."""
-    if device.type != "cuda":
-        return {}
-    side.run()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        side.run()
-    kernels = [
-        Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, classify_work(event.name))
-        for event in recorded.events() or []
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-    ]
-    seconds = divide_seconds(kernels, min(one.begin for one in kernels), max(one.end for one in kernels))
-    return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}

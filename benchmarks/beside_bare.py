@@ -1,0 +1,84 @@
+"""Compare a pass of the replay with one of a bare loop of the same options, in blocks of passes that alternate.
+
+    python -m benchmarks beside_bare --model qwen3-30b-a3b --num-layers 8 --form compiled --rounds 4
+    python -m benchmarks beside_bare --model tiny-moe --tokens 128 --rounds 2                   # on a CPU
+
+The bare loop is benchmarks/bare.py, which knows nothing of this project: FSDP2 over fp32 weights, bf16 compute, whole
+logits, one document; compiled, it compiles the blocks and the loss. The replay has the same attention kernel and head,
+and the options behind this script's own. A third series, the bare loop again, is the control. Prints time and peak of
+each, and from one profiled pass of each where the time goes.
+"""
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from actor_init.world import World
+from benchmarks import bare
+from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
+from benchmarks.long_input import write_inputs
+from benchmarks.sides import Side, divide_pass, hold, open_replay, run_block, time_pass
+from replay.command_line.cli import parse_command_line
+
+COLUMNS = (
+    Column("ms", "s", ".1f", 1e3),
+    Column("time / bare", "s", ".4f", of="bare"),
+    Column("peak GiB", "peak", ".2f", 2**-30, reduce=max),
+    Column("peak / bare", "peak", ".4f", of="bare"),
+)
+
+
+def main() -> int:
+    parser = make_parser(__doc__, rounds=4)
+    parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
+    parser.add_argument("--model", required=True, help="a file in benchmarks/models, without .json")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--passes", type=int, default=4, help="measured passes a block")
+    parser.add_argument("--warmup", type=int, default=2, help="passes before them")
+    given, replay_arguments = parser.parse_known_args()
+    config = bare.read_config(given.model, given.num_layers)
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Path(folder) / "inputs"
+        write_inputs(inputs, num_tokens=given.tokens, vocabulary=config.vocab_size, count=1)
+        options = ["--backend", "fsdp2", "--inputs", str(inputs), "--log-folder", folder]
+        options += ["--model", str(bare.MODELS / f"{given.model}.json"), "--attention", given.attention]
+        options += ["--num-layers", str(given.num_layers)] if given.num_layers else []
+        options += ["--compile"] if given.form == "compiled" else []
+        spec = parse_command_line([*options, *replay_arguments]).args[0].spec
+        with World.from_env(spec.actor.parallel) as world:
+
+            def build_bare() -> Side:
+                model, run_bare = bare.build(config, given.attention, given.form == "compiled", world.device)
+                ids = torch.randint(config.vocab_size, (1, given.tokens), device=world.device)
+
+                def run() -> tuple[float, int]:
+                    measured = time_pass(lambda: run_bare(ids), world.device)
+                    model.zero_grad()
+                    return measured
+
+                return Side(name="bare", run=run)
+
+            sides = [hold(build_bare, world.device), hold(lambda: open_replay(spec, world), world.device)]
+
+            def measure(side: Side, number: int) -> list[Sample]:
+                num_passes, num_warmup = given.passes, given.warmup
+                return [run_block(side, world.device, num_warmup=num_warmup, num_passes=num_passes, number=number)]
+
+            series: dict[str, Contestant] = {side.name: partial(measure, side) for side in sides}
+            series["bare again"] = series["bare"]
+            answers = Answers(given, f"beside_bare {given.model} {given.form}", more=replay_arguments)
+            figures = alternate(series, answers, rounds=given.rounds, warmup=0)  # a block has its own
+            print(f"{answers.machine}\n\n{table(f'{given.model}, {given.form}', figures, COLUMNS)}\n", flush=True)
+            for side in sides:
+                parts = divide_pass(side, world.device)
+                print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

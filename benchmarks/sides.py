@@ -1,0 +1,110 @@
+"""Programs that run the same pass over the same input, in one process: how a block of passes of each is measured.
+
+Each block begins with what the allocator cached given back and passes that are not measured: the weights of all sides
+are on the GPU, and a cache that another left behind would make each pass ask the driver for memory anew.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from actor_init.world import World
+from benchmarks.harness import Sample
+from benchmarks.side_by_side import opened
+from replay.options.spec import ReplaySpec
+from replay.profiling.profile_records import Interval, classify_work, divide_seconds
+from replay.runlog.summary import find_peak_bytes
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One of the programs: how a pass is run, and what it took."""
+
+    name: str
+    run: Callable[[], tuple[float, int]]  # seconds, peak in bytes
+    resident: int = 0  # bytes held between passes
+
+
+def hold(build: Callable[[], Side], device: torch.device) -> Side:
+    """Build a side, run its first pass, and note the bytes that it holds from then on."""
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    side = build()
+    side.run()
+    gc.collect()
+    side.resident = torch.cuda.memory_allocated() - before if device.type == "cuda" else 0
+    return side
+
+
+def run_block(side: Side, device: torch.device, *, num_warmup: int, num_passes: int, number: int) -> Sample:
+    """Return the median seconds `s` of a block's passes and, on a GPU, the `peak` without what other sides hold."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    seconds, peaks = [], []
+    for index in range(num_warmup + num_passes):
+        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        taken, peak = side.run()
+        if index >= num_warmup:
+            seconds.append(taken)
+            peaks.append(peak - held + side.resident)
+    print(f"{number} {side.name}: {statistics.median(seconds) * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    return {"s": statistics.median(seconds)} | ({"peak": max(peaks)} if device.type == "cuda" else {})
+
+
+def open_replay(spec: ReplaySpec, world: World, name: str = "replay") -> Side:
+    replayer, (path,) = opened(spec, world, Path(mkdtemp()))
+
+    def run() -> tuple[float, int]:
+        replayed, error = replayer.replay(0, path)
+        if error:
+            raise error
+        record = replayed.record
+        assert record.cost.seconds is not None
+        return record.cost.seconds, find_peak_bytes(record)
+
+    return Side(name=name, run=run)
+
+
+def time_pass(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Return the seconds of a call, with what the device still had to do, and the bytes that it peaked at."""
+    began = begin(device)
+    run()
+    return end(device, began)
+
+
+def begin(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    return time.perf_counter()
+
+
+def end(device: torch.device, began: float) -> tuple[float, int]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def divide_pass(side: Side, device: torch.device) -> dict[str, float]:
+    """Return milliseconds of one profiled pass by kind of work."""
+    if device.type != "cuda":
+        return {}
+    side.run()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+        side.run()
+    kernels = [
+        Interval(event.time_range.start / 1e6, event.time_range.end / 1e6, classify_work(event.name))
+        for event in recorded.events() or []
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    seconds = divide_seconds(kernels, min(kernel.begin for kernel in kernels), max(kernel.end for kernel in kernels))
+    return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}
