@@ -1,19 +1,18 @@
 """Compare the replay's speed and memory with torchtitan's, in one process, in blocks of passes that alternate.
 
     python -m benchmarks beside_torchtitan --form compiled --rounds 4 --kernels fused
+    python -m benchmarks beside_torchtitan --form compiled --model qwen3-30b-a3b --layers 8
     torchrun --nproc-per-node 2 -m benchmarks beside_torchtitan --form compiled
     torchrun --nproc-per-node 2 -m benchmarks beside_torchtitan --form compiled --tp 2 --sequence-parallel
 
 torchtitan 0.2.2 must be importable (its wheel alone does: packages that it imports and that this comparison does not
-use are stood in for). Both run Llama 3.1 8B over one document, forward and backward, fp32 masters and bf16 compute
-under FSDP2: torchtitan its own model, `apply_tp` (sequence and loss parallel), `apply_compile`, `apply_fsdp` and loss;
+use are stood in for). Both run the model over one document, forward and backward, fp32 masters and bf16 compute under
+FSDP2: torchtitan its own model, `apply_tp` (sequence and loss parallel), `apply_compile`, `apply_fsdp` and loss;
 the replay what a user gets from `replay --backend fsdp2`, with the options behind this script's own. A third series,
-torchtitan again, is the control. Each block begins with what the allocator cached given back and two passes
-that are not measured: both models' weights are on the GPU, and a cache that the other left behind would make each pass
-ask the driver for memory anew.
-
-It prints tokens a second, the peak of each without what the other holds, model FLOP/s as share of a measured matrix
-multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for causal attention),
+torchtitan again, is the control.
+It prints tokens a second, the peak of each without what the other holds, for the dense model its FLOP/s as share of a
+measured matrix multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for
+causal attention),
 and from one profiled pass of each where the time goes.
 """
 
@@ -36,11 +35,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from actor_init.world import World
-from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
+from benchmarks.harness import ROOT, Answers, Column, Contestant, Sample, alternate, make_parser, table
 from benchmarks.long_input import write_inputs
 from benchmarks.sides import Side, begin, divide_pass, end, hold, open_replay, run_block
 from replay.command_line.cli import parse_command_line
 
+# By the name of a file in benchmarks/models: torchtitan's package, its name of the size, and of a tiny one.
+MODELS = {
+    "llama-3.1-8b": ("llama3", "8B", "debugmodel"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B", "debugmodel_moe"),
+}
 UNUSED = ("datasets", "torchdata", "tokenizers", "tyro", "wandb", "tomli")
 
 
@@ -48,6 +52,7 @@ def main() -> int:
     parser = make_parser(__doc__, rounds=4)
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--passes", type=int, default=4, help="measured passes a block")
     parser.add_argument("--warmup", type=int, default=2, help="passes before them")
@@ -57,11 +62,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "inputs"
         count = int(os.environ.get("WORLD_SIZE", "1"))
-        write_inputs(inputs, num_tokens=arguments.tokens, vocabulary=264 if arguments.tiny else 128256, count=count)
+        write_inputs(inputs, num_tokens=arguments.tokens, vocabulary=256 if arguments.tiny else 128256, count=count)
         options = ["--backend", "fsdp2", "--inputs", str(inputs), "--max-inputs", "1", "--log-folder", folder]
         options += replay_arguments
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
-        options += [] if "--model" in options else ["--model", "llama-3.1-8b"]
+        name = "tiny-moe" if arguments.tiny else arguments.model
+        options += ["--model", str(ROOT / f"benchmarks/models/{name}.json")]
         options += ["--compile"] if compiled else []
         spec = parse_command_line(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
@@ -90,25 +96,30 @@ def main() -> int:
 def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device, number: int) -> list[Sample]:
     sample = run_block(side, device, num_warmup=arguments.warmup, num_passes=arguments.passes, number=number)
     speed = arguments.tokens / sample["s"]
-    flops = _flops_a_token(arguments.layers, arguments.tokens) * speed
-    return [{**sample, "tokens/s": speed, "FLOP/s": flops}]
+    if MODELS[arguments.model][0] == "llama3":
+        sample = {**sample, "FLOP/s": _flops_a_token(arguments.layers, arguments.tokens) * speed}
+    return [{**sample, "tokens/s": speed}]
 
 
 def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> Side:
     _stand_in_for_what_is_not_used()
-    llama3 = import_module("torchtitan.models.llama3")
-    parallelize = import_module("torchtitan.models.llama3.infra.parallelize")
+    package, size, tiny = MODELS[arguments.model]
+    is_dense = package == "llama3"
+    library = import_module(f"torchtitan.models.{package}")
+    parallelize = import_module(f"torchtitan.models.{'llama3' if is_dense else 'llama4'}.infra.parallelize")
     loss_of = import_module("torchtitan.components.loss").cross_entropy_loss
-    config = replace(llama3.llama3_args["debugmodel" if arguments.tiny else "8B"], max_seq_len=arguments.tokens)
+    sizes = library.llama3_args if is_dense else library.qwen3_args
+    config = replace(sizes[tiny if arguments.tiny else size], max_seq_len=arguments.tokens)
     if not arguments.tiny:
         config = replace(config, n_layers=arguments.layers)
     with torch.device("meta"):
-        model = llama3.Transformer(config)
+        model = library.Transformer(config) if is_dense else library.Qwen3Model(config)
     tp_mesh = world.weights_mesh["tp"]
     if tp_mesh.size() > 1:
         parallelize.apply_tp(model, tp_mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
     if compiled:
-        parallelize.apply_compile(model, import_module("torchtitan.config.job_config").Compile(enable=True))
+        compile_config = import_module("torchtitan.config.job_config").Compile(enable=True)
+        parallelize.apply_compile(model, compile_config, **({} if is_dense else {"ep_enabled": False}))
         loss_of = torch.compile(loss_of)
     parallelize.apply_fsdp(model, world.weights_mesh["shard"], torch.bfloat16, torch.float32, pp_enabled=False)
     if world.device.type == "cpu":  # gloo has no sum that multiplies first
