@@ -4,12 +4,14 @@ import argparse
 import json
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import ROOT, Answers, Column, Sample, alternate, run, table
+from benchmarks.verdict_cost.parts import FLOORS, PARTS, REST, Stopwatch, find_owner
 
 
 def given(out: Path | None, rounds: int = 2, size: int = 3) -> argparse.Namespace:
@@ -86,3 +88,18 @@ def test_every_file_and_package_of_the_folder_is_listed() -> None:
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "__main__", "harness"}
     packages = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
     assert modules | packages == BENCHMARKS.keys()
+
+
+def test_a_part_has_its_seconds_without_those_of_the_parts_in_it_and_floors_have_parts_of_their_own() -> None:
+    stopwatch = Stopwatch(iter([(0.0, 0.0), (1.0, 1.0), (3.0, 2.0), (7.0, 4.0), (15.0, 8.0), (31.0, 16.0)]).__next__)
+    with stopwatch.measure(FLOORS), stopwatch.measure("a pass"):
+        pass
+    stopwatch.give()
+    assert stopwatch.seconds == {REST: [17.0, 9.0], FLOORS: [10.0, 5.0], f"{FLOORS}: a pass": [4.0, 2.0]}
+
+
+@pytest.mark.parametrize("target", PARTS)
+def test_each_part_of_a_replay_that_is_timed_is_there(target: str) -> None:
+    import_module(target.partition(":")[0])
+    owner, name = find_owner(target)
+    assert name in vars(owner)

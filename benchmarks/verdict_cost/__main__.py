@@ -4,19 +4,30 @@
     python -m benchmarks verdict_cost --out /tmp/cost --hidden 1024 --layers 8 --tokens 1024
 
 transformers' Trainer trains in bf16 (fp32 weights, autocast) with a warm-up, and is recorded twice: with all that a
-verdict needs, and without what the job computed. The third series, the second kind again, is the control.
+verdict needs, and without what the job computed. The third series, the second kind again, is the control. A second
+table has the parts of a replay (parts.py), first those to which a verdict adds most, by the median of the rounds. Two
+rounds, and one before them that does not count, are nine replays.
 """
 
 import argparse
 import json
+import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, run_to_end, table
+from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, markdown, run_to_end, table
 
-COLUMNS = (Column("median s", "s"), Column("time / without", "s", ".3f", of="without"))
+COLUMNS = (
+    Column("median s", "s"),
+    Column("time / without", "s", ".3f", of="without"),
+    Column("CPU s", "CPU"),
+    Column("CPU / without", "CPU", ".3f", of="without"),
+)
+WALL, PROCESSOR = " (wall)", " (CPU)"
 
 
 def main() -> int:
@@ -44,21 +55,48 @@ def main() -> int:
             folder = given.out / kind
             logs = folder / f"logs-{time.monotonic_ns()}"
             inputs = ["--inputs", str(folder / "captures"), "--model", str(folder / "model"), "--backend", "fsdp2"]
-            began = time.monotonic()
-            run_to_end([sys.executable, "-m", "replay", *inputs, "--quiet", "-o", str(logs)])
-            seconds = time.monotonic() - began
+            parts = folder / "parts.json"
+            began, processor_before = time.monotonic(), read_processor_seconds()
+            run_to_end(
+                [sys.executable, "-m", "benchmarks.verdict_cost.parts", str(parts), *inputs, "--quiet", "-o", str(logs)]
+            )
+            sample = {"s": time.monotonic() - began, "CPU": read_processor_seconds() - processor_before}
             [log] = logs.glob("*/run.json")
             verdict = json.loads(log.read_text())["verdict"]
             outcome = "REPRODUCED" if kind == "with" else "CANNOT TELL"
             assert verdict["outcome"] == outcome, verdict
-            return [{"s": seconds}]
+            for part, (wall, processor) in json.loads(parts.read_text()).items():
+                sample |= {part + WALL: wall, part + PROCESSOR: processor}
+            return [sample]
 
         return measure
 
     series = {"with a verdict": replay("with"), "without": replay("without"), "without again": replay("without")}
     figures = alternate(series, answers, rounds=given.rounds)
     print(f"{answers.machine}: {given.passes} passes\n\n{table('replay', figures, COLUMNS)}")
+    print(f"\n{format_parts(figures['with a verdict'], figures['without'])}")
     return 0
+
+
+def read_processor_seconds() -> float:
+    """Return those of the processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def format_parts(with_verdict: Sequence[Sample], without: Sequence[Sample]) -> str:
+    """Format the median seconds of each part; 0 where a replay has none of it."""
+
+    def compare(name: str) -> list[float]:
+        own, other = (median(sample.get(name, 0.0) for sample in samples) for samples in (with_verdict, without))
+        return [own, other, own - other]
+
+    parts = {name.removesuffix(WALL) for sample in with_verdict for name in sample if name.endswith(WALL)}
+    seconds = {part: [*compare(part + WALL), *compare(part + PROCESSOR)] for part in parts}
+    rows = [
+        [part, *(f"{each:.3f}" for each in seconds[part])] for part in sorted(parts, key=lambda part: -seconds[part][2])
+    ]
+    return markdown([["part", "wall s", "without", "more", "CPU s", "without", "more"], *rows])
 
 
 def train(given: argparse.Namespace) -> None:
