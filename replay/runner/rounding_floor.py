@@ -120,13 +120,20 @@ def make_rounding_variant(
 ) -> ResolvedReplay:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
 
+    A user's own model has one kernel, and on a CPU is run in fp32.
+
     With dropout the rows stay in order, since each row's masks are drawn after those of the rows before it.
     """
     job_dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     coarsest = max(
         (DTYPES[dtype] for dtype in job_dtypes if dtype in DTYPES), key=_find_roundoff, default=spec.actor.dtype
     )
-    actor = replace(spec.actor, dtype=max(spec.actor.dtype, coarsest, key=_find_roundoff))
+    dtype = max(spec.actor.dtype, coarsest, key=_find_roundoff)
+    if spec.actor.is_custom and spec.actor.dtype is dtype and spec.device.type == "cpu":
+        # A CPU adds up the gradient of a LayerNorm's bias in the weights' dtype, over all tokens: rows in another order
+        # are as far off from the sum, and fp32 is not.
+        dtype = Dtype.FP32
+    actor = replace(spec.actor, dtype=dtype)
     can_change = has_another_kernel(actor, keeps_kernel=keeps_kernel)
     chosen = _find_chosen_kernel(spec)
     kernel = Attention.EAGER if chosen in (Attention.AUTO, Attention.SDPA) else Attention.SDPA
@@ -148,13 +155,15 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
     )
 
 
-def _keep_limits(floors: Mapping[str, NoiseFloor], variant: ResolvedReplay) -> dict[str, NoiseFloor]:
+def _keep_limits(
+    floors: Mapping[str, NoiseFloor], spec: ResolvedReplay, variant: ResolvedReplay
+) -> dict[str, NoiseFloor]:
     """Return what the floors tell of rounding that the variant does not change, as a job's other casts would.
 
     A user's own model has no other kernel, and its rows in another order are the same numbers. In a 16-bit dtype that
     leaves the sums of its gradients over rows, whose rounding is a part of a gradient's.
     """
-    if not variant.actor.is_custom or variant.actor.dtype is Dtype.FP32:
+    if not variant.actor.is_custom or spec.actor.dtype is variant.actor.dtype is Dtype.FP32:
         return dict(floors)
     of_gradients = (GRADIENT, name_signature_floor(""))
     return {name: replace(floor, is_least=True) for name, floor in floors.items() if name.startswith(of_gradients)}
@@ -217,7 +226,7 @@ def measure_floors(
     variant = repeater.make_rounding_variant(compared)
     repeated = repeater.replay_inputs(variant, num_passes)
     has_masks = have_same_masks(repeater.spec, compared, variant, repeated, repeater.dropout)
-    floors = _keep_limits(compute_floors(compared, repeated), variant) if has_masks else {}
+    floors = _keep_limits(compute_floors(compared, repeated), repeater.spec, variant) if has_masks else {}
     if repeater.world.rank == 0:
         _write_floors(folder, key, floors)
     return floors, num_passes
@@ -246,6 +255,7 @@ def measure_step_floors(
             compute_floors(
                 [replayed_pass for replayed_pass in passes if replayed_pass.record.index <= index], repeated_passes
             ),
+            repeater.spec,
             variant,
         )
         for index in num_steps

@@ -5,11 +5,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec
 from replay.options.resolved import ChosenBy
-from replay.runner.rounding_floor import RunRepeater, _keep_limits, count_passes_to_measure, measure_step_floors
+from replay.options.spec import InputsSpec, MeasureSpec
+from replay.runner.rounding_floor import (
+    RunRepeater,
+    _keep_limits,
+    count_passes_to_measure,
+    make_rounding_variant,
+    measure_step_floors,
+)
 from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_signature_floor
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import ReplayedPass
@@ -79,17 +87,40 @@ def test_behind_the_measured_passes_a_floor_grows_as_the_number_of_steps(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("actor", "keeps_all"),
+    ("dtype", "other_dtype", "own", "keeps_all"),
     [
-        ({"model": "net.py:build", "dtype": Dtype.BF16}, False),
-        ({"model": "net.py:build", "dtype": Dtype.FP32}, True),
-        ({"dtype": Dtype.BF16}, True),
+        (Dtype.BF16, Dtype.BF16, {"model": "net.py:build"}, False),
+        (Dtype.BF16, Dtype.FP32, {"model": "net.py:build"}, False),
+        (Dtype.FP32, Dtype.FP32, {"model": "net.py:build"}, True),
+        (Dtype.BF16, Dtype.BF16, {}, True),
     ],
 )
-def test_of_a_users_model_in_bf16_the_sums_over_rows_alone_are_limits(actor: dict[str, Any], keeps_all: bool) -> None:
+def test_of_a_users_model_in_bf16_the_sums_over_rows_alone_are_limits(
+    dtype: Dtype, other_dtype: Dtype, own: dict[str, Any], keeps_all: bool
+) -> None:
     """Its rows in another order are the same numbers, and the job's other casts would not be."""
-    variant = SimpleNamespace(actor=ActorSpec(backend="fsdp2", **actor))
+    spec, variant = (SimpleNamespace(actor=ActorSpec(backend="fsdp2", dtype=d, **own)) for d in (dtype, other_dtype))
     measured = NoiseFloor(value=0.1, num_values=9)
     floors = {TOKENS_RMS: measured, name_signature_floor("w"): measured}
-    kept = _keep_limits(floors, cast(Any, variant))
+    kept = _keep_limits(floors, cast(Any, spec), cast(Any, variant))
     assert kept == (floors if keeps_all else {name_signature_floor("w"): replace(measured, is_least=True)})
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "measured"),
+    [("cpu", Dtype.BF16, Dtype.FP32), ("cuda", Dtype.BF16, Dtype.BF16), ("cpu", Dtype.FP32, Dtype.FP32)],
+)
+def test_on_a_cpu_a_users_model_in_bf16_is_held_against_itself_in_fp32(
+    device: str, dtype: Dtype, measured: Dtype
+) -> None:
+    """There LayerNorm adds up a bias's gradient over all tokens in bf16: rows in another order are as far off."""
+    spec = SimpleNamespace(
+        actor=ActorSpec(backend="fsdp2", model="net.py:build", dtype=dtype),
+        inputs=InputsSpec(),
+        measure=MeasureSpec(),
+        device=torch.device(device),
+        find_chooser=lambda _: None,
+        derive_variant=lambda **parts: SimpleNamespace(**parts),
+    )
+    variant = make_rounding_variant(cast(Any, spec), [], has_dropout=False, keeps_kernel=False)
+    assert (variant.actor.dtype, variant.inputs.reverse_rows) == (measured, True)
