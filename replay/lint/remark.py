@@ -48,6 +48,7 @@ class LintSubject:
     frozen              names of the parameters that the job did not train
     has_adapter         the job trained an adapter, so that the other parameters are frozen
     config_differences  of the model folder and the job
+    code_differences    of the job's model and the replay's, besides settings, that no cause of the verdict tells
     not_recorded        numbers of training passes that the recording could not keep, by the reason
     """
 
@@ -60,6 +61,7 @@ class LintSubject:
     frozen: Sequence[str] = ()
     has_adapter: bool = False
     config_differences: Sequence[str] = ()
+    code_differences: Sequence[str] = ()
     not_recorded: Mapping[str, int] = field(default_factory=dict)
 
     @property

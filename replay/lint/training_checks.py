@@ -30,6 +30,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     for text in list_step_remarks(subject.passes, is_whole=subject.is_whole, is_stillness_told=False):
         yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
     yield from _check_config(subject)
+    yield from _check_code(subject)
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
     yield from _check_missing_gradients(subject)
@@ -49,6 +50,15 @@ def _check_config(subject: LintSubject) -> Iterator[LintRemark]:
             text=f"the model folder's is not the job's: {_name(subject.config_differences, separator='; ')}",
             weight=Weight.OTHER_CONFIG,
             cause=CauseName.MODEL_CONFIG,
+        )
+
+
+def _check_code(subject: LintSubject) -> Iterator[LintRemark]:
+    if subject.code_differences:
+        yield LintRemark(
+            topic="model",
+            text=f"{_name(subject.code_differences, separator='; ')}: no number that was judged shows it",
+            weight=Weight.OTHER_CONFIG,
         )
 
 

@@ -15,6 +15,7 @@ from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.selection import Selection
 from replay.runlog.run_file import RecordingRemark
 from replay.runner.header import format_config_differences
+from replay.verdict.causes.model_rules import COMPUTED_KINDS, describe_model_difference
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Verdict
@@ -54,6 +55,11 @@ def list_notes(
         frozen=sorted(source.frozen),
         has_adapter=source.adapter is not None or bool(adapters),
         config_differences=format_config_differences(setting.model_differences),
+        code_differences=[
+            describe_model_difference(difference)
+            for difference in setting.model_differences
+            if difference.kind in COMPUTED_KINDS and not verdict.causes
+        ],
         not_recorded=selection.not_recorded,
     )
     typed = "" if inputs.recording is None else f" {spell_setting(Setting('recording', inputs.recording))}"

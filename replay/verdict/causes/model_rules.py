@@ -46,6 +46,16 @@ FORWARD_KINDS = (
 LOSS_KINDS = (Kind.LOSS_FUNCTION, Kind.FORWARD, Kind.FUNCTION, Kind.HOOK, Kind.CONFIG)
 # What makes the forward another one, however little its numbers show of that: a gradient may show more.
 OTHER_FORWARD_KINDS = (Kind.BUFFER, Kind.MODULE, Kind.ATTRIBUTE)
+# What is another computation by what it is, and no setting of the config: not code that may only look.
+COMPUTED_KINDS = (
+    *OTHER_FORWARD_KINDS,
+    Kind.CLASS,
+    Kind.FORWARD,
+    Kind.FUNCTION,
+    Kind.ATTENTION_FUNCTION,
+    Kind.LOSS_FUNCTION,
+    Kind.TIED,
+)
 # What the recording states of the gradient itself, and code that may have changed it on its way.
 STATED_GRADIENT_KINDS = (Kind.WRAPPER, Kind.FROZEN, Kind.TIED, *OTHER_FORWARD_KINDS)
 GRADIENT_CODE_KINDS = (

@@ -120,6 +120,11 @@ def test_the_model_folders_other_config_is_said() -> None:
     assert texts == [f"config: the model folder's is not the job's: {three} and 2 more"]
 
 
+def test_other_code_that_no_number_shows_is_said() -> None:
+    other = "the source of net.py:rotary in the job is not that of net.py here"
+    assert say(make_passes(), code_differences=[other]) == [f"model: {other}: no number that was judged shows it"]
+
+
 def test_frozen_parameters_and_other_dtypes_are_facts() -> None:
     names = [f"layers.{layer}.weight" for layer in range(3)]
     samples = [make_sample(name, dtype="float32" if name.startswith("layers.1") else "bfloat16") for name in names]
