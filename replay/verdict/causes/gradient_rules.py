@@ -187,14 +187,15 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
             try_next="clip with torch.nn.utils.clip_grad_norm_, whose gradients are recorded before they are clipped",
             explains=GRADIENT_FINDINGS,
         )
-    if uniform is not None:
-        if abs(uniform - 1) <= 2 * SAME_RATIO[wrong.is_coarse]:
-            return None
+    # Around 1 the factors of a coarse dtype spread so far that some parameters may be off all the same.
+    if uniform is not None and abs(uniform - 1) > 2 * SAME_RATIO[wrong.is_coarse]:
         if _explain_factor(uniform) and clips_under_scale(wrong.window):
             return name_early_clipping(uniform, wrong.verdict)
+        is_sure = wrong.is_sure(parameters.values(), uniform, is_off=False)
+        is_sure &= not _may_come_of_reduction(uniform, wrong.window)
         return Cause(
             name=CauseName.GRADIENTS_SCALED,
-            sureness=Sureness.PROBABLY if _may_come_of_reduction(uniform, wrong.window) else Sureness.IS,
+            sureness=Sureness.IS if is_sure else Sureness.PROBABLY,
             sentence=f"each gradient is {uniform:.4g} times that of the loss{_explain_factor(uniform)}, "
             f"{name_time(wrong.verdict)}",
             try_next="look for what multiplies gradients: a hook, a loss scale that is left in, a division",
@@ -211,7 +212,7 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         name=CauseName.GRADIENTS_SCALED,
-        sureness=Sureness.IS,
+        sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) else Sureness.PROBABLY,
         sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is {known[0]:.4g} times that of the "
         f"loss, {name_time(wrong.verdict)}; the others are the loss's",
         try_next="look for what multiplies these gradients: a hook on these parameters or on their module",
@@ -235,7 +236,7 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     is_stated = any(difference.kind in GRADIENT_KINDS for difference in evidence.settings.model_differences)
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
-        sureness=Sureness.PROBABLY if is_stated else Sureness.IS,
+        sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) and not is_stated else Sureness.PROBABLY,
         sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is not that of the loss, "
         f"{name_time(wrong.verdict)}: that of {name} is {how}{cosine}; the others are the loss's",
         try_next="look for a hook on these parameters, or for an autograd function of the job's own on the way to them",

@@ -1,15 +1,16 @@
 """Find the first gradient of a run that is not the job's, and compare it parameter by parameter."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
-from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED, compute_norm_bound
 from replay.verdict.causes.evidence import Evidence, name_some
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
-from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence
+from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence, list_steps
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER_STATE
 
@@ -23,13 +24,15 @@ SAME_COSINE = {False: 0.9999, True: 0.9}
 class WrongGradient:
     """The first window whose gradient is another one, with the gradients of its parameters.
 
-    is_coarse  rounding in a 16-bit dtype lies between the two
+    is_coarse    rounding in a 16-bit dtype lies between the two
+    norm_bounds  by parameter, how far rounding takes its norm from the job's, relatively
     """
 
     verdict: PassVerdict
     window: Sequence[ComparedPass]
     gradient: GradientEvidence
     is_coarse: bool
+    norm_bounds: Mapping[str, float]
 
     def is_scaled(self, parameter: ComparedGradient) -> bool:
         """Tell whether a parameter's gradient is the replay's times a number."""
@@ -39,6 +42,22 @@ class WrongGradient:
         """Tell whether a parameter's gradient is the replay's."""
         factor = find_factor(parameter)
         return factor is not None and abs(factor - 1) <= SAME_RATIO[self.is_coarse] and self.is_scaled(parameter)
+
+    def is_sure(self, parameters: Iterable[ComparedGradient], factor: float = 1.0, *, is_off: bool) -> bool:
+        """Tell whether these are surely off `factor` times the replay's gradient, or surely are that, each by itself.
+
+        In fp32 that is sure wherever a rule finds it. In a coarser dtype a parameter's rounding has to allow no other
+        answer: what is known of several parameters together alone may be one error that they share.
+        """
+        return not self.is_coarse or all(
+            (self._measure_distance(parameter, factor) > self.norm_bounds[parameter.name]) is is_off
+            for parameter in parameters
+        )
+
+    def _measure_distance(self, parameter: ComparedGradient, factor: float) -> float:
+        """Measure how far a norm is from `factor` times the replay's, relatively; infinite for another direction."""
+        found = find_factor(parameter)
+        return math.inf if found is None or not self.is_scaled(parameter) else abs(found / factor - 1)
 
 
 def find_factor(parameter: ComparedGradient) -> float | None:
@@ -55,8 +74,21 @@ def find_wrong_gradient(evidence: Evidence) -> WrongGradient | None:
     if wrong is None or gradient is None or not gradient.parameters:
         return None
     verdict, _, window = wrong
-    dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, evidence.settings)]
-    return WrongGradient(verdict=verdict, window=window, gradient=gradient, is_coarse=is_coarse(dtypes))
+    settings, index = evidence.settings, window[-1].record.index
+    dtypes = [dtype for compared in window for dtype in list_dtypes(compared.recorded, settings)]
+    num_passes = max((len(step.passes) for step in list_steps(window)), default=1)
+    has_stepped = settings.steps is not None and window[0].record.index > 0
+    bounds = {
+        name: settings.choose_signature_bound(name_kind(name), dtypes, index, num_passes, has_stepped=has_stepped)
+        for name in gradient.parameters
+    }
+    return WrongGradient(
+        verdict=verdict,
+        window=window,
+        gradient=gradient,
+        is_coarse=is_coarse(dtypes),
+        norm_bounds={name: compute_norm_bound(bound, dtypes) for name, bound in bounds.items()},
+    )
 
 
 def name_parameters(names: Sequence[str], all_names: Sequence[str]) -> str:

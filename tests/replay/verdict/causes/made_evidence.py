@@ -76,13 +76,20 @@ def measure_norm(gradients: Gradients) -> float:
 
 
 def make_window(
-    job: Sequence[Gradients], replay: Gradients, *, index: int = 0, share: float = 1.0, without: Sequence[str] = ()
+    job: Sequence[Gradients],
+    replay: Gradients,
+    *,
+    index: int = 0,
+    share: float = 1.0,
+    without: Sequence[str] = (),
+    dtype: str = "float32",
 ) -> list[ComparedPass]:
     """A window of one pass for each rank of the job.
 
     job      the gradients that each rank signed
     share    what each rank multiplied its loss by
     without  parameters that had no gradient in the job
+    dtype    that the job computed in
     """
     samples = sample_replay(replay)
     return [
@@ -96,7 +103,7 @@ def make_window(
                 claims=(),
                 weights=WeightComparison(compared=("a",)),
                 num_frozen=0,
-                dtypes=["float32"],
+                dtypes=[dtype],
                 num_steps_before=index,
                 step_after=OptimizerStep(
                     number=index,

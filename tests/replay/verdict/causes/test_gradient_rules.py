@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_signature_floor
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
@@ -51,6 +51,25 @@ def test_what_is_wrong_with_a_gradient_of_one_rank(job: Gradients, name: CauseNa
     assert (cause.name, cause.sureness) == (name, Sureness.IS)
     assert words in cause.sentence
     assert "since the job's step 1" in cause.sentence
+
+
+@pytest.mark.parametrize(("factor", "sureness"), [(1.3, Sureness.PROBABLY), (3.0, Sureness.IS)])
+def test_a_factor_that_rounding_may_give_is_not_sure(factor: float, sureness: Sureness) -> None:
+    """By these floors rounding may take the norm of a single parameter 0.4 from itself."""
+    floors = {name_signature_floor("model.layers.*.mlp.up_proj.weight"): NoiseFloor(value=0.2, num_values=64)}
+    evidence = make_gradient_evidence(make_window([scale_gradients(SOUND, factor, "mlp")], SOUND, dtype="bfloat16"))
+    cause = find_causes(replace(evidence, settings=replace(evidence.settings, floors=floors)))[0]
+    assert (cause.name, cause.sureness) == (CauseName.GRADIENTS_SCALED, sureness)
+
+
+@pytest.mark.parametrize(("of_one", "sureness"), [(1.7, Sureness.PROBABLY), (1.5, Sureness.IS)])
+def test_one_factor_of_all_is_sure_where_rounding_explains_what_single_ones_are_off(
+    of_one: float, sureness: Sureness
+) -> None:
+    job = {**scale_gradients(SOUND, 1.5), Q_PROJ: [of_one * value for value in SOUND[Q_PROJ]]}
+    cause = find_causes(make_gradient_evidence(make_window([job], SOUND, dtype="bfloat16")))[0]
+    assert (cause.name, cause.sureness) == (CauseName.GRADIENTS_SCALED, sureness)
+    assert "each gradient is 1.5 times" in cause.sentence
 
 
 def test_a_sound_gradient_has_no_cause() -> None:
