@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from capture.file_format.gradient_signature import GradientSignature
-from replay.verdict.gradient_samples import GradientSamples, compute_scale
+from replay.tolerances.job_bounds import LEAST_RMS
+from replay.verdict.gradient_samples import GradientSamples, compute_scale, compute_whole_rms
 from replay.verdict.pass_values import RecordedPass, match_parameter_name
 
 WHOLE = "all parameters"
@@ -161,12 +162,16 @@ def _can_divide(values: Sequence[float], scale: float) -> bool:
 
 
 def measure_signature_distances(gradient: GradientSamples, other: GradientSamples) -> dict[str, list[float]]:
-    """Measure by kind how far the signatures of two replays are apart: for each parameter the root mean square."""
+    """Measure by kind how far the signatures of two replays are apart: for each parameter the root mean square.
+
+    A gradient that is 0, or next to it, as of a LoRA's first factor in the first step, tells nothing of later ones.
+    """
     distances: dict[str, list[float]] = {}
     squares: dict[str, list[float]] = {}
     for (name, start), values in gradient.signatures.items():
         other_values, scale = other.signatures.get((name, start), ()), compute_scale(gradient, name)
-        if len(values) == len(other_values) and _can_divide((*values, *other_values), scale):
+        is_known = gradient.norms[name] > LEAST_RMS * compute_whole_rms(gradient) * math.sqrt(gradient.sizes[name])
+        if is_known and len(values) == len(other_values) and _can_divide((*values, *other_values), scale):
             pairs = zip(values, other_values, strict=True)
             squares.setdefault(name, []).extend(((own - another) / scale) ** 2 for own, another in pairs)
     for name, parameter_squares in squares.items():

@@ -8,7 +8,12 @@ import pytest
 
 from capture.file_format.gradient_signature import GradientSignature, choose_signature_elements, find_held_elements
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.verdict.gradient_evidence import GradientEvidence, compare_signatures, name_kind
+from replay.verdict.gradient_evidence import (
+    GradientEvidence,
+    compare_signatures,
+    measure_signature_distances,
+    name_kind,
+)
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 
@@ -129,3 +134,22 @@ def test_ranks_that_have_whole_gradients_are_shown_one_by_one() -> None:
 
 def test_a_kind_has_a_star_for_each_number() -> None:
     assert name_kind("model.layers.3.mlp.experts.17.w1.weight") == "model.layers.*.mlp.experts.*.w1.weight"
+
+
+def test_a_gradient_next_to_nothing_tells_no_floor_of_its_kind() -> None:
+    """In a LoRA's first step the first factor has none, and rounding moves that of later steps."""
+    replayed = {name: [1e-5 * value for value in values] if "q_proj" in name else values
+                for name, values in draw_gradients().items()}  # fmt: skip
+    other = {name: [1.01 * value for value in values] for name, values in replayed.items()}
+    first, second = (
+        GradientSamples(
+            norms={name: math.hypot(*values) for name, values in gradients.items()},
+            sizes={name: len(values) for name, values in gradients.items()},
+            values={},
+            signatures={(name, 0): tuple(values[:64]) for name, values in gradients.items()},
+        )
+        for gradients in (replayed, other)
+    )
+    distances = measure_signature_distances(first, second)
+    assert list(distances) == ["model.layers.*.o_proj.weight"]
+    assert distances["model.layers.*.o_proj.weight"] == pytest.approx([0.01, 0.01], rel=0.3)
