@@ -25,6 +25,7 @@ SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETT
 PARAMETER_FINDINGS = (GRADIENT, GRADIENT_RMS, GRADIENT_NORMS, MISSING_GRADIENT)
 MAX_OTHER_FINDINGS = 2
 MAX_CAUSES = 3
+MAX_REASONS = 3
 
 
 def format_verdict(verdict: Verdict) -> Pairs:
@@ -77,7 +78,8 @@ def format_outcome(verdict: Verdict) -> str:
             return f"{verdict.outcome}{_limit_outcome(verdict)}"
         case Outcome.CANNOT_TELL:
             reasons = _group_open_passes(verdict)
-            more = [f"{places}: {reason}" for reason, places in reasons.items() if reason != verdict.reason]
+            told = _shorten_reason(str(verdict.reason), verdict)
+            more = [f"{places}: {reason}" for reason, places in reasons.items() if reason != told]
             return f"{verdict.outcome}: {'; '.join([str(verdict.reason), *more])}"
         case _:
             first = verdict.first
@@ -138,15 +140,18 @@ def _describe_coverage(coverage: Coverage) -> str:
 
 
 def _describe_open_passes(verdict: Verdict) -> str:
-    return "; ".join(f"{places}: {reason}" for reason, places in _group_open_passes(verdict).items())
+    groups = [f"{places}: {reason}" for reason, places in _group_open_passes(verdict).items()]
+    more = [f"{len(groups) - MAX_REASONS} more reasons are in run.json"] if len(groups) > MAX_REASONS + 1 else []
+    return "; ".join([*groups[:MAX_REASONS], *more] if more else groups)
 
 
 def _group_open_passes(verdict: Verdict) -> dict[str, str]:
-    """Name the passes and steps that were not judged, by the reason."""
+    """Name the passes and steps that were not judged, by the reason: the doubt, whatever number is off in each."""
     by_reason: dict[str, tuple[list[int], list[int]]] = {}
     for judged in [*verdict.passes, *verdict.windows]:
         if judged.outcome is Outcome.CANNOT_TELL:
-            passes, steps = by_reason.setdefault(str(judged.reason), ([], []))
+            reason = _shorten_reason(str(judged.reason), verdict)
+            passes, steps = by_reason.setdefault(reason, ([], []))
             (passes if judged.optimizer_step is None else steps).append(
                 judged.index + 1 if judged.optimizer_step is None else judged.optimizer_step + 1
             )
@@ -154,6 +159,14 @@ def _group_open_passes(verdict: Verdict) -> dict[str, str]:
         reason: " and ".join(text for text in (name_numbers("pass", passes), name_numbers("step", steps)) if text)
         for reason, (passes, steps) in by_reason.items()
     }
+
+
+def _shorten_reason(reason: str, verdict: Verdict) -> str:
+    """Leave out of a reason what is another number in each pass, and what a cause says already."""
+    doubt = reason.partition(", but ")[2] or reason
+    general, _, said = doubt.partition(": ")
+    is_told = any(said and cause.sentence.startswith(said) for cause in verdict.causes)
+    return general if is_told else doubt
 
 
 def name_numbers(noun: str, numbers: Sequence[int]) -> str:
