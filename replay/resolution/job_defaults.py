@@ -3,7 +3,7 @@
 The choices are dtype, packing, fused modules, accumulation, routing and the attention kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from capture.file_format.actor_config import read_actor_config, read_adapter_con
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.model_facts import read_model_facts
+from capture.file_format.name_patterns import PatternTable
 from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, ResolvedChoice
 from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
@@ -237,16 +239,28 @@ def find_inputs_folder(spec: InputsSpec) -> Path:
 def find_frozen_in_job(spec: ReplayParts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
     """Return the names here of the parameters that were frozen when the recording began.
 
+    A plain module has no config in a file beside its captures: what the recording states of its parameters tells them.
+
     None are returned if another number was frozen in the first pass: then the job has frozen or thawed some since. Nor
     are any where the job had an adapter: it froze all other parameters, and if the adapter is merged into the weights
     here, those are trained.
     """
     folder = find_inputs_folder(spec.inputs)
-    names = read_frozen_names(folder)
+    checker = WeightChecker(source)
+    names: Sequence[str] = read_frozen_names(folder)
+    if not names and first_call is not None:
+        names = _list_stated_frozen(folder, first_call.recording, checker.names)
     num_frozen = None if first_call is None or first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names) or source.adapter is not None:
         return frozenset()
-    return WeightChecker(source).translate_names(names)
+    return checker.translate_names(names)
+
+
+def _list_stated_frozen(folder: Path, recording: str | None, names: Collection[str]) -> list[str]:
+    """List the parameters of a model that the facts of the job's model call frozen in the first pass that trained."""
+    facts = next((facts for facts in read_model_facts(folder) if facts.recording == recording and facts.trains), None)
+    table = PatternTable({} if facts is None else facts.parameters)
+    return [name for name in names if (found := table.find(name)) is not None and not found[1]["trained"]]
 
 
 def shorten_path(path: Path) -> Path:

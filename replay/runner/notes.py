@@ -58,7 +58,7 @@ def list_notes(
         code_differences=[
             describe_model_difference(difference)
             for difference in setting.model_differences
-            if difference.kind in COMPUTED_KINDS and not verdict.causes
+            if not verdict.causes and (difference.kind in COMPUTED_KINDS or difference.forward is not None)
         ],
         not_recorded=selection.not_recorded,
     )

@@ -63,6 +63,7 @@ class _Key(NamedTuple):
     key: str
     job: str | None
     replay: str | None
+    forward: int | None = None
 
 
 def find_usual_dtype(facts: ModelFacts) -> str:
@@ -159,7 +160,9 @@ class _Comparison:
         for key, names in self.names.items():
             wheres = format_patterns(self._name_whole_modules(names), all_names)
             differences += [
-                ModelDifference(kind=key.kind, where=where, key=key.key, job=key.job, replay=key.replay)
+                ModelDifference(
+                    kind=key.kind, where=where, key=key.key, job=key.job, replay=key.replay, forward=key.forward
+                )
                 for where in wheres
             ]
         return differences
@@ -187,9 +190,16 @@ class _Comparison:
         )
 
     def _add(
-        self, kind: ModelDifferenceKind, where: str, key: str = "", *, job: str | None, replay: str | None
+        self,
+        kind: ModelDifferenceKind,
+        where: str,
+        key: str = "",
+        *,
+        job: str | None,
+        replay: str | None,
+        forward: int | None = None,
     ) -> None:
-        self.names.setdefault(_Key(kind, key, job, replay), []).append(where)
+        self.names.setdefault(_Key(kind, key, job, replay, forward), []).append(where)
 
     def _compare_modules(self) -> None:
         job_modules = PatternTable(self.job.modules)
@@ -329,7 +339,7 @@ class _Comparison:
             if is_trained_later is not is_trained:
                 word, own_word = ("trained", "frozen") if is_trained_later else ("frozen", "trained")
                 job_words = f"{word} from pass {int(forward) + 1} on"
-                self._add(ModelDifferenceKind.FROZEN, name, job=job_words, replay=own_word)
+                self._add(ModelDifferenceKind.FROZEN, name, job=job_words, replay=own_word, forward=int(forward))
                 return
 
     def _compare_ties(self) -> None:

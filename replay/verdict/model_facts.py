@@ -70,6 +70,7 @@ class ModelDifference:
     job     what the job has, in words; None: nothing
     replay  what the replay has, in words; None: nothing
     ranks   the ranks of the job that have it; empty: all
+    forward the number of the job's forward from which on it has it; None: from the first one on
     """
 
     kind: ModelDifferenceKind
@@ -78,6 +79,7 @@ class ModelDifference:
     job: str | None
     replay: str | None
     ranks: tuple[int, ...] = ()
+    forward: int | None = None
 
 
 def compare_configs(job: Mapping[str, object], replay: Mapping[str, object]) -> list[ModelDifference]:

@@ -137,7 +137,8 @@ def follow_weights_through_steps(
 
     Samples are compared with the weights that the replay starts from, so those of later passes tell nothing. Instead:
     where the first weights were the job's, they are the job's again after each step that equalled the job's step.
-    A step whose gradient could not be judged may have been another one, and leaves a doubt.
+    A step whose gradient could not be judged may have been another one, and leaves a doubt. So does a step from which
+    on the job trained other parameters than before: those that the replay trains stay the same.
     """
     windows = group_into_windows(compared_passes)
     if not windows:
@@ -154,12 +155,13 @@ def follow_weights_through_steps(
     followed = []
     for compared_pass in compared_passes:
         num_steps = compared_pass.record.result.num_steps
+        change = _explain_changed_training(compared_pass.recorded, settings)
         if (finding := by_end.get(compared_pass.place)) is not None:
             compared_pass = replace(compared_pass, step_findings=[finding])
-        if not num_steps:
+        if not num_steps and change is None:
             followed.append(compared_pass)
             continue
-        if other_step is not None and other_step < num_steps:
+        if change is None and other_step is not None and other_step < num_steps:
             differing = compared_pass.recorded.weights.differing or initial.compared
             followed.append(replace(compared_pass, weights=replace(initial, differing=differing)))
             continue
@@ -174,12 +176,20 @@ def follow_weights_through_steps(
             differing = compared_pass.recorded.weights.differing or initial.compared
             followed.append(replace(compared_pass, weights=replace(initial, differing=differing, doubt=other_count)))
             continue
-        doubt = doubt or other_count
+        doubt = change or doubt or other_count
         if settings.why_no_floors is not None and is_coarse(list_dtypes(compared_pass.recorded, settings)):
             doubt = doubt or f"how far rounding takes two trainings apart is not known: {settings.why_no_floors}"
         weights = replace(initial, doubt=initial.doubt if doubt is None else doubt)
         followed.append(replace(compared_pass, weights=weights))
     return followed
+
+
+def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings) -> str | None:
+    """Say that the job trained other parameters by a pass than in its first one; None where it is not known to."""
+    for difference in settings.model_differences:
+        if difference.forward is not None and (recorded.forward or 0) >= difference.forward:
+            return f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
+    return None
 
 
 def _explain_step_count(recorded: RecordedPass, first_window: Sequence[ComparedPass], num_steps: int) -> str | None:

@@ -86,3 +86,44 @@ def test_a_redacted_recording_still_says_what_was_frozen(job: Path, tmp_path: Pa
     assert names == read_frozen_names(job / "captures")
     assert len(names) == 10
     assert FROZEN in names
+
+
+class Plain(torch.nn.Module):
+    """A user's own model, which has no config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 16)])
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.blocks[0](self.embed(idx)))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build() -> Plain:
+    return Plain()
+
+
+def test_what_the_job_trains_from_a_later_pass_on_is_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The replay does not follow it: what it trains stays the same, so nothing is judged from there on."""
+    torch.manual_seed(0)
+    model, arguments = Plain(), {"idx": "input_ids", "targets": "shift_labels"}
+    torch.save(model.state_dict(), tmp_path / "start.pt")
+    model.embed.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    with recording(model, tmp_path / "captures", reproduce=True, arguments=arguments):
+        for step in range(4):
+            model.embed.requires_grad_(step > 1)
+            ids = torch.randint(64, (2, 9))
+            model(idx=ids[:, :-1], targets=ids[:, 1:])[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    command = ["--inputs", str(tmp_path / "captures"), "--model", f"{__file__}:build", "--log-folder", str(tmp_path)]
+    assert main([*command, "--weights", str(tmp_path / "start.pt"), "--backend", "ddp"]) == 0
+    screen = capsys.readouterr().out
+    assert "REPRODUCED (3 of 4 passes)" in screen
+    assert "embed.weight is trained from pass 3 on in the job, and the replay does not follow that" in screen
+    assert "embed.weight: trained from pass 3 on in the job, frozen here" in screen
