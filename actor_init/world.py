@@ -1,10 +1,10 @@
 """Determine this process's rank, device and mesh from the launcher's environment."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from actor_init.spec import ParallelSpec, UsageError
 
 MESH_AXES = ("data", "ring", "tp")
+DecisionT = TypeVar("DecisionT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,35 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+
+def decide_on_first_rank(world: World, decide: Callable[[], DecisionT]) -> DecisionT:
+    """Return on every rank what `decide` returns on rank 0, or raise there the UsageError that rank 0 raises."""
+    answer: DecisionT | UsageError | None = None
+    if world.rank == 0:
+        try:
+            answer = decide()
+        except UsageError as error:
+            answer = error
+    answer = world.from_first(answer)
+    if isinstance(answer, UsageError):
+        raise answer
+    decision: DecisionT = answer
+    return decision
+
+
+def refuse_on_all_ranks(world: World, refusal: UsageError | None) -> None:
+    """Raise the first rank's refusal on every rank, with the rank's number unless all refuse; None: this one does not.
+
+    All ranks must call this.
+    """
+    refusals = [(rank, other) for rank, other in enumerate(world.gather(refusal)) if other is not None]
+    if not refusals:
+        return
+    rank, first_refusal = refusals[0]
+    if len(refusals) == world.world_size:
+        raise first_refusal
+    raise UsageError(f"on rank {rank}: {first_refusal.text}") from refusal
 
 
 def _choose_device(local_rank: int) -> torch.device:

@@ -28,6 +28,8 @@ from actor_init.declarations.attention.cudnn import CUDNN
 from actor_init.declarations.attention.declaration import AttentionKernel, KernelLimits, KernelObstacle
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
+from actor_init.world import World, refuse_on_all_ranks
+from capture.facts import Setting
 
 # Relative to the reference's norm. bf16 has 8 bits: rounding of probabilities and results gives about 0.004.
 # A mask that is off by one token, or a missed document boundary, gives more than 0.2.
@@ -171,6 +173,26 @@ def choose_kernel(spec: ActorSpec, where: device, config: PretrainedConfig | Non
     if is_chosen and form.name in WITH_CUDNN and _is_usable(CUDNN, spec, where, config):
         return WITH_CUDNN[form.name].name
     return form.name
+
+
+def choose_kernel_on_all_ranks(spec: ActorSpec, world: World, config: PretrainedConfig) -> str:
+    """Choose the transformers name of the kernel on each rank's own device, which has to be the same one.
+
+    All ranks must call this. Raises UsageError on all of them if one lacks the kernel, or `auto` is another one there.
+    """
+    kernel, refusal = "", None
+    try:
+        kernel = choose_kernel(spec, world.device, config)
+    except UsageError as error:
+        refusal = error
+    refuse_on_all_ranks(world, refusal)
+    kernels = world.gather(kernel)
+    for rank, other in enumerate(kernels):
+        if other != kernels[0]:
+            attention, plain = Setting("attention", spec.attention), Setting("attention", choose_plain_kernel(config))
+            why = f"is {kernels[0]} on rank 0 and {other} on rank {rank}"
+            raise UsageError(attention, why, f"Try: {plain}, which every device has")
+    return kernel
 
 
 def choose_default_kernel(where: device) -> str:

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import device
 from transformers import PretrainedConfig
 
-from actor_init.attention.kernel_choice import choose_kernel, choose_plain_kernel
+from actor_init.attention.kernel_choice import choose_kernel, choose_kernel_on_all_ranks, choose_plain_kernel
 from actor_init.custom.config import CustomConfig
 from actor_init.declarations.attention import find_attention_form, find_kernel
 from actor_init.model_form import DocumentBorders, Layout
 from actor_init.probe.packing_probe import SEEDS, NotProvedError, Probe, choose_bound
 from actor_init.spec import PACKED, ActorSpec, Attention, UsageError
-from actor_init.world import World
+from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 
 PADDED = Layout(packs=False)
@@ -21,15 +22,6 @@ ONE_DOCUMENT_PER_ROW = Layout(packs=False, as_captured=False)
 _CUSTOM = "nothing is known about the attention of a user's model"
 # What `explain_not_packed` found out, by model type and config.
 _why_not_packed: dict[tuple[str, str], str] = {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutChoice:
-    """How rows are fed, with which attention kernel; or why not."""
-
-    attention: str
-    layout: Layout
-    refusal: UsageError | None = None
 
 
 def choose_layout(
@@ -40,16 +32,15 @@ def choose_layout(
     trains  there may be passes with autograd on, in which dropout acts
 
     Rows are packed if a small copy of the model keeps documents apart, and padded by themselves if it does not. All
-    ranks must call this, and get the same. Raises UsageError if what was typed gives wrong numbers for this model.
+    ranks must call this, and get the same. Raises UsageError, on all of them, if what was typed gives wrong numbers for
+    this model, or if a rank's device lacks the kernel.
     """
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)
     if spec.parallel.ring > 1:
         return spec, _prove_in_ring(spec, config, world, trains)
-    choice = world.from_first(_choose_or_refuse(spec, config, world.device, is_typed) if world.rank == 0 else None)
-    if choice.refusal is not None:
-        raise choice.refusal
-    return replace(spec, packing=choice.layout.packs, attention=choice.attention), choice.layout
+    attention, layout = decide_on_first_rank(world, partial(_choose, spec, config, world.device, is_typed))
+    return replace(spec, packing=layout.packs, attention=attention), layout
 
 
 def explain_not_packed(config: PretrainedConfig) -> str:
@@ -111,21 +102,14 @@ class _LayoutSearch:
         return f"packed documents of {kind} see each other: a small copy's numbers are {error:.2g} off"
 
 
-def _choose_or_refuse(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> LayoutChoice:
-    """Choose on the first rank. What is refused there is refused on all of them, which wait for its choice."""
-    try:
-        return _choose(spec, config, where, is_typed)
-    except UsageError as error:
-        return LayoutChoice(attention=spec.attention, layout=PADDED, refusal=error)
-
-
-def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> LayoutChoice:
+def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: bool) -> tuple[str, Layout]:
+    """Return the word for the attention kernel, and the layout. Raises UsageError if what was typed is wrong."""
     kernel = choose_kernel(spec, where, config)
     search = _LayoutSearch(config=config, device=where)
     if not spec.packs:
         is_right = search.is_right(_choose_padded_kernel(kernel, config), PADDED)
         why = "" if is_right else f"{config.model_type} sees padding on the left"
-        return LayoutChoice(attention=spec.attention, layout=replace(PADDED, why=why))
+        return spec.attention, replace(PADDED, why=why)
     kernels = {kernel: spec.attention}
     is_auto = spec.attention == Attention.AUTO
     if is_auto:
@@ -133,19 +117,18 @@ def _choose(spec: ActorSpec, config: PretrainedConfig, where: device, is_typed: 
     for name, attention in kernels.items():
         for layout in _list_packed_layouts():
             if search.is_right(name, layout):
-                return LayoutChoice(attention=attention, layout=layout)
+                return attention, layout
     why = search.find_packed_complaint(kernel)
     why_padded = why
     if not search.is_right(_choose_padded_kernel(kernel, config), ONE_DOCUMENT_PER_ROW):
         why_padded += ", and padded rows are not right either"
-    padded = LayoutChoice(attention=spec.attention, layout=replace(ONE_DOCUMENT_PER_ROW, why=why_padded))
     if not is_auto and find_kernel(spec.attention).padded is None:
         setting, sdpa = Setting("attention", spec.attention), Setting("attention", Attention.SDPA)
-        return replace(padded, refusal=UsageError(setting, f"reads packed rows, and {why}", f"Try: {sdpa}"))
+        raise UsageError(setting, f"reads packed rows, and {why}", f"Try: {sdpa}")
     if is_typed:
         advice = f"Try: {PACKED.with_value(False)}, or neither: rows are padded by themselves"
-        return replace(padded, refusal=UsageError(PACKED, f": {why}", advice))
-    return padded
+        raise UsageError(PACKED, f": {why}", advice)
+    return spec.attention, replace(ONE_DOCUMENT_PER_ROW, why=why_padded)
 
 
 def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
@@ -154,13 +137,15 @@ def _choose_padded_kernel(kernel: str, config: PretrainedConfig) -> str:
 
 
 def _prove_in_ring(spec: ActorSpec, config: PretrainedConfig, world: World, trains: bool) -> Layout:
-    """Prove on a small copy that its log-probs and gradients are the same in slices. Raises UsageError if not.
+    """Prove on a small copy that its log-probs and gradients are the same in slices.
+
+    Raises UsageError, on all ranks, if they are not, or if a rank's device lacks the kernel.
 
     trains  there may be passes with dropout in the attention, which most ring kernels do not have
 
     `check_ring` proves less, of the model itself once it is open: mixed sharding, or a caller without this probe.
     """
-    kernel = choose_kernel(spec, world.device, config)
+    kernel = choose_kernel_on_all_ranks(spec, world, config)
     setting, advice = Setting("ring", spec.parallel.ring), f"Try: no {Setting('ring')}"
     why = ""
     for seed in SEEDS:

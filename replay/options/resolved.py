@@ -15,7 +15,6 @@ from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayPa
 # A log is read without these heavy imports.
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
 
     from actor_init.model import ModelSource
     from actor_init.optimizer import StepSettings
@@ -162,6 +161,8 @@ class ResolvedReplay(ReplayParts):
 
         Raises UsageError if that is not possible here.
         """
+        from actor_init.attention.kernel_choice import choose_kernel
+
         parts: dict[str, Any] = {"actor": actor or self.actor, "inputs": inputs or self.inputs}
         parts["measure"] = measure or self.measure
         changed = {
@@ -171,7 +172,8 @@ class ResolvedReplay(ReplayParts):
             if getattr(spec, declared.name) != getattr(getattr(self, part), declared.name)
         }
         is_open = parts["actor"].attention == Attention.AUTO
-        parts["actor"], kernel = choose_actor_kernel(parts["actor"], self.device, self.source.config)
+        kernel = choose_kernel(parts["actor"], self.device, self.source.config)
+        parts["actor"] = name_kernel(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:
             changed[ATTENTION] = kernel
@@ -190,19 +192,16 @@ class ResolvedReplay(ReplayParts):
         )
 
 
-def choose_actor_kernel(actor: ActorSpec, where: "torch.device", config: "PretrainedConfig") -> tuple[ActorSpec, str]:
-    """Choose the word for its attention kernel, and the kernel's name in transformers.
+def name_kernel(actor: ActorSpec, kernel: str) -> ActorSpec:
+    """Return `actor` with the word for the attention kernel that is `kernel` in transformers.
 
-    `auto` stays where no other word names that kernel. Raises UsageError if there is none here.
+    `auto` stays where no word names it, as where two kernels are taken in turn.
     """
-    from actor_init.attention.kernel_choice import choose_kernel
-
-    kernel = choose_kernel(actor, where, config)
     if actor.attention == Attention.AUTO and not actor.is_custom:
         for declared in ATTENTION_KERNELS.values():
             if kernel in {form.name for form in declared.list_forms()}:
-                return replace(actor, attention=declared.word), kernel
-    return actor, kernel
+                return replace(actor, attention=declared.word)
+    return actor
 
 
 def _reset_settings(part: PartT, name: str, settings: Collection[str]) -> PartT:

@@ -2,21 +2,21 @@
 
 What was typed stays. Every other choice is the job's, as its captures tell it, if the model and this machine allow it;
 probes of a small copy tell what the model allows. Else it is what the model, the machine or another option requires;
-else the default. Rank 0 chooses, and the others get what it chose; files are checked on each rank.
+else the default. Rank 0 chooses, and the others get what it chose; files and attention kernel are checked on each rank.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
 
+from actor_init.attention.kernel_choice import choose_kernel_on_all_ranks
 from actor_init.declarations.backends import find_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
 from actor_init.model_form import Layout
 from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan, UsageError
-from actor_init.world import World
+from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
+from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
@@ -35,7 +35,7 @@ from replay.options.resolved import (
     PartT,
     ResolvedChoice,
     ResolvedReplay,
-    choose_actor_kernel,
+    name_kernel,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.resolution.job_defaults import (
@@ -52,7 +52,6 @@ from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
 
 CHOSEN_BY_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
-ChoicesT = TypeVar("ChoicesT")
 
 
 def resolve(
@@ -77,11 +76,10 @@ def resolve(
     loss        what `choose_loss` chose
     objective   the objective that `loss` names; None for stand-in and sft
 
-    All ranks must call this. Raises UsageError for what cannot run here, on all of them. Only a rank whose own device
-    lacks the attention kernel raises it alone.
+    All ranks must call this. Raises UsageError, on all of them, for what cannot run here.
     """
     # Rank 0 chooses for all ranks: their files and their hardware may differ.
-    spec, job_choices = _choose_on_first_rank(
+    spec, job_choices = decide_on_first_rank(
         world, lambda: (spec, choose_from_job(spec, first_call, selection, world.device.type))
     )
     filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
@@ -118,7 +116,8 @@ def resolve(
     source = replace(source, layout=layout, head=head)
     # `named_actor.attention` is the chosen kernel's word, if it has one. `actor.attention` is still `auto` if neither
     # the user nor the job nor the probe named a kernel: by that `_explain_attention` knows who chose.
-    named_actor, kernel_name = choose_actor_kernel(actor, world.device, source.config)
+    kernel_name = choose_kernel_on_all_ranks(actor, world, source.config)
+    named_actor = name_kernel(actor, kernel_name)
 
     settings_with_defaults = [
         *_list_backend_and_optimizer_settings(actor),
@@ -150,21 +149,6 @@ def resolve(
         step_settings=steps.followed.settings if steps.followed is not None else {},
         followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
     )
-
-
-def _choose_on_first_rank(world: World, choose: Callable[[], ChoicesT]) -> ChoicesT:
-    """Return on every rank what `choose` returns on rank 0, or raise the UsageError that it raises there."""
-    answer: ChoicesT | UsageError | None = None
-    if world.rank == 0:
-        try:
-            answer = choose()
-        except UsageError as error:
-            answer = error
-    answer = world.from_first(answer)
-    if isinstance(answer, UsageError):
-        raise answer
-    choices: ChoicesT = answer
-    return choices
 
 
 def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None) -> ResolvedChoice:

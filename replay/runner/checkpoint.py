@@ -22,7 +22,7 @@ from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import FolderWeights, OnProgress, Weights, ignore_progress
-from actor_init.world import World
+from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import view_bytes
@@ -95,18 +95,15 @@ def find_state_to_load(spec: StateSpec) -> Path | None:
 
 def refuse_folders(spec: StateSpec, world: World, states: StateStore | None) -> None:
     """Raise UsageError, on all ranks, for a folder that cannot be written, before the run begins."""
-    problem = None
-    if world.rank == 0:
-        try:
-            if states is not None:
-                states.check()
-            for name, folder in _list_folders_to_save(spec).items():
-                if states is None or folder != spec.save_state:
-                    check_folder(folder, name)
-        except UsageError as error:
-            problem = error.text
-    if problem := world.from_first(problem):
-        raise UsageError(problem)
+
+    def check_folders() -> None:
+        if states is not None:
+            states.check()
+        for name, folder in _list_folders_to_save(spec).items():
+            if states is None or folder != spec.save_state:
+                check_folder(folder, name)
+
+    decide_on_first_rank(world, check_folders)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from actor_init.model import ModelSource, build_on_meta, make_trainable
 from actor_init.optimizers.saved_state import OptimizerState
 from actor_init.optimizers.state_loading import AssignedState, TrainedParameter, assign_state
 from actor_init.spec import UsageError
-from actor_init.world import World
+from actor_init.world import World, refuse_on_all_ranks
 from capture.facts import Setting
 from replay.options.resolved import ResolvedReplay
 from replay.runner.checkpoint import SAFE_LOAD_VERSION, StateWeights
@@ -25,15 +25,14 @@ def find_job_optimizer_state(spec: ResolvedReplay, source: ModelSource, world: W
     path = spec.state.optimizer_state
     if path is None:
         return source
-    state, problem = None, None
+    state, refusal = None, None
     try:
         _refuse_what_cannot_load(spec, path)
         state = _read_state(spec, source, path)
     except UsageError as error:
-        problem = error.text
+        refusal = error
     # Each rank reads the file: on nodes that share no disk it may be missing on some.
-    if problem := next(filter(None, world.gather(problem)), None):
-        raise UsageError(problem)
+    refuse_on_all_ranks(world, refusal)
     return replace(source, optimizer_state=state)
 
 

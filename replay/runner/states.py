@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
-from actor_init.world import World
+from actor_init.world import World, refuse_on_all_ranks
 from capture.facts import Setting
 from replay.options.spec import NUM_KEPT_STATES, StateSpec
 from replay.resolution.selection import Selection
@@ -144,14 +144,12 @@ class EarlierPasses:
         names = [path.name for path in selection.inputs]
         # There may be fewer inputs now than passes then.
         names += ["none"] * len(earlier_names)
-        problem = None
+        refusal = None
         for number, (earlier_name, name) in enumerate(zip(earlier_names, names, strict=False), start=1):
             if earlier_name != name:
-                problem = (
-                    f"{Setting('resume')}: pass {number} in {folder} was on {earlier_name}, and here it is on {name}"
-                )
+                why = f": pass {number} in {folder} was on {earlier_name}, and here it is on {name}"
+                refusal = UsageError(Setting("resume"), why, "Try: the inputs and options of the run that was begun")
                 break
-        if problem := next(filter(None, world.gather(problem)), None):
-            raise UsageError(f"{problem}. Try: the inputs and options of the run that was begun")
+        refuse_on_all_ranks(world, refusal)
         num_steps = sum(record.result.grad_norm is not None for record in records if record.rank == world.rank)
         return cls(folder=folder, num_steps=num_steps, num_passes=len(earlier_names), records=records)

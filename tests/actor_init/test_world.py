@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from actor_init.spec import ParallelSpec, UsageError
-from actor_init.world import World
+from actor_init.world import World, decide_on_first_rank, refuse_on_all_ranks
+from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +24,29 @@ def test_a_single_process_is_its_own_world(world: World) -> None:
     assert (world.rank, world.world_size, world.data_rank, world.num_data_ranks) == (0, 1, 0, 1)
     assert world.gather("here") == ["here"]
     assert world.from_first(7) == 7
+
+
+def test_what_the_first_rank_refuses_is_raised_on_the_others_which_decide_nothing() -> None:
+    decided_on: list[int] = []
+
+    def refuse(world: World) -> None:
+        decided_on.append(world.rank)
+        raise UsageError("--routing recorded needs routes of experts")
+
+    results = call_on_ranks(lambda world: decide_on_first_rank(world, lambda: refuse(world)), [CPU, CPU])
+    assert decided_on == [0]
+    assert [(type(result), str(result)) for result in results] == [
+        (UsageError, "--routing recorded needs routes of experts")
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("refusing_ranks", "says"), [((1,), "on rank 1: no such file"), ((0, 1), "no such file"), ((), "None")]
+)
+def test_what_any_rank_refuses_is_raised_on_all_with_its_number_unless_all_refuse(
+    refusing_ranks: tuple[int, ...], says: str
+) -> None:
+    def refuse(world: World) -> None:
+        refuse_on_all_ranks(world, UsageError("no such file") if world.rank in refusing_ranks else None)
+
+    assert [str(result) for result in call_on_ranks(refuse, [CPU, CPU])] == [says, says]

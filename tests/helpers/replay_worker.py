@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from transformers import PretrainedConfig
 
-from actor_init.model_form import HeadForm
+from actor_init.model_form import HeadForm, Layout
 from actor_init.probe import head_probe, layout_choice
 from actor_init.spec import ActorSpec, ParallelSpec
 from actor_init.world import World
@@ -36,12 +36,10 @@ def graphs_alone() -> AbstractContextManager[Any]:
 def proved_once() -> Iterator[None]:
     """Prove once in this process, and not in each replay, what a model's rows and its head allow."""
     chosen, form_of = layout_choice._choose, head_probe.probe_head
-    choices: dict[object, layout_choice.LayoutChoice] = {}
+    choices: dict[object, tuple[str, Layout]] = {}
     forms: dict[object, HeadForm] = {}
 
-    def choose(
-        spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_typed: bool
-    ) -> layout_choice.LayoutChoice:
+    def choose(spec: ActorSpec, config: PretrainedConfig, where: torch.device, is_typed: bool) -> tuple[str, Layout]:
         key = spec.packs, spec.attention, spec.dtype, spec.backend, spec.parallel, repr(config), where, is_typed
         if key not in choices:
             choices[key] = chosen(spec, config, where, is_typed)

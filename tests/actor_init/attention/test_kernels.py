@@ -14,13 +14,14 @@ from transformers import AttentionInterface, GPT2Config, LlamaConfig, MistralCon
 
 from actor_init.attention import cudnn, kernel_choice, kernels
 from actor_init.attention.cudnn import cudnn_dense, cudnn_packed, cudnn_padded, refuse_inner_padding
-from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel
+from actor_init.attention.kernel_choice import choose_default_kernel, choose_kernel, choose_kernel_on_all_ranks
 from actor_init.attention.kernels import flash_attn_varlen
 from actor_init.attention.ring import RingSlice
 from actor_init.attention.ring_attention import ring_flash_attn
 from actor_init.compiling import count_graphs
 from actor_init.declarations.attention import KERNELS, find_attention_form
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec, UsageError
+from tests.helpers.thread_ranks import call_on_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = LlamaConfig(num_hidden_layers=1)
@@ -310,6 +311,34 @@ def test_auto_takes_the_first_that_is_installed_and_right(hopper: dict[str, set[
 def test_a_kernel_that_was_typed_is_that_one_alone() -> None:
     assert choose_kernel(ActorSpec(attention=Attention.FLASH), CUDA, LLAMA) == "packed_fa2"
     assert choose_kernel(ActorSpec(attention=Attention.CUDNN), CUDA, LLAMA) == "packed_cudnn"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("ring", "kernel"), [(1, "flash-attn"), (2, "ring-flash-attn")])
+def test_a_kernel_that_one_rank_lacks_is_refused_on_all(
+    ring: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actor_init.declarations.attention.flash.find_spec", lambda name: True)
+    spec = ActorSpec(attention=Attention.FLASH, parallel=ParallelSpec(ring=ring))
+    says = f"on rank 1: {kernel} has no CPU kernel. Try: attention='sdpa'"
+    results = call_on_ranks(lambda world: choose_kernel_on_all_ranks(spec, world, LLAMA), [CUDA, CPU])
+    assert [type(result) for result in results] == [UsageError, UsageError]
+    assert str(results[0]) == str(results[1])
+    assert str(results[0]).startswith(says)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_auto_that_is_another_kernel_on_another_rank_is_refused_on_all() -> None:
+    results = call_on_ranks(lambda world: choose_kernel_on_all_ranks(ActorSpec(), world, LLAMA), [CUDA, CPU])
+    says = (
+        "attention='auto' is packed_fa2_or_cudnn on rank 0 and sdpa on rank 1. Try: attention='sdpa', which every "
+        "device has"
+    )
+    assert [(type(result), str(result)) for result in results] == [(UsageError, says)] * 2
+    assert call_on_ranks(lambda world: choose_kernel_on_all_ranks(ActorSpec(), world, LLAMA), [CPU, CPU]) == [
+        "sdpa",
+        "sdpa",
+    ]
 
 
 def test_of_two_kernels_a_reader_is_told_when_each_is_taken() -> None:

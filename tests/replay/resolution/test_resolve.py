@@ -37,7 +37,6 @@ from replay.options.spec import MeasureSpec, ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
 from replay.resolution.resolve import (
     CHOSEN_BY_PROBE,
-    _choose_on_first_rank,
     _explain_attention,
     choose_loss,
     resolve,
@@ -232,20 +231,7 @@ def test_a_kernel_that_the_first_rank_refuses_is_refused_on_all() -> None:
     spec = ActorSpec(attention=Attention.FLASH, dtype=Dtype.FP32).with_defaults()
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
         choose_layout(spec, tiny_config("llama"), cast(World, first), is_typed=False)
-    assert "flash-attn has no CPU kernel" in str(first.sent[0].refusal)
-
-
-def test_what_the_first_rank_refuses_is_raised_on_the_others_which_choose_nothing() -> None:
-    first = FirstOfTwo()
-
-    def refuse() -> None:
-        raise UsageError("--routing recorded needs routes of experts")
-
-    with pytest.raises(UsageError, match="needs routes"):
-        _choose_on_first_rank(cast(World, first), refuse)
-    second = SimpleNamespace(rank=1, from_first=lambda value: first.sent[0])
-    with pytest.raises(UsageError, match="needs routes"):
-        _choose_on_first_rank(cast(World, second), lambda: pytest.fail("the second rank chose"))
+    assert "flash-attn has no CPU kernel" in str(first.sent[0])
 
 
 def test_a_kernel_that_the_probe_chose_has_the_probe_as_its_reason(

@@ -124,16 +124,16 @@ class OtherRank:
 
     world_size = 2
 
-    def __init__(self, problem: str = "", **facts: str) -> None:
-        self._other = (problem, facts)
+    def __init__(self, refusal: UsageError | None = None, **facts: str) -> None:
+        self._answers = [refusal, facts]
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, self._other]
+        return [value, self._answers.pop(0)]
 
 
 def test_a_file_that_one_rank_lacks_is_refused_on_all() -> None:
     spec = ReplaySpec(actor=ActorSpec(model=MODEL))
-    world: Any = OtherRank(f"{Setting('model', 'nano.py:build')}: No such file or directory")
+    world: Any = OtherRank(UsageError(Setting("model", "nano.py:build"), ": No such file or directory"))
     with pytest.raises(UsageError, match=r"on rank 1: model='nano.py:build': No such file or directory"):
         find_source_on_all(spec, world)
 

@@ -28,6 +28,7 @@ from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.ports import free_port
 from tests.helpers.process_table import processes_with
+from tests.helpers.thread_ranks import Threads
 from tests.warm import warm_bin
 
 
@@ -283,33 +284,6 @@ def test_a_collective_that_no_pass_before_had_is_counted(tmp_path: Path) -> None
     assert tracker.count_new_collectives() == 89
     tracker.enter_phase(RankPhase.ENDING)  # without a backward: no pass before went this way
     assert tracker.count_new_collectives() == 0
-
-
-class Threads:
-    """A world whose ranks are threads of this process."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._values: dict[int, Any] = {}
-        self._barrier = threading.Barrier(world_size)
-
-    def on_rank(self, rank: int) -> Any:
-        return _Thread(self, rank)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait(LIMIT)
-        values = [self._values[r] for r in range(self.world_size)]
-        self._barrier.wait(LIMIT)
-        return values
-
-
-class _Thread:
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self.rank = rank
-        self.world_size = threads.world_size
-        self.gather: Callable[[Any], list[Any]] = lambda value: threads.exchange(rank, value)
-        self.from_first: Callable[[Any], Any] = lambda value: threads.exchange(rank, value)[0]
 
 
 def connected(world_size: int) -> list[Peers]:
