@@ -62,7 +62,8 @@ class BackgroundWriter(Generic[TaskT]):
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
     num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped or
-                   was about to end
+                   was about to end. Once writing has stopped, the pass that `handle` works on counts as lost until
+                   `handle` returns
     failure        the exception that has stopped writing, or None
     refusal        why `handle` refused the first of the passes that it refused, or None
     is_waited_for  set by `drain` and by an urgent task, until the queue is empty
@@ -87,7 +88,6 @@ class BackgroundWriter(Generic[TaskT]):
         deadline: Deadline | None = None,
         on_deadline: Callable[[], None] = lambda: None,
     ) -> None:
-        self.num_dropped = 0
         self.failure: Exception | None = None
         self.refusal: str | None = None
         self.is_waited_for = is_waited_for or threading.Event()
@@ -104,7 +104,9 @@ class BackgroundWriter(Generic[TaskT]):
         self._num_ready = 0
         self._num_queued_passes = 0
         self._num_queued_bytes = 0
+        self._num_dropped = 0
         self._is_busy = False
+        self._has_pass_in_hand = False
         self._is_closing = False
         self._has_warned_of_full_queue = False
         # A Condition has a lock that one thread may take twice. That is needed: a signal's handler may interrupt the
@@ -112,6 +114,11 @@ class BackgroundWriter(Generic[TaskT]):
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        with self._changed:
+            return self._num_dropped + (self._has_pass_in_hand and self.failure is not None)
 
     def queue_pass(self, task: TaskT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
@@ -124,7 +131,7 @@ class BackgroundWriter(Generic[TaskT]):
                 self._num_queued_passes += 1
                 self._num_queued_bytes += num_bytes
                 return True
-            self.num_dropped += 1
+            self._num_dropped += 1
             must_warn = is_full and self.failure is None and not self._has_warned_of_full_queue
             self._has_warned_of_full_queue |= must_warn
         if must_warn:
@@ -168,7 +175,7 @@ class BackgroundWriter(Generic[TaskT]):
     def count_dropped_pass(self) -> None:
         """Count a pass that was never queued, because writing has stopped."""
         with self._changed:
-            self.num_dropped += 1
+            self._num_dropped += 1
 
     def drain(self, *, max_seconds: float) -> bool:
         """Wait until the queue is empty, or writing has stopped or ended. Returns False if not within `max_seconds`."""
@@ -185,10 +192,10 @@ class BackgroundWriter(Generic[TaskT]):
     def stop(self, failure: Exception, num_lost: int = 0) -> None:
         """Give up writing for good, with one warning, and drop what is queued now and what comes later.
 
-        num_lost  passes lost by the failure that are no longer in the queue
+        num_lost  passes that the failure has kept out of the queue
         """
         with self._changed:
-            self.num_dropped += num_lost + self._num_queued_passes
+            self._num_dropped += num_lost + self._num_queued_passes
             self._queue.clear()
             self._num_ready = 0
             self._num_queued_passes = self._num_queued_bytes = 0
@@ -202,10 +209,7 @@ class BackgroundWriter(Generic[TaskT]):
             )
 
     def close(self, *, max_seconds: float) -> None:
-        """Handle what is queued and end the thread. What still waits in the queue after `max_seconds` is dropped.
-
-        The task that the thread has in hand by then is not counted as dropped: it may still be handled.
-        """
+        """Handle what is queued and end the thread. What still waits in the queue after `max_seconds` is dropped."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -251,34 +255,34 @@ class BackgroundWriter(Generic[TaskT]):
             self._num_ready -= 1
             self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
-            self._is_busy = True
+            self._is_busy, self._has_pass_in_hand = True, is_pass
             return task, is_pass
 
     def _handle_event(self, event: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
         """Handle a task, or a deadline that has passed, and turn what that raises into a warning."""
-        num_unhandled_passes = 0
         try:
             if event is _Wakeup.DEADLINE_PASSED:
                 self._on_deadline()
             else:
-                task, is_pass = event
-                num_unhandled_passes = int(is_pass)
-                self._handle_task(task, is_pass)
-                num_unhandled_passes = 0
+                self._handle_task(*event)
             if not self._num_ready:
                 self._on_idle()
         except Exception as error:
-            self.stop(error, num_lost=num_unhandled_passes)
+            self.stop(error)
 
     def _handle_task(self, task: TaskT, is_pass: bool) -> None:
-        """Handle a task, and count a pass that `handle` refuses."""
+        """Handle a task, and count a pass that `handle` refuses or fails at."""
+        is_lost = is_pass
         try:
             self._handle(task)
+            is_lost = False
         except CaptureError as error:
             if not is_pass:
                 raise
-            with self._changed:
-                self.num_dropped += 1
             if self.refusal is None:
                 self.refusal = str(error)
                 warn(f"capture: a pass that could not be replayed is dropped: {error}. Others like it are counted only")
+        finally:
+            with self._changed:
+                self._has_pass_in_hand = False
+                self._num_dropped += is_lost

@@ -70,6 +70,7 @@ class PassStore:
 
     num_written    passes that are in files now
     num_not_kept   passes that a limit or the flight recorder left out, and written ones that made room for later ones
+    num_held       passes that wait in memory to be written, or for an incident
     num_lost       passes that could not be written at the end
     rank_and_folder  the rank, and the folder of its files
     recording_id     of the recording; set before the first pass is queued
@@ -114,6 +115,10 @@ class PassStore:
     @property
     def num_not_kept(self) -> int:
         return self._num_passes_dropped + self._num_deleted
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held_passes)
 
     @property
     def _num_deleted(self) -> int:
@@ -181,19 +186,17 @@ class PassStore:
         )
         if notes is not None:
             self._write_notes(encoded, notes)
-        self._held_passes.append(encoded)
+        # A pass is held only when it is done with: until then the background writer counts it.
         if self._retention.flight_recorder is not None:
-            while len(self._held_passes) > self._retention.flight_recorder:
+            while len(self._held_passes) >= self._retention.flight_recorder:
                 self._observer.on_release(self._held_passes.popleft())
                 self._num_passes_dropped += 1
             self._observer.on_hold(encoded)
-        elif not self._holds_latest:
-            try:
-                self.write_held()
-            except BaseException:
-                # The background writer counts the pass as lost: it is the one that `handle` was called with.
-                self._held_passes.clear()
-                raise
+            self._held_passes.append(encoded)
+        elif self._holds_latest:
+            self._held_passes.append(encoded)
+        else:
+            self._write(encoded)
 
     def _write_model_facts(self, raw_facts: RawModelFacts) -> None:
         self._wait_for_copies(raw_facts.copy_events)
@@ -315,16 +318,21 @@ class PassStore:
         """Write the passes that are held, as far as there is room. Raises OSError."""
         written = []
         while self._held_passes:
-            first = self._held_passes[0]
-            path = self._writers[first.rank, self._choose_rank_folder(first.rank, first.world_size)].write(first)
-            self._observer.on_release(self._held_passes.popleft())
-            if path is None:
-                self._num_passes_dropped += 1
-                self.is_full = self._retention.keep == "first" and self._retention.flight_recorder is None
-            else:
-                self._num_passes_written += 1
+            if (path := self._write(self._held_passes[0])) is not None:
                 written.append(path)
+            self._held_passes.popleft()
         return written
+
+    def _write(self, encoded: EncodedCall) -> Path | None:
+        """Write a pass and return its path; None if there is no room for it. Raises OSError."""
+        path = self._writers[encoded.rank, self._choose_rank_folder(encoded.rank, encoded.world_size)].write(encoded)
+        self._observer.on_release(encoded)
+        if path is None:
+            self._num_passes_dropped += 1
+            self.is_full = self._retention.keep == "first" and self._retention.flight_recorder is None
+        else:
+            self._num_passes_written += 1
+        return path
 
     def _prepare_rank_folder(self, rank: int, world_size: int | None) -> None:
         """Prepare the folder of this rank's files. A job may learn its rank after the recording was opened."""

@@ -181,7 +181,9 @@ class Recorder:
 
     @property
     def num_dropped(self) -> int:
-        return self._writer.num_dropped + self._store.num_lost
+        # Where the writer's thread hangs, what it has not written by the end is lost, until it has.
+        num_held = self._store.num_held if self._is_closed else 0
+        return self._writer.num_dropped + self._store.num_lost + num_held
 
     @property
     def handles_signals(self) -> bool:

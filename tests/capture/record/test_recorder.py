@@ -377,19 +377,22 @@ def test_a_full_queue_drops_the_new_pass_and_counts_it(
     assert [read_micro_batch(path).origin.step for path in capture_files(tmp_path)] == [0, 1, 2]
 
 
-def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reproduce", [False, True])
+def test_a_disk_that_hangs_holds_the_end_of_the_job_for_a_bounded_time_and_its_passes_are_lost_until_it_goes_on(
+    reproduce: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, model = SlowDisk(monkeypatch), TinyModel()
     monkeypatch.setattr(capture.record.recorder, "MAX_FLUSH_SECONDS", 0.1)
-    recorder = recording(model, tmp_path)
+    recorder = recording(model, tmp_path, reproduce=reproduce)
     train(model)
     assert disk.entered.wait(60)
     with pytest.warns(RuntimeWarning, match="not finished 0.1 s after the end"):
         recorder.close()
-    disk.freed.set()
     assert isinstance(recorder.failure, TimeoutError)
-    assert recorder.num_dropped == 3
+    assert (recorder.num_seen, recorder.num_written, recorder.num_dropped) == (4, 0, 4)
+    disk.freed.set()
+    recorder._writer._thread.join(60)
+    assert (recorder.num_seen, recorder.num_written, recorder.num_dropped) == (4, 1, 3)
 
 
 def test_a_second_failure_is_no_second_warning(caught: list[warnings.WarningMessage]) -> None:
