@@ -119,7 +119,9 @@ def _list_other_tokens(tables: LossTables) -> Iterator[LossTrial]:
     begins_BS = is_label_BS & ~F.pad(is_label_BS[:, :-1], (1, 0))
     before_BS = F.pad(begins_BS[:, 1:], (0, 1)) & real_BS
     ends_BS = is_label_BS & ~F.pad(is_label_BS[:, 1:], (0, 1))
+    borders = "counts the first token of each packed document, which the document before predicts: {tokens}"
     variants = (
+        ("labels over borders", 1, is_label_BS, borders),
         ("all real tokens", 1, real_BS, "counts prompts too: it is over all {tokens} of the rows"),
         ("padding too", 1, everything_BS, "counts padding and prompts too: it is over all {tokens}"),
         ("shifted twice", 2, is_label_BS, "has labels that are shifted twice: {tokens}, each predicted two places on"),
@@ -130,10 +132,16 @@ def _list_other_tokens(tables: LossTables) -> Iterator[LossTrial]:
         ("labels and padding", 1, is_label_BS | ~real_BS, "counts padding too: {tokens}"),
         ("prompts alone", 1, real_BS & ~is_label_BS, "counts the prompts, and not the labels: {tokens}"),
     )
+    counted: list[tuple[int, Tensor]] = []
     for name, shift, is_counted_BS, says in variants:
         total, count = tables.sum_over(shift, is_counted_BS)
-        if not count:
+        place = (shift, is_counted_BS[:, shift:])
+        # One loss has one name: where no token lacks a label, all tokens are the labels.
+        is_known = any(place[0] == other[0] and torch.equal(place[1], other[1]) for other in counted)
+        is_own = shift == 1 and is_counted_BS is is_label_BS and count == tables.num_tokens
+        if not count or is_known or is_own:
             continue
+        counted.append(place)
         divisor = count if tables.divisor is None else tables.num_tokens
         yield LossTrial(
             name=name,

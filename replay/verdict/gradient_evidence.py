@@ -62,8 +62,8 @@ class GradientEvidence:
     parameters  by the replay's name; those that the job signed, and that have a gradient here
     kinds       by name: of several parameters each
     whole       all of them together; None where there are none
-    ranks       by rank of the job, if each rank had whole gradients and there are several ranks: that rank's own, by
-                parameter, beside the replay's gradient of the whole window
+    ranks       by rank of the job, if there are several: that rank's own gradients of the parameters that each rank has
+                whole, beside the replay's gradient of the whole window
     """
 
     parameters: Mapping[str, ComparedGradient]
@@ -100,10 +100,10 @@ def compare_signatures(recorded: Sequence[RecordedPass], gradient: GradientSampl
         return None
     has_all_ranks = len(by_rank) == (recorded[0].world_size or 1)
     signed = _pair_by_parameter(by_rank, gradient, has_all_ranks=has_all_ranks)
-    is_sharded = any(signature.is_part for signatures in by_rank.values() for signature in signatures)
+    whole = {rank: [part for part in parts if not part.is_part] for rank, parts in by_rank.items()}
     ranks: dict[int, dict[str, ComparedGradient]] = {}
-    if len(by_rank) > 1 and not is_sharded:
-        for rank, signatures in by_rank.items():
+    if len(by_rank) > 1 and all(whole.values()):
+        for rank, signatures in whole.items():
             own = _pair_by_parameter({rank: signatures}, gradient, has_all_ranks=True)
             ranks[rank] = {parameter.name: _compare(parameter.name, [parameter]) for parameter in own}
     by_kind: dict[str, list[_SignedParameter]] = {}

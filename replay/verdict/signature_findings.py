@@ -75,12 +75,13 @@ def do_some_signatures_agree(
 
 
 def _list_parameters(evidence: GradientEvidence) -> Iterator[tuple[ComparedGradient, int | None]]:
-    """List each parameter, and of a job whose ranks had whole gradients each rank's."""
+    """List each parameter, and each rank's of those that the job's ranks had whole."""
     for rank, parameters in evidence.ranks.items():
         for compared in parameters.values():
             yield compared, rank
-    if not evidence.ranks:
-        for compared in evidence.parameters.values():
+    of_ranks = {name for parameters in evidence.ranks.values() for name in parameters}
+    for name, compared in evidence.parameters.items():
+        if name not in of_ranks:
             yield compared, None
 
 

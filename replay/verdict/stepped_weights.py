@@ -26,7 +26,7 @@ from replay.verdict.pass_values import SteppedSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ParameterDrift:
+class ParameterDrift:
     """How far a parameter is from the job's, as a share of how far the replay's steps moved it.
 
     rounding  how far storing it in the job's dtype may move it, as such a share
@@ -93,7 +93,7 @@ def _compare(
         for sample in samples
         if sizes.get(sample.name, 0.0) >= LEAST_RMS * largest > 0
         and _has_gradient(sample, gradient)
-        and (drift := _measure_drift(sample)) is not None
+        and (drift := measure_drift(sample)) is not None
     ]
     if not drifts:
         return None
@@ -140,7 +140,7 @@ def _has_gradient(sample: SteppedSample, gradient: GradientSamples) -> bool:
     return sum(abs(value) < LEAST_RMS * size for value in values) <= 1
 
 
-def _measure_drift(sample: SteppedSample) -> _ParameterDrift | None:
+def measure_drift(sample: SteppedSample) -> ParameterDrift | None:
     """Measure how far most of a parameter's sampled elements are off; None where the replay did not move it.
 
     An element whose gradient is near 0 may go the other way, so the second nearest of four decides: three are farther.
@@ -151,6 +151,6 @@ def _measure_drift(sample: SteppedSample) -> _ParameterDrift | None:
         return None
     apart = sorted(abs(value - other) for value, other in zip(sample.replay_values, sample.job_values, strict=True))
     size = max(abs(value) for value in sample.job_values)
-    return _ParameterDrift(
+    return ParameterDrift(
         drift=apart[min(1, len(apart) - 1)] / scale, rounding=2 * roundoff(sample.dtype) * size / scale, worst=sample
     )

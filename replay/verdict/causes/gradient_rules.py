@@ -24,6 +24,7 @@ from replay.verdict.causes.wrong_gradient import (
     find_wrong_gradient,
     name_parameters,
 )
+from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
 from replay.verdict.pass_values import MOVED, WEIGHTING
@@ -33,7 +34,7 @@ LEAST_LOSS_SCALE = 64.0
 
 
 def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
-    """Tell that ranks, each of which holds the whole model, stepped with gradients of their own."""
+    """Tell that ranks stepped parameters, each of which every rank holds whole, with gradients of their own."""
     wrong = find_wrong_gradient(evidence)
     if wrong is None or len(wrong.gradient.ranks) < 2:
         return None
@@ -50,9 +51,11 @@ def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.NOT_REDUCED,
         sureness=Sureness.IS,
-        sentence=f"the ranks do not average the gradients of {name_parameters(own, names)}, "
+        sentence=f"the ranks do not average the gradients of {name_parameters(own, list(wrong.gradient.parameters))}, "
         f"{name_time(wrong.verdict)}: each rank steps with its own, of norm {norms}",
-        try_next="look for no_sync, a communication hook, or parameters that the wrapper was told to ignore",
+        try_next="look for parameters in no group of the wrapper, as where fully_shard was not called on the root"
+        if len(names) < len(wrong.gradient.parameters)
+        else "look for no_sync, a communication hook, or parameters that the wrapper was told to ignore",
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
 
@@ -220,10 +223,31 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
     )
 
 
+def find_redrawn_masks(evidence: Evidence) -> Cause | None:
+    """Tell that most gradients have another direction in a model with dropout, whose forward drew the job's masks."""
+    wrong = find_wrong_gradient(evidence)
+    dropout = evidence.settings.dropout
+    if wrong is None or not dropout or any(member.masks.status is not MaskStatus.SAME for member in wrong.window):
+        return None
+    parameters = wrong.gradient.parameters
+    turned = [name for name, parameter in parameters.items() if not wrong.is_scaled(parameter)]
+    if 2 * len(turned) < len(parameters):
+        return None
+    return Cause(
+        name=CauseName.DROPOUT,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the backward has other dropout masks than the forward, {name_time(wrong.verdict)}: the forward is "
+        f"the job's, and the gradient of {name_parameters(turned, list(parameters))} is not that of the loss; the "
+        f"model has {', '.join(dropout)}",
+        try_next="where layers are recomputed (gradient checkpointing), keep the random state: preserve_rng_state=True",
+        explains=GRADIENT_FINDINGS,
+    )
+
+
 def find_changed_gradients(evidence: Evidence) -> Cause | None:
     """Tell that some parameters have another gradient, while the others have the loss's."""
     wrong = find_wrong_gradient(evidence)
-    if wrong is None or find_scaled_gradients(evidence) is not None:
+    if wrong is None or find_scaled_gradients(evidence) is not None or find_ranks_own_gradients(evidence) is not None:
         return None
     parameters = wrong.gradient.parameters
     off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}
@@ -234,6 +258,7 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
     # What the recording states of the model may explain it better.
     is_stated = any(difference.kind in GRADIENT_KINDS for difference in evidence.settings.model_differences)
+    is_stated |= find_redrawn_masks(evidence) is not None
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) and not is_stated else Sureness.PROBABLY,
@@ -437,6 +462,13 @@ RULES = (
         means="gradients, of all parameters or of some, are those of the loss times a number",
         told_by="the norm and the direction of each parameter's gradient",
         job="gradients-x10",
+    ),
+    CauseRule(
+        name=CauseName.DROPOUT,
+        find=find_redrawn_masks,
+        means="layers are recomputed for the backward with other dropout masks than the forward drew",
+        told_by="the forward is the job's, and most gradients have another direction, in a model with dropout",
+        job="dropout-masks-anew",
     ),
     CauseRule(
         name=CauseName.GRADIENTS_CHANGED,

@@ -8,8 +8,12 @@ from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
 from replay.verdict.causes.step_rules import EXPLAINED
-from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
+from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
+from replay.verdict.pass_values import SteppedSample
+from replay.verdict.stepped_weights import measure_drift
 
+# Half of the parameters off by so many times what a step moved them.
+OTHER_MASTERS = 4.0
 # So many parameters have to be sampled in both of two passes before they tell that the weights are equal.
 LEAST_SAMPLES = 4
 
@@ -99,6 +103,29 @@ def find_other_update(evidence: Evidence) -> Cause | None:
     if wrong is None or wrong[0] is not evidence.first_wrong:
         return None
     verdict, finding = wrong
+    samples = _list_stepped(evidence, verdict)
+    still = {sample.name for sample in samples if _stays_still(sample)}
+    if still and len(still) < len({sample.name for sample in samples}):
+        patterns = format_patterns(sorted(still), [sample.name for sample in samples])
+        return Cause(
+            name=CauseName.OPTIMIZER,
+            sureness=Sureness.PROBABLY,
+            sentence=f"no step of the job moves {name_some(patterns, 3)}, {name_time(verdict)}: its optimizer was not "
+            "given what has a gradient there",
+            try_next="make the optimizer after all that makes new parameters (resize_token_embeddings, "
+            "load_state_dict(assign=True), fully_shard)",
+            explains=(STEPPED, *EXPLAINED),
+        )
+    drifts = [drift.excess for sample in samples if (drift := measure_drift(sample)) is not None]
+    if drifts and sorted(drifts)[len(drifts) // 2] > OTHER_MASTERS:
+        return Cause(
+            name=CauseName.WEIGHTS_CHANGED,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the job has other weights behind the step, {name_time(verdict)}: most of {len(drifts)} samples "
+            "are off by many times what a step moves them, so other weights than the pass had were stepped or put in",
+            try_next="load weights before the optimizer or the engine is made, which keeps fp32 copies of its own",
+            explains=(STEPPED, *EXPLAINED),
+        )
     return Cause(
         name=CauseName.WEIGHTS_CHANGED,
         sureness=Sureness.PROBABLY,
@@ -108,6 +135,25 @@ def find_other_update(evidence: Evidence) -> Cause | None:
         try_next="look for weights that are loaded, averaged, tied or clipped by hand behind the step",
         explains=(STEPPED, *EXPLAINED),
     )
+
+
+def _list_stepped(evidence: Evidence, verdict: PassVerdict) -> list[SteppedSample]:
+    """List the samples of the weights behind the replay's first step, if this is a verdict on it; else none."""
+    window = evidence.find_window(verdict)
+    if window is None or window[0].record.result.num_steps:
+        return []
+    return [
+        sample
+        for compared in evidence.passes
+        if compared.record.result.num_steps == 1
+        for sample in compared.replayed.stepped
+    ]
+
+
+def _stays_still(sample: SteppedSample) -> bool:
+    """Tell whether the job's step left weights of fp32 as they were that the replay's moved, each of them."""
+    triples = zip(sample.job_values, sample.replay_values, sample.initial_values, strict=True)
+    return sample.dtype == "float32" and all(job == initial != replay for job, replay, initial in triples)
 
 
 RULES = (

@@ -20,8 +20,10 @@ REAL_BS = torch.arange(LENGTH) < torch.tensor([[6], [8]])
 LABELS_BS = IDS_BS.masked_fill(~REAL_BS | (torch.arange(LENGTH) < torch.tensor([[2], [3]])), IGNORED)
 
 
-def list_losses(divisor: float | None = None) -> dict[str, LossTrial]:
-    is_label_BS = LABELS_BS != IGNORED
+def list_losses(
+    divisor: float | None = None, labels_BS: Tensor = LABELS_BS, num_tokens: int | None = None
+) -> dict[str, LossTrial]:
+    is_label_BS = labels_BS != IGNORED
     rows = TargetRows(target_BS=IDS_BS, is_label_BS=is_label_BS, real_BS=REAL_BS)
     predictor_N, target_N = rows.list_targets()
     tables = LOGITS_BSV.log_softmax(-1).flatten(0, 1)[predictor_N].gather(1, target_N[:, None])
@@ -34,7 +36,7 @@ def list_losses(divisor: float | None = None) -> dict[str, LossTrial]:
         tables_3BS=tables.view(3, ROWS, LENGTH),
         logits=statistics,
         divisor=divisor,
-        num_tokens=int(is_label_BS[:, 1:].sum()),
+        num_tokens=int(is_label_BS[:, 1:].sum()) if num_tokens is None else num_tokens,
     )
     return {trial.name: trial for trial in list_loss_trials(loss_tables)}
 
@@ -68,6 +70,17 @@ def test_a_loss_over_other_tokens_is_what_a_model_gives_of_changed_labels(name: 
 
 def test_the_number_of_tokens_is_said() -> None:
     assert list_losses()["padding too"].says == "counts padding and prompts too: it is over all 14 tokens"
+
+
+def test_labels_that_the_replay_leaves_out_are_those_of_documents_first_tokens() -> None:
+    """Rows of several documents, each token of which has a label: there are no prompts that a loss could count."""
+    labels_BS = IDS_BS.masked_fill(~REAL_BS, IGNORED)
+    trials = list_losses(labels_BS=labels_BS, num_tokens=10)
+    assert trials["labels over borders"].loss == pytest.approx(compute_job_loss(labels_BS))
+    assert trials["labels over borders"].says.endswith("which the document before predicts: 12 tokens")
+    assert "all real tokens" not in trials
+    # Without borders the replay has all labels, and that is no other loss.
+    assert "labels over borders" not in list_losses(labels_BS=labels_BS)
 
 
 def test_other_functions() -> None:

@@ -132,6 +132,18 @@ def test_ranks_that_have_whole_gradients_are_shown_one_by_one() -> None:
     assert evidence.ranks[1][NAMES[0]].scale == pytest.approx(3.0)
 
 
+def test_beside_shards_each_rank_is_shown_with_what_it_has_whole() -> None:
+    """As where fully_shard was called on the layers and not on the root."""
+    gradients = draw_gradients()
+    whole, *sharded = NAMES
+    ranks = [[sign(whole, [(rank + 1) * value for value in gradients[whole]]),
+              *(sign(name, gradients[name], rank * 600, rank * 600 + 600) for name in sharded)]
+             for rank in range(2)]  # fmt: skip
+    evidence = compare(ranks, gradients)
+    assert [list(parameters) for parameters in evidence.ranks.values()] == [[whole], [whole]]
+    assert evidence.ranks[1][whole].ratio == pytest.approx(2.0)
+
+
 def test_a_kind_has_a_star_for_each_number() -> None:
     assert name_kind("model.layers.3.mlp.experts.17.w1.weight") == "model.layers.*.mlp.experts.*.w1.weight"
 

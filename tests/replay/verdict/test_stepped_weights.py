@@ -10,7 +10,7 @@ from replay.verdict.findings import FindingStatus, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.pass_values import RecordedPass, ReplayedPass, SteppedSample, WeightComparison
-from replay.verdict.stepped_weights import _compare, _measure_drift
+from replay.verdict.stepped_weights import _compare, measure_drift
 from tests.helpers.made_records import record
 
 pytestmark = pytest.mark.quick
@@ -79,7 +79,7 @@ def test_a_parameter_that_the_replay_did_not_move_tells_nothing() -> None:
     sample = SteppedSample(
         name="weight", dtype="float32", start=0, job_values=RIGHT, replay_values=BEGIN, initial_values=BEGIN
     )
-    assert _measure_drift(sample) is None
+    assert measure_drift(sample) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_signature_floor
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
+from replay.verdict.dropout_masks import PROVEN_MASKS
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
@@ -107,6 +108,24 @@ def test_gradients_that_are_as_many_times_the_mean_as_there_are_ranks_were_proba
     # One rank cannot add up.
     cause = find_causes(make_gradient_evidence(make_window([doubled], SOUND)))[0]
     assert cause.name is CauseName.GRADIENTS_SCALED
+
+
+@pytest.mark.parametrize(
+    ("turned", "name", "sureness"),
+    [
+        (NAMES[:5], CauseName.DROPOUT, Sureness.PROBABLY),
+        (NAMES[1:2], CauseName.GRADIENTS_CHANGED, Sureness.IS),
+    ],
+)
+def test_most_gradients_turn_where_a_backward_has_other_dropout_masks(
+    turned: Sequence[str], name: CauseName, sureness: Sureness
+) -> None:
+    job = {parameter: OTHER[parameter] if parameter in turned else values for parameter, values in SOUND.items()}
+    window = [replace(compared, masks=PROVEN_MASKS) for compared in make_window([job], SOUND)]
+    evidence = make_gradient_evidence(window)
+    evidence = replace(evidence, settings=replace(evidence.settings, dropout=["attn_pdrop"]))
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (name, sureness)
 
 
 @pytest.mark.parametrize(

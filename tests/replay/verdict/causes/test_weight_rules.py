@@ -6,10 +6,17 @@ from dataclasses import replace
 import pytest
 
 from capture.file_format.optimizer_step import Sample
-from replay.tolerances.job_bounds import LOSS
-from replay.verdict.causes.cause import Cause, CauseName
+from replay.tolerances.job_bounds import LOSS, STEPPED
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.table import find_causes
 from replay.verdict.causes.weight_rules import find_weights_of_earlier_step
-from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_window
+from replay.verdict.pass_values import SteppedSample
+from tests.replay.verdict.causes.made_evidence import (
+    draw_gradients,
+    make_forward_evidence,
+    make_gradient_evidence,
+    make_window,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -37,3 +44,40 @@ def test_weights_that_come_back_are_named_with_their_steps() -> None:
 @pytest.mark.parametrize("versions", [[0, 1, 2, 3], [0, 0, 0, 0], [0], [0, 1], [0, 0, 1, 1]])
 def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int]) -> None:
     assert find_cause(versions) is None
+
+
+def judge_update(moves: Sequence[float]) -> Cause:
+    """The first cause where the job's step moved each of eight parameters by so many of the replay's steps."""
+    gradients = draw_gradients()
+    [first] = make_window([gradients], gradients)
+    [second] = make_window([gradients], gradients, index=1)
+    stepped = [
+        SteppedSample(
+            name=f"model.layers.{number}.weight",
+            dtype="float32",
+            start=0,
+            job_values=tuple(value + 0.01 * moved for value in (1.0, 2.0, 3.0, 4.0)),
+            replay_values=(1.01, 2.01, 3.01, 4.01),
+            initial_values=(1.0, 2.0, 3.0, 4.0),
+        )
+        for number, moved in enumerate(moves)
+    ]
+    result = replace(second.record.result, num_steps=1)
+    second = replace(
+        second, record=replace(second.record, result=result), replayed=replace(second.replayed, stepped=stepped)
+    )
+    evidence = make_gradient_evidence([second], [first], names=(STEPPED,))
+    return find_causes(evidence)[0]
+
+
+def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
+    cause = judge_update([1.0] * 6 + [0.0] * 2)
+    assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
+    assert "model.layers.[6-7].weight" in cause.sentence
+
+
+def test_weights_farther_off_than_a_step_moves_them_are_not_those_of_the_pass() -> None:
+    cause = judge_update([30.0, -25.0, 40.0, -9.0, 12.0, 1.0, 1.0, 70.0])
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
+    assert "many times what a step moves them" in cause.sentence
+    assert "something besides the optimizer changed them" in judge_update([1.5] * 8).sentence
