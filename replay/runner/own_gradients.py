@@ -32,7 +32,7 @@ def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassEvidence]) 
     """
     first = verdict.first
     is_sure = any(cause.sureness is Sureness.IS for cause in verdict.causes)
-    if first is None or first.optimizer_step is None or is_sure or verdict.outcome is Outcome.CANNOT_TELL:
+    if first is None or not first.is_window or is_sure or verdict.outcome is Outcome.CANNOT_TELL:
         return []
     if not any(finding.name in (*GRADIENT_QUANTITIES, WEIGHTING) for finding in first.findings):
         return []

@@ -35,8 +35,8 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
         if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
         and any(finding.status in WRONG for finding in judged.findings)
     ]
-    first = min(wrong, key=lambda judged: (judged.index, judged.optimizer_step is not None), default=None)
-    if first is None or first.optimizer_step is not None:
+    first = min(wrong, key=lambda judged: (judged.index, judged.is_window), default=None)
+    if first is None or first.is_window:
         return None
     if not any(finding.status in WRONG and finding.name in FORWARD_FINDINGS for finding in first.findings):
         return None

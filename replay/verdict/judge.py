@@ -153,9 +153,7 @@ def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> J
 
     # In the order of the passes: a window's verdict comes after that of its last pass. So a wrong gradient comes before
     # the wrong numbers that it causes in later passes.
-    verdicts = sorted(
-        [*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.optimizer_step is not None)
-    )
+    verdicts = sorted([*pass_verdicts, *window_verdicts], key=lambda verdict: (verdict.index, verdict.is_window))
     outcome = _choose_outcome(verdicts)
     environment = _compare_environments(compared_passes, settings)
     windows = group_into_windows(compared_passes)

@@ -37,7 +37,10 @@ class Outcome(StrEnum):
 class PassVerdict:
     """The outcome of one pass, or of the gradient of the window that ends with it.
 
-    optimizer_step  the number of the job's optimizer step that took this gradient; None where a pass is judged
+    index           of the pass, or of the last pass of the window
+    first_index     of the window's first pass; None where a pass is judged
+    optimizer_step  the number of the job's optimizer step that took this gradient; None where a pass is judged, and
+                    where the job counted no steps
     """
 
     index: int
@@ -46,7 +49,22 @@ class PassVerdict:
     outcome: Outcome
     reason: str | None
     findings: Sequence[Finding]
+    first_index: int | None = None
     optimizer_step: int | None = None
+
+    @property
+    def is_window(self) -> bool:
+        return self.first_index is not None
+
+    @property
+    def window_name(self) -> str:
+        """The window as a sentence names it: `the job's step 3`, or by its passes where the job counted no steps."""
+        assert self.first_index is not None
+        if self.optimizer_step is not None:
+            return f"the job's step {self.optimizer_step + 1}"
+        if self.first_index == self.index:
+            return f"the window of pass {self.index + 1}"
+        return f"the window of passes {self.first_index + 1} to {self.index + 1}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

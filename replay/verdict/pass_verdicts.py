@@ -70,7 +70,7 @@ def _decide_outcome(
     REPRODUCED   a number agrees and is evidence
     CANNOT TELL  nothing that was recorded is evidence
 
-    After steps that nobody asked for, doubts of the weights and of findings are CANNOT TELL, not UNSETTLED.
+    After steps that nobody asked for, CANNOT TELL stands in place of UNSETTLED.
 
     replay_draws_job_masks  some pass has shown that the replay draws the job's dropout masks
 
@@ -91,8 +91,8 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So after
-    # steps that nobody asked for a doubt of weights or of a finding is CANNOT TELL too, and makes no verdict worse.
+    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So a doubt
+    # after steps that nobody asked for is CANNOT TELL too: steps that are followed by default make no verdict worse.
     is_after_unasked_step = settings.steps_unasked and compared_pass.record.result.num_steps > 0
     unsettled_outcome = Outcome.CANNOT_TELL if is_after_unasked_step else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
@@ -110,7 +110,7 @@ def _decide_outcome(
             advice = ". Try: --no-packing, which draws the masks of padded rows" if settings.packs else ""
             return Outcome.CANNOT_TELL, f"{trains_with}, so its numbers differ by chance{advice}"
         if differing:
-            return Outcome.UNSETTLED, f"{trains_with}, and in other passes its masks are the job's"
+            return unsettled_outcome, f"{trains_with}, and in other passes its masks are the job's"
     if differing and not weights.are_same:
         doubt = weights.doubt or "weights could not be compared"
         first = differing[0]
@@ -195,8 +195,8 @@ def _judge_window(
     outcome, reason = _decide_outcome(window_as_pass, settings, replay_draws_job_masks=replay_draws_job_masks)
     return replace(
         make_pass_verdict(window_as_pass, outcome, reason),
-        # A window is told from a pass by this number, so it is 0 where the job counted no steps.
-        optimizer_step=window_as_pass.recorded.num_steps_before or 0,
+        first_index=window[0].record.index,
+        optimizer_step=window_as_pass.recorded.num_steps_before,
     )
 
 

@@ -147,18 +147,20 @@ def _describe_open_passes(verdict: Verdict) -> str:
 
 def _group_open_passes(verdict: Verdict) -> dict[str, str]:
     """Name the passes and steps that were not judged, by the reason: the doubt, whatever number is off in each."""
-    by_reason: dict[str, tuple[list[int], list[int]]] = {}
+    by_reason: dict[str, list[PassVerdict]] = {}
     for judged in [*verdict.passes, *verdict.windows]:
         if judged.outcome is Outcome.CANNOT_TELL:
-            reason = _shorten_reason(str(judged.reason), verdict)
-            passes, steps = by_reason.setdefault(reason, ([], []))
-            (passes if judged.optimizer_step is None else steps).append(
-                judged.index + 1 if judged.optimizer_step is None else judged.optimizer_step + 1
-            )
-    return {
-        reason: " and ".join(text for text in (name_numbers("pass", passes), name_numbers("step", steps)) if text)
-        for reason, (passes, steps) in by_reason.items()
-    }
+            by_reason.setdefault(_shorten_reason(str(judged.reason), verdict), []).append(judged)
+    return {reason: _name_places(judged) for reason, judged in by_reason.items()}
+
+
+def _name_places(verdicts: Sequence[PassVerdict]) -> str:
+    """Name passes, the job's steps, and windows of a job that counted none: `passes 1 to 4 and step 2`."""
+    passes = [judged.index + 1 for judged in verdicts if not judged.is_window]
+    steps = [judged.optimizer_step + 1 for judged in verdicts if judged.optimizer_step is not None]
+    windows = [judged.window_name for judged in verdicts if judged.is_window and judged.optimizer_step is None]
+    places = [name_numbers("pass", passes), name_numbers("step", steps), *windows]
+    return " and ".join(place for place in places if place)
 
 
 def _shorten_reason(reason: str, verdict: Verdict) -> str:
@@ -188,10 +190,11 @@ def _headline_sort_key(finding: Finding) -> tuple[int, int]:
 
 
 def _describe_place(first: PassVerdict, wrong: Finding) -> str:
-    """Say which number of which pass, or of which of the job's steps."""
-    if first.optimizer_step is None:
+    """Say which number of which pass, or of which window."""
+    if not first.is_window:
         return f"{_label_of(wrong)} of pass {first.index + 1}, {first.source}"
-    return f"{_label_of(wrong)} of the job's step {first.optimizer_step + 1}, which ends with pass {first.index + 1}"
+    end = "" if first.optimizer_step is None else f", which ends with pass {first.index + 1}"
+    return f"{_label_of(wrong)} of {first.window_name}{end}"
 
 
 def _label_of(finding: Finding) -> str:

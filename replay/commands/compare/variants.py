@@ -95,7 +95,7 @@ def make_traced_spec(spec: ReplaySpec, run: Run) -> ReplaySpec:
     verdict = run.verdict
     end = verdict.first.index if verdict is not None and verdict.first is not None else 0
     indices = [end]
-    if verdict is not None and verdict.first is not None and verdict.first.optimizer_step is not None:
+    if verdict is not None and verdict.first is not None and verdict.first.is_window:
         ends = [record.index for record in run.records if record.result.grad_norm is not None and record.index < end]
         indices = list(range(max(ends, default=-1) + 1, end + 1))
     picked = spec.inputs.picked_numbers

@@ -77,7 +77,7 @@ class Evidence:
     @property
     def is_forward_wrong(self) -> bool:
         """Tell whether the first wrong number of the run is one of a forward, before any gradient is wrong."""
-        return self.first_wrong is not None and self.first_wrong.optimizer_step is None
+        return self.first_wrong is not None and not self.first_wrong.is_window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +99,7 @@ class CauseRule:
 
 def name_time(verdict: PassVerdict) -> str:
     """Say since when: `since the job's step 1` or `since pass 3`."""
-    if verdict.optimizer_step is not None:
-        return f"since the job's step {verdict.optimizer_step + 1}"
-    return f"since pass {verdict.index + 1}"
+    return f"since {verdict.window_name if verdict.is_window else f'pass {verdict.index + 1}'}"
 
 
 def name_some(names: Sequence[str], limit: int = 2) -> str:

@@ -151,8 +151,8 @@ def find_other_moments(evidence: Evidence) -> Cause | None:
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.PROBABLY,
-        sentence=f"the optimizer was given another gradient than the backward gave, before the job's step "
-        f"{(verdict.optimizer_step or 0) + 1}: its moments are not the replay's{where}, and the recorded gradients are",
+        sentence=f"the optimizer was given another gradient than the backward gave, before "
+        f"{verdict.window_name}: its moments are not the replay's{where}, and the recorded gradients are",
         try_next="look for gradients that are clipped by value, scaled or changed after they were clipped by norm",
         explains=EXPLAINED,
     )

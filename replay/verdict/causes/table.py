@@ -67,7 +67,7 @@ def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> tuple[list[
     """
     explained = {name for cause in causes for name in cause.explains}
     first = evidence.first_wrong
-    is_step_explained = first is not None and first.optimizer_step is not None and not evidence.is_forward_wrong
+    is_step_explained = first is not None and first.is_window and not evidence.is_forward_wrong
     is_step_explained &= all(finding.name in explained for verdict, finding in evidence.wrong if verdict is first)
     unexplained: list[str] = []
     may_follow: list[str] = []

@@ -67,10 +67,10 @@ def test_what_means_nothing_is_refused(word: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "optimizer_step", "picked"), [(3, None, "3"), (3, 1, "2,3"), (1, 0, "0,1"), (None, None, "0")]
+    ("index", "first_index", "picked"), [(3, None, "3"), (3, 2, "2,3"), (1, 0, "0,1"), (None, None, "0")]
 )
 def test_the_first_wrong_pass_is_replayed_with_its_window(
-    tmp_path: Path, index: int | None, optimizer_step: int | None, picked: str
+    tmp_path: Path, index: int | None, first_index: int | None, picked: str
 ) -> None:
     norms = [None, 4.0, None, 4.0]
     records = [passed(number, f"p{number}", norm=norm) for number, norm in enumerate(norms)]
@@ -83,7 +83,7 @@ def test_the_first_wrong_pass_is_replayed_with_its_window(
             outcome=Outcome.DIFFERS,
             reason=None,
             findings=[],
-            optimizer_step=optimizer_step,
+            first_index=first_index,
         )
     file = RunFile.read(write_log(tmp_path / "run", records))
     assert file.end is not None

@@ -185,13 +185,14 @@ def make_verdict(*judged: tuple[int, str, int | None]) -> Verdict:
             outcome=Outcome.DIFFERS if name else Outcome.REPRODUCED,
             reason=None,
             findings=[make_finding(name or LOSS, 1.0, 1.0, difference=0.1 if name else 0.0, bound=1e-5)],
+            first_index=None if step is None else index,
             optimizer_step=step,
         )
         for index, name, step in judged
     ]
     empty = judge([], settings)
-    passes = [verdict for verdict in verdicts if verdict.optimizer_step is None]
-    windows = [verdict for verdict in verdicts if verdict.optimizer_step is not None]
+    passes = [verdict for verdict in verdicts if not verdict.is_window]
+    windows = [verdict for verdict in verdicts if verdict.is_window]
     return Verdict(
         **{**{name: getattr(empty, name) for name in Verdict.__slots__}, "passes": passes, "windows": windows}
     )

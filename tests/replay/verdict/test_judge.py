@@ -417,6 +417,39 @@ def test_a_model_with_dropout_differs_by_chance() -> None:
     assert judge_passes(rollout, setting=replace(SETTING, dropout=["attention_dropout"])).outcome is Outcome.DIFFERS
 
 
+@pytest.mark.parametrize(
+    ("norms", "place"),
+    [([4.0], "the window of pass 1"), ([None, 4.0], "the window of passes 1 to 2")],
+)
+def test_a_window_of_a_job_that_counted_no_steps_is_named_by_its_passes(norms: list[float | None], place: str) -> None:
+    wrong_norm = Claim(name=GRAD_NORM, values=[8.0])
+    passes = [
+        PassEvidence(
+            record(index, grad_norm=norm, row_action_tokens=[30, 50], row_log_probs=[-30.0, -100.0]),
+            make_recorded(RIGHT, *([] if norm is None else [wrong_norm]), forward=index),
+            ReplayedPass(),
+        )
+        for index, norm in enumerate(norms)
+    ]
+    verdict = judge(passes, replace(SETTING, grad_accumulation=len(norms)))
+    [window] = verdict.windows
+    assert (window.first_index, window.index, window.optimizer_step) == (0, len(norms) - 1, None)
+    line = format_verdict(replace(verdict, outcome=Outcome.DIFFERS, first=window))[0][1]
+    assert line.startswith(f"DIFFERS: gradient norm of {place}: 8 in the job, 4 here"), line
+    unjudged = replace(verdict, outcome=Outcome.REPRODUCED, windows=[replace(window, outcome=Outcome.CANNOT_TELL)])
+    assert dict(format_verdict(unjudged))["open"].startswith(f"{place}: ")
+
+
+@pytest.mark.parametrize(("unasked", "outcome"), [(False, Outcome.UNSETTLED), (True, Outcome.CANNOT_TELL)])
+def test_a_doubt_by_dropout_makes_no_verdict_worse_after_steps_that_nobody_asked_for(
+    unasked: bool, outcome: Outcome
+) -> None:
+    setting = replace(SETTING, dropout=["attention_dropout"], steps_unasked=unasked)
+    verdict = judge_passes(make_recorded(RIGHT), make_recorded(WRONG, forward=1), setting=setting, num_steps=1)
+    assert [judged.outcome for judged in verdict.passes] == [Outcome.REPRODUCED, outcome]
+    assert "in other passes its masks are the job's" in str(verdict.passes[1].reason)
+
+
 def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
     """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
     dropout = replace(SETTING, dropout=["attention_dropout"])

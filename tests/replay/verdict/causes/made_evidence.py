@@ -152,6 +152,7 @@ def make_verdict(index: int, findings: Sequence[Finding], *, optimizer_step: int
         outcome=Outcome.DIFFERS,
         reason=None,
         findings=findings,
+        first_index=None if optimizer_step is None else index,
         optimizer_step=optimizer_step,
     )
 

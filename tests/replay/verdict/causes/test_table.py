@@ -20,9 +20,7 @@ SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad
 def make_evidence(*names: str) -> Evidence:
     """A pass in which the quantities of these names differ."""
     findings = [make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1) for name in names]
-    verdict = PassVerdict(
-        index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings, optimizer_step=None
-    )
+    verdict = PassVerdict(index=0, source="a.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
     return Evidence(passes=[], windows=[], verdicts=[verdict], settings=SETTINGS, environment={})
 
 
@@ -57,7 +55,7 @@ def test_what_no_cause_explains_stays() -> None:
 def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
     """But not what is wrong before that step, or in the step beside what a cause explains."""
     step, later = (make_evidence(name).verdicts[0] for name in ("gradient norm", "loss"))
-    step = replace(step, optimizer_step=0)
+    step = replace(step, first_index=0)
     causes = find_causes(make_evidence("gradient norm"), [make_rule(CauseName.CLIPPING, Sureness.IS, "gradient norm")])
     behind = replace(make_evidence("loss"), verdicts=[step, replace(later, index=1)])
     assert list_unexplained(behind, causes) == ([], ["loss"])

@@ -63,6 +63,7 @@ def make_evidence(*results: TrialResult, step: int | None = None, wrong: Sequenc
         outcome=Outcome.DIFFERS,
         reason=None,
         findings=wrong or [find(LOSS, 1e-2), find(TOKENS, 1e-1, num_values=20)],
+        first_index=step,
         optimizer_step=step,
     )
     settings = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
