@@ -65,7 +65,7 @@ def main() -> int:
             case "inspect":
                 look_at_many(Path(folder), num_ranks=given.ranks, num_passes=given.passes)
             case "memory":
-                weigh_passes(Path(folder), given.passes, given.segment)
+                measure_memory(Path(folder), given.passes, given.segment)
             case _:
                 write_at_once(Path(folder), given)
     return 0
@@ -140,7 +140,7 @@ def num_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def weigh_passes(folder: Path, counts: list[int], segment: str | None) -> None:
+def measure_memory(folder: Path, counts: list[int], segment: str | None) -> None:
     model, sizes = TinyModel(), []
     for count in [counts[0] // 10, *counts]:  # the first warms up
         tracemalloc.start()

@@ -9,7 +9,7 @@ the job calls `wake`, as it does at the end of each forward. By then the device 
 the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
 `wake`. Without one the thread, once it has nothing to do, looks by itself every MAX_DELAY_SECONDS.
 
-In this module a task is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
+In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
 
 import sys
@@ -25,15 +25,15 @@ from capture.file_format.micro_batch import CaptureError
 
 MAX_QUEUED_BYTES = 2**30
 MAX_DELAY_SECONDS = 0.2
-# Tasks that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
+# Items that are no passes, such as a pass's outputs or an optimizer step, are small: only their number is limited, not
 # their bytes. For each pass that may wait, this many of them may wait.
-_MAX_SMALL_TASKS_PER_PASS = 4
+_MAX_SMALL_ITEMS_PER_PASS = 4
 
-TaskT = TypeVar("TaskT")
+ItemT = TypeVar("ItemT")
 
 
 class _Wakeup(Enum):
-    """Why the thread woke up without a task to handle."""
+    """Why the thread woke up without an item to handle."""
 
     DEADLINE_PASSED = auto()
 
@@ -56,8 +56,8 @@ def warn(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-class BackgroundWriter(Generic[TaskT]):
-    """Runs one daemon thread, which calls `handle` with each queued task, in order.
+class BackgroundWriter(Generic[ItemT]):
+    """Runs one daemon thread, which calls `handle` with each queued item, in order.
 
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
@@ -66,9 +66,9 @@ class BackgroundWriter(Generic[TaskT]):
                    `handle` returns
     failure        the exception that has stopped writing, or None
     refusal        why `handle` refused the first of the passes that it refused, or None
-    is_waited_for  set by `drain` and by an urgent task, until the queue is empty
+    is_waited_for  set by `drain` and by an urgent item, until the queue is empty
 
-    The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no task is
+    The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no item is
     ready. It calls `on_deadline` whenever it waits and `deadline` has passed, and `on_end` as its last act, with
     whether writing has failed. After `on_deadline` the seconds that are left must be None or above 0: otherwise it is
     called again at once. Whatever these or `handle` raise stops writing, except that `handle` may refuse a pass.
@@ -79,7 +79,7 @@ class BackgroundWriter(Generic[TaskT]):
 
     def __init__(
         self,
-        handle: Callable[[TaskT], object],
+        handle: Callable[[ItemT], object],
         *,
         max_queued: int,
         on_idle: Callable[[], None] = lambda: None,
@@ -97,10 +97,10 @@ class BackgroundWriter(Generic[TaskT]):
         self._deadline = deadline
         self._on_deadline = on_deadline
         self._max_queued_passes = max_queued
-        # Each task with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
+        # Each item with its size in bytes, and whether it is a pass. The thread may take the first `_num_ready` of
         # them. The others become ready with the next `wake`, after MAX_DELAY_SECONDS without one, or with an urgent
-        # task, `drain` or `close`.
-        self._queue: deque[tuple[TaskT, int, bool]] = deque()
+        # item, `drain` or `close`.
+        self._queue: deque[tuple[ItemT, int, bool]] = deque()
         self._num_ready = 0
         self._num_queued_passes = 0
         self._num_queued_bytes = 0
@@ -110,7 +110,7 @@ class BackgroundWriter(Generic[TaskT]):
         self._is_closing = False
         self._has_warned_of_full_queue = False
         # A Condition has a lock that one thread may take twice. That is needed: a signal's handler may interrupt the
-        # job's thread while it holds the lock, and queue a task itself.
+        # job's thread while it holds the lock, and queue an item itself.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="capture-writer", daemon=True)
         self._thread.start()
@@ -120,14 +120,14 @@ class BackgroundWriter(Generic[TaskT]):
         with self._changed:
             return self._num_dropped + (self._has_pass_in_hand and self.failure is not None)
 
-    def queue_pass(self, task: TaskT, num_bytes: int) -> bool:
+    def queue_pass(self, item: ItemT, num_bytes: int) -> bool:
         """Queue a pass, or drop it, without waiting. Returns whether it was queued."""
         with self._changed:
             is_full = self._num_queued_passes >= self._max_queued_passes or self._num_queued_bytes + num_bytes > max(
                 MAX_QUEUED_BYTES, num_bytes
             )
             if self.failure is None and not self._is_closing and not is_full:
-                self._queue.append((task, num_bytes, True))
+                self._queue.append((item, num_bytes, True))
                 self._num_queued_passes += 1
                 self._num_queued_bytes += num_bytes
                 return True
@@ -141,34 +141,34 @@ class BackgroundWriter(Generic[TaskT]):
             )
         return False
 
-    def queue_small_task(self, task: TaskT, *, is_urgent: bool = False) -> None:
-        """Queue a task that is no pass.
+    def queue_small_item(self, item: ItemT, *, is_urgent: bool = False) -> None:
+        """Queue an item that is no pass.
 
-        An urgent task does not wait for `wake`; it is handled after all that was queued before it. Any other task is
+        An urgent item does not wait for `wake`; it is handled after all that was queued before it. Any other item is
         handled after the next `wake`, or after MAX_DELAY_SECONDS without one, and is left out if too many are waiting.
-        Once writing has stopped, every task is left out, without a count.
+        Once writing has stopped, every item is left out, without a count.
         """
         with self._changed:
-            num_small_tasks = len(self._queue) - self._num_queued_passes
-            has_room = num_small_tasks < _MAX_SMALL_TASKS_PER_PASS * self._max_queued_passes
+            num_small_items = len(self._queue) - self._num_queued_passes
+            has_room = num_small_items < _MAX_SMALL_ITEMS_PER_PASS * self._max_queued_passes
             if self.failure is None and (is_urgent or has_room):
-                self._queue.append((task, 0, False))
+                self._queue.append((item, 0, False))
                 if is_urgent:
                     self.is_waited_for.set()
                     self._changed.notify_all()
 
-    def wake(self, later_task: TaskT | None = None) -> None:
+    def wake(self, later_item: ItemT | None = None) -> None:
         """Have the thread handle what is queued by now.
 
         Call this when the job's thread can do without Python for a while.
 
-        later_task  a small task that had better wait for the next `wake`: the outputs of the forward that has just
+        later_item  a small item that had better wait for the next `wake`: the outputs of the forward that has just
                     ended, whose copy from the device has only begun
         """
         with self._changed:
             self._num_ready = len(self._queue)
-            if later_task is not None:
-                self.queue_small_task(later_task)
+            if later_item is not None:
+                self.queue_small_item(later_item)
             if self._num_ready:
                 self._changed.notify_all()
 
@@ -226,10 +226,10 @@ class BackgroundWriter(Generic[TaskT]):
         except Exception as error:
             self.stop(error)
 
-    def _wait_for_event(self) -> tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
-        """Wait for a task that may be handled, for the deadline, or for the end.
+    def _wait_for_event(self) -> tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED] | None:
+        """Wait for an item that may be handled, for the deadline, or for the end.
 
-        Returns the task and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
+        Returns the item and whether it is a pass; DEADLINE_PASSED if that comes first; None at the end.
         """
         with self._changed:
             self._is_busy = False
@@ -251,30 +251,30 @@ class BackgroundWriter(Generic[TaskT]):
                 if not was_woken:
                     # No forward has ended in that time: what is queued does not wait for one any longer.
                     self._num_ready = len(self._queue)
-            task, num_bytes, is_pass = self._queue.popleft()
+            item, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
             self._num_queued_passes -= is_pass
             self._num_queued_bytes -= num_bytes
             self._is_busy, self._has_pass_in_hand = True, is_pass
-            return task, is_pass
+            return item, is_pass
 
-    def _handle_event(self, event: tuple[TaskT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
-        """Handle a task, or a deadline that has passed, and turn what that raises into a warning."""
+    def _handle_event(self, event: tuple[ItemT, bool] | Literal[_Wakeup.DEADLINE_PASSED]) -> None:
+        """Handle an item, or a deadline that has passed, and turn what that raises into a warning."""
         try:
             if event is _Wakeup.DEADLINE_PASSED:
                 self._on_deadline()
             else:
-                self._handle_task(*event)
+                self._handle_item(*event)
             if not self._num_ready:
                 self._on_idle()
         except Exception as error:
             self.stop(error)
 
-    def _handle_task(self, task: TaskT, is_pass: bool) -> None:
-        """Handle a task, and count a pass that `handle` refuses or fails at."""
+    def _handle_item(self, item: ItemT, is_pass: bool) -> None:
+        """Handle an item, and count a pass that `handle` refuses or fails at."""
         is_lost = is_pass
         try:
-            self._handle(task)
+            self._handle(item)
             is_lost = False
         except CaptureError as error:
             if not is_pass:

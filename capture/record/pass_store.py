@@ -62,7 +62,7 @@ class RecordingEnded:
         )
 
 
-WriterTask = PassSnapshot | PassOutputs | PassNotes | StepPart | RecordingOpened | RecordingEnded | Callable[[], None]
+WriterItem = PassSnapshot | PassOutputs | PassNotes | StepPart | RecordingOpened | RecordingEnded | Callable[[], None]
 
 
 class PassStore:
@@ -125,27 +125,27 @@ class PassStore:
         # The job's thread reads this while the writer's thread may add a writer, so it sums over a copy.
         return sum(writer.num_deleted for writer in list(self._writers.values()))
 
-    def handle(self, task: WriterTask) -> None:
-        """Do one task. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
-        match task:
+    def handle(self, item: WriterItem) -> None:
+        """Handle one item. Raises CaptureError for a pass that could not be read back, OSError where the disk fails."""
+        match item:
             case PassSnapshot():
-                self._add_pass(task)
+                self._add_pass(item)
             case PassOutputs():
-                self._add_outputs(task)
+                self._add_outputs(item)
             case PassNotes():
-                self._add_notes(task)
+                self._add_notes(item)
             case StepPart():
-                self._add_step_part(task)
+                self._add_step_part(item)
             case RecordingOpened():
-                self._prepare_rank_folder(task.rank, task.world_size)
+                self._prepare_rank_folder(item.rank, item.world_size)
             case RecordingEnded():
                 rank, rank_folder = self.rank_and_folder
-                end = task.make_record(rank, self.recording_id)
+                end = item.make_record(rank, self.recording_id)
                 if end.num_steps is not None:
                     end = replace(end, num_steps=self._count_taken(end.num_steps))
                 write_end_record(rank_folder, end, stamp=format_stamp(self._opened))
             case _:
-                task()
+                item()
 
     def finish(self, failed: bool) -> None:
         """End the recording. The flight recorder's passes are dropped: no incident asked for them."""

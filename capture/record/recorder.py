@@ -25,7 +25,7 @@ from capture.record.job_facts import is_in_process_group, prepare_folder, read_r
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import RawSamples
-from capture.record.pass_store import PassStore, RecordingEnded, WriterTask
+from capture.record.pass_store import PassStore, RecordingEnded, WriterItem
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
 from capture.record.rng_and_outputs import describe_dtypes, find_outputs, sort_noted_values
@@ -140,7 +140,7 @@ class Recorder:
         self._store = PassStore(
             folder, retention, opened=self.opened, is_waited_for=is_waited_for, observer=self._observer
         )
-        self._writer: BackgroundWriter[WriterTask] = BackgroundWriter(
+        self._writer: BackgroundWriter[WriterItem] = BackgroundWriter(
             self._store.handle,
             max_queued=max_queued,
             on_idle=self._observer.on_idle,
@@ -157,7 +157,7 @@ class Recorder:
             self._maker = SnapshotMaker(model, clock, model_name=model_name, reproduce=retention.reproduce, names=names)
             if self._maker.window is not None:
                 self._maker.window.on_backward = self._begin_backward
-            self._writer.queue_small_task(RecordingOpened(rank=self.rank, world_size=self.world_size))
+            self._writer.queue_small_item(RecordingOpened(rank=self.rank, world_size=self.world_size))
         except Exception as error:
             self._writer.stop(error)
             return
@@ -233,11 +233,11 @@ class Recorder:
             forward = self.num_seen - 1
             outputs, plain = sort_noted_values({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
             if outputs or plain:
-                self._writer.queue_small_task(PassOutputs.begin_copy(forward, outputs, plain))
+                self._writer.queue_small_item(PassOutputs.begin_copy(forward, outputs, plain))
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                 self._update_window(lambda window: window.watch_loss(forward, loss))
             if tensors and self._last_queued_forward == forward:
-                self._writer.queue_small_task(PassNotes.begin_copy(forward, tensors))
+                self._writer.queue_small_item(PassNotes.begin_copy(forward, tensors))
         except Exception as error:
             self._writer.stop(error)
 
@@ -269,7 +269,7 @@ class Recorder:
         self._route_recorder.remove()
         if (self.world_size > 1 and self.num_seen) or self.not_recorded:
             window, phase = self._maker.window, self.position.phase
-            self._writer.queue_small_task(
+            self._writer.queue_small_item(
                 RecordingEnded(
                     num_passes=self.num_seen,
                     num_steps=None if window is None else window.number,
@@ -309,7 +309,7 @@ class Recorder:
     # An observer calls these.
 
     def run_in_writer(self, action: Callable[[], None]) -> None:
-        self._writer.queue_small_task(action, is_urgent=True)
+        self._writer.queue_small_item(action, is_urgent=True)
 
     def write_held(self) -> list[Path]:
         return self._store.write_held()
@@ -331,7 +331,7 @@ class Recorder:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         part = self._update_window(lambda window: window.begin_step(optimizer))
         if part is not None:
-            self._writer.queue_small_task(part)
+            self._writer.queue_small_item(part)
         if self._maker.window is not None and self._maker.window.has_stepped:
             self._enter_phase("in the optimizer's step")
 

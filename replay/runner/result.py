@@ -36,7 +36,7 @@ from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import PassEvidence, judge, weigh_passes
+from replay.verdict.judge import PassEvidence, judge, judge_run
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
@@ -234,20 +234,20 @@ def conclude(
     if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
         setting, fp32_verdict, remarks = _measure_rounding(repeater, passes, setting)
     passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))
-    weighed = weigh_passes(passes_with_incidents, setting)
-    verdict = weighed.name_causes()
+    judged_run = judge_run(passes_with_incidents, setting)
+    verdict = judged_run.name_causes()
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)
     elif measure.trials and not (is_resumed or ended_early):
         report = run_trials(repeater, passes, verdict, setting)
         if report is not None:
-            verdict = weighed.name_causes(report)
+            verdict = judged_run.name_causes(report)
             remarks = [*remarks, *describe_trials(report)]
         own_gradients, why_not = measure_own_gradients(repeater, passes, verdict)
         if why_not is not None:
             remarks = [*remarks, ("no trial", why_not)]
         if own_gradients:
-            verdict = weighed.name_causes(report, own_gradients)
+            verdict = judged_run.name_causes(report, own_gradients)
             number = pluralise(len(own_gradients), "pass")
             remarks = [*remarks, ("also ran", f"{number} of one window, each alone, for its own gradient")]
     recording_remarks: Sequence[RecordingRemark] | None = None

@@ -110,10 +110,10 @@ class JudgedRun:
 
 def judge(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Verdict:
     """Judge whether the replay reproduced the job, and name the causes that the passes alone tell."""
-    return weigh_passes(passes, settings).name_causes()
+    return judge_run(passes, settings).name_causes()
 
 
-def weigh_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
+def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> JudgedRun:
     """Judge whether the replay reproduced the job, from the passes of all ranks, in the order of pass and rank.
 
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:

@@ -57,7 +57,7 @@ def test_a_forwards_end_has_the_thread_do_what_came_before_it(handled: Handled) 
     handled.writer.queue_pass("pass 0", 1)
     handled.writer.wake("outputs 0")
     handled.wait_for("pass 0", "idle")
-    handled.writer.queue_small_task("step 0")
+    handled.writer.queue_small_item("step 0")
     handled.writer.queue_pass("pass 1", 1)
     handled.writer.wake("outputs 1")
     handled.wait_for("pass 0", "idle", "outputs 0", "step 0", "pass 1", "idle")
@@ -66,7 +66,7 @@ def test_a_forwards_end_has_the_thread_do_what_came_before_it(handled: Handled) 
 @pytest.mark.usefixtures("no_timeout")
 def test_an_incident_has_it_do_all(handled: Handled) -> None:
     handled.writer.queue_pass("pass 0", 1)
-    handled.writer.queue_small_task("incident", is_urgent=True)
+    handled.writer.queue_small_item("incident", is_urgent=True)
     handled.wait_for("pass 0", "incident", "idle")
 
 
@@ -81,7 +81,7 @@ def test_what_waits_is_done_when_asked_for(how: str, handled: Handled) -> None:
 
 def test_without_a_forwards_end_it_works_soon_after(handled: Handled) -> None:
     handled.writer.queue_pass("pass 0", 1)
-    handled.writer.queue_small_task("outputs 0")
+    handled.writer.queue_small_item("outputs 0")
     handled.wait_for("pass 0", "outputs 0", "idle")
 
 
@@ -97,13 +97,13 @@ def test_a_pass_larger_than_the_queue_waits_alone(handled: Handled, monkeypatch:
 
 
 class Refusing:
-    """A writer's thread that refuses each task called `refused`."""
+    """A writer's thread that refuses each item called `refused`."""
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
         self.writer = BackgroundWriter[str](self.handle, max_queued=8, on_idle=on_idle)
 
-    def handle(self, task: str) -> None:
-        if task == "refused":
+    def handle(self, item: str) -> None:
+        if item == "refused":
             raise CaptureError("it is no micro-batch")
 
 
@@ -125,9 +125,9 @@ def test_after_a_refused_pass_the_thread_is_idle_as_after_any(warned: list[str])
     assert len(warned) == 1
 
 
-def test_a_refused_task_that_is_no_pass_is_told_and_stops_writing(warned: list[str]) -> None:
+def test_a_refused_item_that_is_no_pass_is_told_and_stops_writing(warned: list[str]) -> None:
     writer = Refusing().writer
-    writer.queue_small_task("refused", is_urgent=True)
+    writer.queue_small_item("refused", is_urgent=True)
     writer.close(max_seconds=SECONDS)
     assert isinstance(writer.failure, CaptureError)
     assert ["it is no micro-batch" in message for message in warned] == [True]
