@@ -44,8 +44,7 @@ def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
 
 def read_config_ids(config: Mapping[str, object]) -> tuple[int | None, frozenset[int], int | None]:
     """Read of a model's config the id that pads, the ids that end a text, and the number of ids."""
-    inner = config.get("text_config")
-    settings = {**config, **inner} if isinstance(inner, dict) else config
+    settings = _merge_text_config(config)
     padding, ends, size = (settings.get(name) for name in ("pad_token_id", "eos_token_id", "vocab_size"))
     end_ids = ends if isinstance(ends, list) else [ends]
     return (
@@ -53,3 +52,14 @@ def read_config_ids(config: Mapping[str, object]) -> tuple[int | None, frozenset
         frozenset(id_ for id_ in end_ids if isinstance(id_, int)),
         size if isinstance(size, int) else None,
     )
+
+
+def has_router_loss(config: Mapping[str, object]) -> bool:
+    """Tell whether a model of this config adds a loss of its routers to its own."""
+    settings = _merge_text_config(config)
+    return bool(settings.get("output_router_logits") and settings.get("router_aux_loss_coef"))
+
+
+def _merge_text_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config

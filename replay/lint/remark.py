@@ -46,6 +46,7 @@ class LintSubject:
     vocabulary          number of ids that the model knows; None: not known
     dropout             settings of the model that make dropout
     frozen              names of the parameters that the job did not train
+    has_router_loss     the model adds a loss of its routers, over all tokens that no mask hides
     has_adapter         the job trained an adapter, so that the other parameters are frozen
     config_differences  of the model folder and the job
     code_differences    of the job's model and the replay's, besides settings, that no cause of the verdict tells
@@ -59,6 +60,7 @@ class LintSubject:
     vocabulary: int | None = None
     dropout: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    has_router_loss: bool = False
     has_adapter: bool = False
     config_differences: Sequence[str] = ()
     code_differences: Sequence[str] = ()

@@ -21,6 +21,8 @@ _MIN_ROWS_WITH_PROMPT = 4
 _MIN_STEPS = 3
 # A last label may be the row's first token by chance.
 _MIN_WRAPPED = 4
+# Fewer rows than these may begin or end alike by chance.
+_MIN_ALIKE = 4
 
 
 def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
@@ -32,6 +34,8 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_vocabulary(traits, subject)
     yield from _check_positions(traits)
     yield from _check_prompts(traits)
+    yield from _check_begins(traits, subject)
+    yield from _check_ends(traits, subject)
     yield from _check_rows(subject.trained)
 
 
@@ -96,8 +100,9 @@ def _check_padding(traits: Sequence[TokenTraits], subject: LintSubject) -> Itera
         num_rows += len(tokens.rows)
         if padding_id is None:
             continue
+        with_trailing = tokens.has_mask or subject.has_router_loss
         for row in tokens.rows:
-            if number := _count_edge_padding(row, padding_id, subject, with_trailing=tokens.has_mask):
+            if number := _count_edge_padding(row, padding_id, subject, with_trailing=with_trailing):
                 numbers.append(number)
                 ids[padding_id] += 1
     certain = [number for number in numbers if number >= _CERTAIN_RUN]
@@ -109,16 +114,21 @@ def _check_padding(traits: Sequence[TokenTraits], subject: LintSubject) -> Itera
     doubt = ", if that is padding" if id_ == guessed_id else ""
     rows = f"{len(numbers)} of {pluralise(num_rows, 'row')} {'begins or ends' if len(numbers) == 1 else 'begin or end'}"
     what = "calls real" if any(tokens.has_mask for tokens in traits) else "would hide, and there is no mask"
+    counted = ", which the routers' loss counts" if subject.has_router_loss else ""
     yield LintRemark(
         topic="padding",
-        text=f"{rows} in padding (id {id_}{doubt}) that the attention mask {what}: {pluralise(sum(numbers), 'token')}",
+        text=f"{rows} in padding (id {id_}{doubt}) that the attention mask {what}: "
+        f"{pluralise(sum(numbers), 'token')}{counted}",
         weight=Weight.WRONG_TOKENS,
         cause=CauseName.MASK,
     )
 
 
 def _count_edge_padding(row: RowTraits, padding_id: int, subject: LintSubject, *, with_trailing: bool) -> int:
-    """Count the padding at a row's beginning and end, where an id that ends a text may stand, too."""
+    """Count the padding at a row's beginning and end, where an id that ends a text may stand, too.
+
+    with_trailing  also that at the end, which no token before it sees
+    """
     trailing_id, num_trailing = row.trailing
     leading_id, num_leading = row.leading
     allowed = _NUM_ENDS if padding_id in subject.end_ids else 0
@@ -188,7 +198,16 @@ def _check_positions(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             weight=Weight.WRONG_TOKENS,
             cause=CauseName.POSITIONS,
         )
-    if late := sum(tokens.num_late_rows for tokens in traits):
+    firsts = sum((Counter(tokens.first_positions) for tokens in traits), Counter[int]())
+    if len(firsts) == 1 and 0 not in firsts and firsts.total() > 1:
+        [(first, number)] = firsts.items()
+        yield LintRemark(
+            topic="positions",
+            text=f"the position ids of all {number} rows begin with {first} and not with 0",
+            weight=Weight.WRONG_TOKENS,
+            cause=CauseName.POSITIONS,
+        )
+    elif late := sum(tokens.num_late_rows for tokens in traits):
         yield LintRemark(
             topic="positions",
             text=f"position ids count the padding of {pluralise(late, 'row')} padded on the left",
@@ -214,6 +233,46 @@ def _check_prompts(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             "is a prompt left in the loss?",
             weight=Weight.SAME_ROWS,
         )
+
+
+def _check_begins(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where all rows begin with one token twice, unless that pads."""
+    rows = [row for tokens in traits for row in tokens.rows]
+    begins = {row.leading for row in rows}
+    if len(begins) != 1 or len({row.digest for row in rows}) < _MIN_ALIKE:
+        return
+    [(id_, number)] = begins
+    if number == 2 and id_ != subject.padding_id:
+        yield LintRemark(
+            topic="rows",
+            text=f"all {len(rows)} rows begin with token {id_} twice: does a tokenizer add one to a text that has it?",
+            weight=Weight.WRONG_TOKENS,
+        )
+
+
+def _check_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the token that ends the texts never has a label, though the token before it has one.
+
+    Where the config names the ids that end a text, it is one of these: a template may write a line's end behind its own
+    end of a text. Without a mask nothing else tells padding from the end of a text.
+    """
+    labelled = frozenset[int]().union(*(tokens.labelled_ends for tokens in traits))
+    rows = [
+        row
+        for tokens in traits
+        for row in tokens.rows
+        if row.digest is not None and (tokens.has_mask or row.trailing[0] in subject.end_ids)
+    ]
+    numbers = Counter(row.trailing[0] for row in rows if row.ends_unlabelled)
+    for id_, number in numbers.items():
+        is_end = id_ in subject.end_ids or (not subject.end_ids and number == len(rows))
+        if number >= _MIN_ALIKE and is_end and id_ not in labelled:
+            yield LintRemark(
+                topic="labels",
+                text=f"token {id_} ends {number} of {pluralise(len(rows), 'row')} and never has a label, though the "
+                "tokens before it have: is the end of a text taken for padding?",
+                weight=Weight.WRONG_TARGETS,
+            )
 
 
 def _check_rows(trained: Sequence[RecordedPass]) -> Iterator[LintRemark]:

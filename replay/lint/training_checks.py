@@ -179,7 +179,7 @@ def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:
 
 
 def _check_reduction(subject: LintSubject) -> Iterator[LintRemark]:
-    """Say so where fp32 gradients were added up in bf16: a sum in fp32 of several parts is rarely a value of bf16."""
+    """Say so where fp32 gradients went through bf16: a sum in fp32 of several parts is rarely a value of bf16."""
     values: list[float] = []
     most_parts = 1
     for recorded in subject.trained:
@@ -192,7 +192,9 @@ def _check_reduction(subject: LintSubject) -> Iterator[LintRemark]:
             value for sample in step.gradients.samples if sample.dtype == _FP32 for value in sample.values if value
         ]
     if len(values) >= _MIN_SUMS and _are_in_bf16(values):
-        text = f"fp32 gradients, sums of {most_parts} passes, are values of bfloat16: they were added up in it"
+        text = (
+            f"fp32 gradients, sums of {most_parts} passes, are values of bfloat16: they were added up or reduced in it"
+        )
         yield LintRemark(topic="gradient precision", text=text, weight=Weight.PRECISION)
 
 

@@ -6,7 +6,7 @@ from actor_init.model import ModelSource, strip_config
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
-from replay.lint.lint import format_notes, keep_one_of_each, lint, read_config_ids
+from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
 from replay.lint.remark import LintSubject
 from replay.options.option_parsing import spell_setting
 from replay.options.spec import InputsSpec
@@ -44,7 +44,8 @@ def list_notes(
     except CaptureError:
         # The ids of padding are the model's then, and `replay inspect` names the file.
         job_config, adapters = None, {}
-    padding_id, end_ids, _ = read_config_ids(job_config or strip_config(source.config))
+    config = job_config or strip_config(source.config)
+    padding_id, end_ids, _ = read_config_ids(config)
     subject = LintSubject(
         passes=keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None]),
         is_whole=is_whole,
@@ -53,6 +54,7 @@ def list_notes(
         vocabulary=source.config.get_text_config().vocab_size,
         dropout=setting.dropout,
         frozen=sorted(source.frozen),
+        has_router_loss=has_router_loss(config),
         has_adapter=source.adapter is not None or bool(adapters),
         config_differences=format_config_differences(setting.model_differences),
         code_differences=[

@@ -5,6 +5,7 @@ tokens of a row.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class RowTraits:
     first_tokens  its first NUM_FIRST_TOKENS
     num_labelled  how many of its first tokens after the first one have labels, up to the first that has none
     leading, trailing  the token at its beginning or end, and how often it stands there
+    ends_unlabelled    the first of the trailing ones has no label, and the token before it has one
     """
 
     digest: int | None
@@ -42,6 +44,7 @@ class RowTraits:
     num_labelled: int
     leading: tuple[int, int]
     trailing: tuple[int, int]
+    ends_unlabelled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,9 @@ class TokenTraits:
     num_borders        borders between documents of one row that the job named beside position ids
     num_continued      those of them at which positions go on
     num_other_restarts positions that restart where no border is
+    first_positions    numbers of rows by the position id of their first real token, where the job gave position ids
     num_late_rows      rows padded on the left whose position ids count the padding
+    labelled_ends      ids that end rows and have a label somewhere in the pass
     """
 
     rows: Sequence[RowTraits]
@@ -81,7 +86,9 @@ class TokenTraits:
     num_borders: int = 0
     num_continued: int = 0
     num_other_restarts: int = 0
+    first_positions: Mapping[int, int] = field(default_factory=dict)
     num_late_rows: int = 0
+    labelled_ends: frozenset[int] = frozenset()
 
 
 def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
@@ -93,13 +100,19 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
     labels_BS, has_shifted = batch.shift_labels, True
     if labels_BS is None:
         labels_BS, has_shifted = batch.labels_BS, False
+    # Each beside the token that it is of.
+    own_BS = labels_BS
+    if own_BS is not None and has_shifted:
+        own_BS = torch.nn.functional.pad(own_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
     borders, continued, other_restarts = _count_restarts(call, batch)
+    first_positions, num_late_rows = _read_first_positions(batch)
+    rows = [
+        row
+        for number in range(batch.num_rows)
+        if (row := _read_row(ids_BS[number], real_BS[number], None if own_BS is None else own_BS[number]))
+    ]
     return TokenTraits(
-        rows=[
-            row
-            for number in range(batch.num_rows)
-            if (row := _read_row(ids_BS[number], real_BS[number], None if labels_BS is None else labels_BS[number]))
-        ],
+        rows=rows,
         has_mask="attention_mask" in call.tensors,
         largest_id=int(ids_BS.max()),
         num_padding=len(padding_T),
@@ -109,7 +122,11 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
         num_borders=borders,
         num_continued=continued,
         num_other_restarts=other_restarts,
-        num_late_rows=_count_late_rows(batch),
+        first_positions=first_positions,
+        num_late_rows=num_late_rows,
+        labelled_ends=frozenset()
+        if own_BS is None
+        else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
     )
 
 
@@ -119,12 +136,15 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None) -> RowTrai
         return None
     after_lead = int((tokens_T != tokens_T[0]).nonzero()[0])
     before_tail = int((tokens_T != tokens_T[-1]).nonzero()[-1])
-    num_labelled = 0
+    num_labelled, ends_unlabelled = 0, False
     if labels_S is not None:
-        for label in labels_S[real_S][1:NUM_FIRST_TOKENS].tolist():
+        labels_T = labels_S[real_S]
+        for label in labels_T[1:NUM_FIRST_TOKENS].tolist():
             if label == IGNORED_LABEL:
                 break
             num_labelled += 1
+        last_label, end_label = labels_T[before_tail : before_tail + 2].tolist()
+        ends_unlabelled = end_label == IGNORED_LABEL != last_label
     digest = hashlib.blake2b(tokens_T.contiguous().numpy().tobytes(), digest_size=8).digest()
     return RowTraits(
         digest=int.from_bytes(digest, "little") if len(tokens_T) >= _MIN_ROW_TOKENS else None,
@@ -132,6 +152,7 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None) -> RowTrai
         num_labelled=num_labelled,
         leading=(int(tokens_T[0]), after_lead),
         trailing=(int(tokens_T[-1]), len(tokens_T) - 1 - before_tail),
+        ends_unlabelled=ends_unlabelled,
     )
 
 
@@ -193,11 +214,15 @@ def _count_restarts(call: Call, batch: MicroBatch) -> tuple[int, int, int]:
     return borders, continued, other_restarts
 
 
-def _count_late_rows(batch: MicroBatch) -> int:
-    """Count the rows padded on the left whose first real token does not have position 0."""
+def _read_first_positions(batch: MicroBatch) -> tuple[Mapping[int, int], int]:
+    """Count the rows by the position id of their first real token, and those padded on the left where it counts that.
+
+    Nothing is counted where the job gave no position ids, or some of another shape.
+    """
     position_ids, real_BS = batch.extra_tensors.get("position_ids"), batch.attention_mask_BS
     if position_ids is None or position_ids.shape != real_BS.shape:
-        return 0
-    rows = (~real_BS[:, 0] & real_BS.any(dim=1)).nonzero().flatten()
-    first = real_BS[rows].long().argmax(dim=1)
-    return int((position_ids[rows, first] == first).sum()) if len(rows) else 0
+        return {}, 0
+    rows = real_BS.any(dim=1).nonzero().flatten()
+    columns = real_BS[rows].long().argmax(dim=1)
+    positions = position_ids[rows, columns]
+    return Counter(positions.tolist()), int(((columns > 0) & (positions == columns)).sum())

@@ -13,7 +13,7 @@ from capture.file_format.folder_recordings import FolderRecording
 from capture.file_format.listing import CaptureLocation, format_ranges, locate_captures
 from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import Segment
-from replay.lint.lint import lint, read_config_ids
+from replay.lint.lint import has_router_loss, lint, read_config_ids
 from replay.lint.remark import LintRemark, LintSubject
 from replay.options.spec import LossName
 from replay.output.text import pluralise
@@ -60,6 +60,7 @@ def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mappi
         vocabulary=vocabulary,
         dropout=find_acting_dropouts(config) if is_in_eval and config else (),
         frozen=frozen,
+        has_router_loss=has_router_loss(config),
         has_adapter=bool(adapters),
         not_recorded=not_recorded,
     )

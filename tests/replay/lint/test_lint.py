@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from replay.lint.lint import format_notes, keep_one_of_each, lint, read_config_ids
+from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.verdict.causes.cause import CauseName
 from tests.replay.lint.recorded import make_pass
@@ -60,3 +60,17 @@ def test_remarks_come_with_the_most_telling_first_and_a_pass_counts_once() -> No
 )
 def test_ids_are_read_of_a_config(config: dict[str, object], ids: tuple[object, ...]) -> None:
     assert read_config_ids(config) == ids
+
+
+@pytest.mark.parametrize(
+    ("config", "has_loss"),
+    [
+        ({}, False),
+        ({"router_aux_loss_coef": 0.1}, False),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, False),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, True),
+        ({"text_config": {"output_router_logits": True, "router_aux_loss_coef": 0.1}}, True),
+    ],
+)
+def test_a_loss_of_the_routers_is_told_by_the_config(config: dict[str, object], has_loss: bool) -> None:
+    assert has_router_loss(config) is has_loss

@@ -154,6 +154,16 @@ def test_position_ids_that_count_the_padding_on_the_left_are_said() -> None:
     assert texts == ["positions: position ids count the padding of 1 row padded on the left"]
 
 
+def test_position_ids_that_begin_with_1_in_all_rows_are_said_and_are_not_taken_to_count_padding() -> None:
+    rows = make_rows([20, 19, 12], left=True)
+    from_one = change(rows, position_ids=rows["attention_mask"].cumsum(1))
+    said = "positions: the position ids of all 3 rows begin with 1 and not with 0"
+    assert say([make_pass(from_one)]) == [said]
+    # One that begins with 0 tells that the others' offsets are their own.
+    from_one["position_ids"][0] -= 1
+    assert said not in say([make_pass(from_one)])
+
+
 def test_rows_that_come_again_are_said() -> None:
     own = [make_pass(rank=rank, number=number) for rank in (0, 1) for number in (0, 1)]
     assert say(own) == []
@@ -197,3 +207,84 @@ def test_a_last_token_that_is_to_predict_the_row_s_first_one_is_said() -> None:
     assert say([make_pass({name: tensor[:4] for name, tensor in batch.items()})]) == []
     batch["shift_labels"][1, -1] += 1
     assert say([make_pass(batch)]) == []
+
+
+def begin_rows_with(*tokens: int) -> Batch:
+    rows = make_rows([14] * 5)
+    rows["input_ids"][:, : len(tokens)] = torch.tensor(tokens)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings", "is_said"),
+    [
+        ((700, 700), {}, True),
+        ((700, 701), {}, False),
+        ((700, 700, 700), {}, False),  # not what a tokenizer adds
+        ((PAD, PAD), {"padding_id": PAD}, False),  # padding under the mask, which is said elsewhere
+    ],
+)
+def test_rows_that_begin_with_one_token_twice_are_said(
+    tokens: tuple[int, ...], settings: dict[str, Any], is_said: bool
+) -> None:
+    texts = [text for text in say([make_pass(begin_rows_with(*tokens))], **settings) if text.startswith("rows:")]
+    said = f"rows: all 5 rows begin with token {tokens[0]} twice: does a tokenizer add one to a text that has it?"
+    assert texts == [said] * is_said
+    other = begin_rows_with(*tokens)
+    other["input_ids"][0, 1] = 705
+    assert not any(text.startswith("rows:") for text in say([make_pass(other)], **settings))
+
+
+def end_texts_in(id_: int, *, is_labelled: bool, has_mask: bool = True, is_shifted: bool = False) -> Batch:
+    """Rows padded with 0 whose texts end in `id_`, which has a label or has none."""
+    rows = make_rows([20, 12, 15, 18])
+    mask_BS = rows["attention_mask"]
+    last = mask_BS.sum(1, keepdim=True) - 1
+    rows["input_ids"].scatter_(1, last, id_)
+    rows["labels"].scatter_(1, last, id_ if is_labelled else IGNORED)
+    if is_shifted:
+        rows["shift_labels"] = shift(rows.pop("labels"), 1)
+    if not has_mask:
+        rows.pop("attention_mask")
+    return rows
+
+
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_an_end_of_texts_that_never_has_a_label_is_said(is_shifted: bool) -> None:
+    said = (
+        "labels: token 900 ends 4 of 4 rows and never has a label, though the tokens before it have: is the end of a "
+        "text taken for padding?"
+    )
+    fault = [make_pass(end_texts_in(900, is_labelled=False, is_shifted=is_shifted))]
+    assert say(fault) == say(fault, end_ids=frozenset({900})) == [said]
+    # The config names another end: this may be a line's end behind it.
+    assert say(fault, end_ids=frozenset({901})) == []
+    sound = make_pass(end_texts_in(900, is_labelled=True, is_shifted=is_shifted))
+    assert say([sound]) == say([sound], end_ids=frozenset({900})) == []
+    # Where it has a label in one pass, others have left it out on purpose.
+    later = make_pass(end_texts_in(900, is_labelled=True, is_shifted=is_shifted), number=1)
+    assert say([*fault, later], end_ids=frozenset({900})) == []
+
+
+def test_without_a_mask_padding_behind_a_labelled_end_is_not_taken_for_the_end() -> None:
+    rows = end_texts_in(900, is_labelled=True, has_mask=False)
+    wider = {name: torch.nn.functional.pad(rows[name], (0, 2), value=PAD) for name in ("input_ids", "labels")}
+    wider["labels"][:, -2:] = IGNORED
+    passes = [make_pass(wider)]
+    assert say(passes, padding_id=PAD) == say(passes, end_ids=frozenset({900})) == say(passes) == []
+    # Padded with the token that ends a text: the first of them is the text's own.
+    same = end_texts_in(900, is_labelled=False, has_mask=False)
+    same["input_ids"][same["input_ids"] == PAD] = 900
+    [text] = say([make_pass(same)], padding_id=900, end_ids=frozenset({900}))
+    assert text.startswith("labels: token 900 ends 4 of 4 rows and never has a label")
+
+
+def test_padding_on_the_right_without_a_mask_is_said_where_a_loss_of_routers_counts_it() -> None:
+    rows = make_rows([20, 12, 14])
+    rows.pop("attention_mask")
+    assert say([make_pass(rows)], padding_id=PAD) == []
+    assert say([make_pass(rows)], padding_id=PAD, has_router_loss=True) == [
+        "padding: 2 of 3 rows begin or end in padding (id 0) that the attention mask would hide, and there is no mask: "
+        "14 tokens, which the routers' loss counts"
+    ]
+    assert say([make_pass(make_rows([20, 12, 14]))], padding_id=PAD, has_router_loss=True) == []
