@@ -161,6 +161,11 @@ class OptimizerStep:
     state: Sequence[StateSample] = ()
     state_steps: Sequence[int] = ()
 
+    def drop_elements(self) -> "OptimizerStep":
+        """Return the step without elements of gradients: of their signatures the norms are left."""
+        signatures = tuple(replace(signature, values=()) for signature in self.signatures)
+        return replace(self, gradients=None, signatures=signatures)
+
     def to_json(self) -> str:
         """Return the step as the text that is written."""
         # `asdict` would copy every sample.

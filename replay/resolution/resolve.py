@@ -148,6 +148,7 @@ def resolve(
         why_whole_logits=why_whole_logits,
         step_settings=steps.followed.settings if steps.followed is not None else {},
         followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
+        own_limit=steps.followed.own_limit if steps.followed is not None else None,
     )
 
 

@@ -205,7 +205,7 @@ def _describe_job_pass(call: Call, batch: MicroBatch, num_tokens: int) -> JobPas
         forward=call.origin.step,
         world_size=call.origin.world_size or 1,
         num_steps_before=call.optimizer_step,
-        step=None if call.step is None else replace(call.step, gradients=None, signatures=()),
+        step=None if call.step is None else call.step.drop_elements(),
         loss_per_mean=1.0 if not divisor else num_tokens / divisor,
         objective=name_noted_objective(call, batch),
     )

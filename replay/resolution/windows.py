@@ -53,7 +53,7 @@ class JobPass:
     """The place of a pass in the job's steps, as its capture tells.
 
     num_steps_before  steps that the job's optimizer had taken; None: not recorded
-    step              of the last pass before a step: the step, without samples of gradients
+    step              of the last pass before a step: the step, without elements of gradients
     loss_per_mean     the job's loss of the pass, as a multiple of the mean over the pass's tokens: 1, or the number of
                       tokens divided by what the job divided the sum of their losses by
     objective         the objective whose loss the job noted, with all that it is computed from; None: it noted none

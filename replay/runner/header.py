@@ -1,7 +1,7 @@
 """Say what a run's numbers belong to: the facts of run.json, and the lines above the passes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actor_init.declarations.attention import find_attention_form
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
@@ -191,9 +191,11 @@ class Header:
                 return {}
             if step is not None:
                 counts = count_loaded_steps(self.resolved.source)
-                followed = self.resolved.followed_settings
+                followed, limit = self.resolved.followed_settings, self.resolved.own_limit
+                step = step if limit is None else replace(step, max_norm=limit)
                 differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
+                text += "" if limit is None else f", whose own code clips to {limit:g}"
                 return {"optimizer": f"{text}; its steps are followed as far as they can be: {why}" if why else text}
         return {}
 

@@ -180,6 +180,7 @@ def describe_setting(
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.steps else None,
         followed=spec.followed_settings,
+        own_limit=spec.own_limit,
         steps_unasked=spec.steps_unasked,
         loaded_counts=count_loaded_steps(source),
         dropout=[

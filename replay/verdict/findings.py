@@ -68,6 +68,7 @@ class VerdictSettings:
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors       under --step, by pass, how far they were apart by then
     why_no_floors     why the floors could not be measured, if they could not
+    own_limit         the norm that code of the job's own clipped to before gradients were recorded, as the replay does
     """
 
     dtype: str
@@ -91,6 +92,7 @@ class VerdictSettings:
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
+    own_limit: float | None = None
 
     @property
     def chooses_experts(self) -> bool:

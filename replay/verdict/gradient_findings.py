@@ -109,8 +109,9 @@ def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSetti
         return [reason]
     job_norm = next((norm for _, norm in _list_job_norms(window, steps)), None)
     replay_norm = window[-1].record.result.grad_norm
+    last = steps[-1] if settings.own_limit is None else replace(steps[-1], max_norm=settings.own_limit)
     return list_setting_differences(
-        steps[-1],
+        last,
         settings.steps,
         number,
         (job_norm, replay_norm),

@@ -49,6 +49,7 @@ from replay.verdict.outcomes import (
     count_reasons,
     select_worst_findings,
 )
+from replay.verdict.own_clipping import clip_as_the_job
 from replay.verdict.pass_values import (
     RecordedPass,
     ReplayedPass,
@@ -143,6 +144,7 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
         verdict = _refuse_to_judge(compared_passes, mixed_recordings, settings)
         return JudgedRun(verdict=verdict, evidence=None)
 
+    compared_passes = clip_as_the_job(compared_passes, settings)
     compared_passes = compare_windows(check_weights(compared_passes), settings)
     if settings.steps is not None:
         compared_passes = follow_weights_through_steps(compared_passes, settings)
