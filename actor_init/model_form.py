@@ -7,6 +7,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from actor_init.option_words import Head
+
 # Functions that take each logit by itself, and plain numbers.
 FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "mul": torch.mul,
@@ -37,18 +39,20 @@ class LogitStep:
 class HeadForm:
     """How log-probs are computed.
 
-    steps        what the model does to the head's logits, in order
-    why_whole    why whole logits are computed; empty: log-probs are, in chunks of tokens, and no whole logits
+    kind         whole logits, or chunks of tokens
+    why          why this kind
+    steps        what the model does to the head's logits, in order; not looked at for whole logits
     chunk_bytes  logits of a chunk; None: chosen by device
     """
 
+    kind: Head = Head.CHUNKS
+    why: str = ""
     steps: tuple[LogitStep, ...] = ()
-    why_whole: str = ""
     chunk_bytes: int | None = None
 
     @property
     def in_chunks(self) -> bool:
-        return not self.why_whole
+        return self.kind is Head.CHUNKS
 
     def choose_chunk_bytes(self, device: torch.device) -> int:
         """Return the bytes of a chunk's logits, on a GPU a 32nd of its memory at most.
@@ -73,10 +77,11 @@ class HeadForm:
         return logits
 
     def describe(self) -> str:
-        """Return the form in words, for run.json."""
-        if self.why_whole:
-            return f"whole logits ({self.why_whole})"
-        return f"log-probs in chunks{''.join(f', {step.describe()}' for step in self.steps)}"
+        """Return the form in words, with the reason."""
+        words = "whole logits"
+        if self.in_chunks:
+            words = f"log-probs in chunks{''.join(f', {step.describe()}' for step in self.steps)}"
+        return f"{words} ({self.why})" if self.why else words
 
 
 class DocumentBorders(StrEnum):

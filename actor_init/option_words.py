@@ -64,6 +64,15 @@ class Kernels(StrEnum):
     FUSED = "fused"
 
 
+class Head(StrEnum):
+    """How log-probs come from the head: whole logits, chunks of tokens, or Liger's fused linear cross entropy."""
+
+    AUTO = "auto"
+    WHOLE = "whole"
+    CHUNKS = "chunks"
+    LIGER = "liger"
+
+
 class Compile(StrEnum):
     OFF = "off"
     BLOCKS = "blocks"

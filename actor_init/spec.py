@@ -21,6 +21,7 @@ from actor_init.option_words import (
     Compile,
     CompileLengths,
     Dtype,
+    Head,
     Kernels,
     OptimizerName,
     PadTo,
@@ -45,6 +46,7 @@ __all__ = [
     "Compile",
     "CompileLengths",
     "Dtype",
+    "Head",
     "Kernels",
     "OptimizerName",
     "PadTo",
@@ -197,10 +199,9 @@ class ActorSpec:
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
         choices=WORDS,
     )
-    whole_logits: bool = option(
-        False,
-        "Compute the logits of all tokens at once, as most trainers do, for time and memory as theirs. Default: "
-        "log-probs in chunks of tokens, unless something needs whole logits.",
+    head: Head = option(
+        Head.AUTO,
+        "Log-probs of whole logits or of chunks of tokens. auto: as the job's loss; if unknown, whole where they fit.",
     )
     kernels: Kernels = option(
         Kernels.AUTO,

@@ -64,9 +64,9 @@ FACTS: list[tuple[FactError, str, str]] = [
         "w.pt cannot be read. Copy it again, or give random_weights=True",
     ),
     (
-        FactError("the model", "calls its head twice", f"Try: {Setting('whole_logits', True)}"),
-        "the model calls its head twice. Try: --whole-logits",
-        "the model calls its head twice. Try: whole_logits=True",
+        FactError("the model", "calls its head twice", f"Try: {Setting('head', 'whole')}"),
+        "the model calls its head twice. Try: --head whole",
+        "the model calls its head twice. Try: head='whole'",
     ),
     (
         FactError("the job's LoRA", "needs peft", "Try: pip install peft"),

@@ -31,8 +31,14 @@ ROOMS = {
         ("", "__main__"),
     ),
     "actor_init": (
-        ("option_words", "model_form", "checkpoint_names", "name_hash", "presets"),
-        ("declarations", "as_json", "compiling", "sketching"),  # of backends and kernels: what each needs and refuses
+        ("option_words", "checkpoint_names", "name_hash", "presets"),
+        (
+            "declarations",
+            "as_json",
+            "compiling",
+            "model_form",
+            "sketching",
+        ),  # of backends and kernels: what each needs and refuses
         ("spec",),
         ("fused", "optimizer", "training_mode", "weights", "world"),
         ("adapters", "custom", "model_config"),

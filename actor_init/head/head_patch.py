@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from actor_init.head.chunks import LogProbRequest, compute_log_probs
 from actor_init.model_form import HeadForm
-from actor_init.option_words import UsageError
+from actor_init.option_words import Head, UsageError
 from actor_init.parallel.split_linear import sum_gradient
 from actor_init.parallel.vocab_parallel import find_vocabulary_share, to_local_ids
 from capture.facts import Setting
 
-TRY_WHOLE_LOGITS = f"Try: {Setting('whole_logits', True)}"
+TRY_WHOLE_LOGITS = f"Try: {Setting('head', Head.WHOLE)}"
 # They stand for logits in what the model does after its head.
 SAMPLES = (-30.0, -1.0, -0.01, 0.0, 0.5, 3.0, 40.0)
 # The heads whose model was seen to treat the samples as its form says.

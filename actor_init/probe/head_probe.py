@@ -29,7 +29,7 @@ from actor_init.probe.packing_probe import (
     make_one_document,
 )
 from actor_init.probe.small_config import VOCABULARY, make_small_configs
-from actor_init.spec import ActorSpec, Compile
+from actor_init.spec import ActorSpec, Compile, Head
 from actor_init.world import World
 
 # Relative to the norm. fp32's rounding gives up to 4e-7, a logit scale that is left out 0.1 or more.
@@ -44,16 +44,8 @@ class NotInChunksError(Exception):
     """Raised for a model whose log-probs cannot be computed from its head alone. The message says why."""
 
 
-def choose_head(spec: ActorSpec, source: ModelSource, world: World, *, why_whole_logits: str = "") -> HeadForm:
-    """Return how log-probs are computed: in chunks, unless the spec wants whole logits or chunks are wrong here.
-
-    why_whole_logits  what needs whole logits: a trace, or the user's loss
-
-    All ranks must call this, and get the same.
-    """
-    why = _explain_whole_logits(spec, source) or why_whole_logits
-    if why:
-        return HeadForm(why_whole=why)
+def probe_head_on_first(source: ModelSource, world: World) -> HeadForm:
+    """Return what `probe_head` finds on rank 0. All ranks must call this."""
     form: HeadForm = world.from_first(probe_head(source.config, world.device) if world.rank == 0 else None)
     return form
 
@@ -71,16 +63,15 @@ def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:
         try:
             return _prove_chunks(model, device)
         except NotInChunksError as error:
-            return HeadForm(why_whole=str(error))
+            return HeadForm(kind=Head.WHOLE, why=str(error))
         # The model's layers raise any type.
         except Exception as error:
             reason = reason or f"a small copy of {config.model_type} does not run: {_summarise(error)}"
-    return HeadForm(why_whole=reason)
+    return HeadForm(kind=Head.WHOLE, why=reason)
 
 
-def _explain_whole_logits(spec: ActorSpec, source: ModelSource) -> str:
-    if spec.whole_logits:
-        return "--whole-logits"
+def explain_whole_head(spec: ActorSpec, source: ModelSource) -> str:
+    """Return why a model has whole logits, before its small copy is asked; empty if nothing is known to need them."""
     if spec.is_custom:
         return "a user's model"
     if spec.compile is Compile.DEEPCOMPILE:

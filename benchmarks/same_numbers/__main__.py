@@ -70,7 +70,7 @@ CONFIGURATIONS = {
     "ddp": Configuration("--backend ddp --trace"),
     "ddp, steps": Configuration("--backend ddp --step --grad-accumulation 2 --window mean-of-means --max-inputs 4"),
     "ddp, compiled": Configuration("--backend ddp --compile --gradient-checkpointing --max-inputs 2"),
-    "ddp, whole logits": Configuration("--backend ddp --whole-logits --no-packing --loss sft"),
+    "ddp, in chunks": Configuration("--backend ddp --head chunks --no-packing --loss sft"),
     "ddp, data ranks": Configuration("--backend ddp --grad-accumulation 2 --step", launcher=TWO_RANKS),
     # a GPT-2 with dropout
     "dropout, ddp": Configuration("--backend ddp --no-packing --loss sft --step --max-norm 1", "dropout"),

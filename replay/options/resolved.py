@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from actor_init.declarations.attention import KERNELS as ATTENTION_KERNELS
-from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, OptimizerName, Routing
+from actor_init.spec import ActorSpec, Attention, Dtype, Head, Kernels, OptimizerName, Routing
 from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec, StepMode
 
 # A log is read without these heavy imports.
@@ -23,6 +23,7 @@ ATTENTION = "actor.attention"
 PACKING = "actor.packing"
 KERNELS = "actor.kernels"
 ROUTING = "actor.routing"
+HEAD = "actor.head"
 TP_PLAN = "actor.parallel.tp_plan"
 STEP = "measure.step"
 LOSS = "measure.loss"
@@ -31,8 +32,7 @@ LOSS_SCALE = "loss scale"
 KNOWN_WHEN_OPEN = "known once the actor is open"
 # What torch, a backend, this machine or the captures chose: who repeats the run elsewhere leaves it to them there.
 LEFT_TO_OTHER_MACHINES = {
-    ATTENTION,
-    ROUTING,
+    *(ATTENTION, HEAD, ROUTING),
     "actor.zero_stage",
     *(f"actor.{name}" for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")),
     *("actor.optimizer", "actor.max_norm", "measure.loss", "measure.step"),
@@ -77,10 +77,10 @@ class ResolvedReplay(ReplayParts):
     Two words stay where there is no other: `--attention auto` where no word of the option names the kernel (cuDNN for
     long documents, a ring's), which `kernel` does; and `--tp-plan auto` where nothing is split.
 
-    source            the model: the layout of rows, whether its head makes whole logits or chunks, what is frozen
+    source            the model: the layout of rows, how log-probs come from its head, what is frozen
     kernel            the attention kernel's name in transformers
     attention_reason  why that kernel, for readers who may expect another; else empty
-    why_whole_logits  what of the run needs whole logits, whatever --whole-logits says; empty if nothing does
+    why_whole_logits  what of the run needs whole logits, whatever the job had; empty if nothing does
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
     followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
     own_limit         the norm that the job clipped to by code of its own, which its recorded gradients show
@@ -106,6 +106,7 @@ class ResolvedReplay(ReplayParts):
                 PACKING: actor.packing is None,
                 KERNELS: actor.kernels is Kernels.AUTO,
                 ROUTING: actor.routing is Routing.AUTO,
+                HEAD: actor.head is Head.AUTO,
                 "actor.grad_accumulation": actor.grad_accumulation is None,
                 "actor.optimizer": actor.optimizer == OptimizerName.AUTO,
                 STEP: self.measure.step is StepMode.AUTO,

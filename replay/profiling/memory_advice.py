@@ -1,6 +1,6 @@
 """Predict the peak of a pass under options that need less memory, from what held its peak."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -8,9 +8,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actor_init.declarations.backends import find_declaration
-from actor_init.model import build_on_meta, find_blocks
+from actor_init.declarations.backends.declaration import BytesPerParameter
+from actor_init.model import build_on_meta, count_parameters, find_blocks
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.spec import ActorSpec
+from actor_init.spec import ActorSpec, Head
+from replay.options.spec import MeasureSpec
 from replay.profiling.profile_records import Holder, HolderKind, Saving
 
 NUM_SAVINGS = 3
@@ -66,6 +68,26 @@ class PassSize:
         )
 
 
+def compute_declared_bytes(
+    config: PretrainedConfig, actor: ActorSpec, measure: MeasureSpec, num_data_ranks: int
+) -> Mapping[HolderKind, float]:
+    """Return the bytes that a rank holds whatever it is fed, as the backend declares it."""
+    holding = find_declaration(actor.backend).predict_memory(actor, measure.steps)
+    share_elsewhere = 1 - 1 / num_data_ranks
+    num_parameters = count_parameters(config) / actor.parallel.tp
+
+    def sum_bytes(part: Callable[[BytesPerParameter], float]) -> float:
+        return num_parameters * (part(holding.total) - share_elsewhere * part(holding.partitioned))
+
+    weights, masters = sum_bytes(lambda held: held.weights), sum_bytes(lambda held: held.masters)
+    return {
+        # A model may hold its masters alone, and compute with casts of them.
+        HolderKind.WEIGHTS: weights or masters,
+        HolderKind.OPTIMIZER: sum_bytes(lambda held: held.moments) + (masters if weights else 0.0),
+        HolderKind.GRADIENTS: sum_bytes(lambda held: held.gradients) if measure.backward else 0.0,
+    }
+
+
 def predict_savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) -> list[Saving]:
     """Return the options that save most, each with the peak it is predicted to have, in bytes, the lowest first.
 
@@ -95,8 +117,8 @@ def predict_savings(holders: Sequence[Holder], spec: ActorSpec, size: PassSize) 
         ranks = "twice as many ranks"
         ranks += "" if spec.resolved_zero_stage == 3 else " and --zero-stage 3"
         predictions[ranks] = held.scale_parameters(0.5, states=0.5)
-    if spec.whole_logits:
-        predictions["no --whole-logits"] = replace(held, head=0.0)
+    if spec.head is Head.WHOLE:
+        predictions[f"--head {Head.CHUNKS}"] = replace(held, head=0.0)
     savings = [Saving(option=option, peak_bytes=int(parts.peak)) for option, parts in predictions.items()]
     worthwhile = [saving for saving in savings if saving.peak_bytes < (1 - LEAST_SAVING) * held.peak]
     return sorted(worthwhile, key=lambda saving: saving.peak_bytes)[:NUM_SAVINGS]

@@ -13,9 +13,8 @@ from actor_init.declarations.backends import find_declaration
 from actor_init.declarations.optimizers import OPTIMIZERS
 from actor_init.model import ModelSource
 from actor_init.model_form import Layout
-from actor_init.probe.head_probe import choose_head
 from actor_init.probe.layout_choice import choose_layout
-from actor_init.spec import ActorSpec, Attention, Compile, Dtype, Kernels, TpPlan
+from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, TpPlan
 from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
@@ -38,6 +37,7 @@ from replay.options.resolved import (
     name_kernel,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
+from replay.resolution.head_choice import choose_head
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
     ChosenKernel,
@@ -65,10 +65,10 @@ def resolve(
     """Choose what the options leave open.
 
     The choices come in this order: what the job's captures say; the model, found on every rank; the parameters that the
-    job froze; whether and how the optimizer steps; the attention kernel that the job had; the layout of rows, and
-    whether the head computes whole logits or chunks, which probes of the model decide; the kernel by its name in
-    transformers. Last come the settings that have a default: those of the backend, the inputs and the objective. Each
-    choice is listed with who made it and why.
+    job froze; whether and how the optimizer steps; the attention kernel that the job had; the layout of rows, which a
+    probe of the model decides; how log-probs come from the head; the kernel by its name in transformers. Last come the
+    settings that have a default: those of the backend, the inputs and the objective. Each choice is listed with who
+    made it and why.
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
@@ -112,8 +112,11 @@ def resolve(
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)
     why_whole_logits = explain_whole_logits(filled_spec, objective)
-    head = choose_head(actor, source, world, why_whole_logits=why_whole_logits)
-    source = replace(source, layout=layout, head=head)
+    source = replace(source, layout=layout)
+    head, head_choice = choose_head(
+        actor, filled_spec.measure, source, selection, first_call, world, why_whole_logits=why_whole_logits
+    )
+    actor, source = replace(actor, head=head_choice.value), replace(source, head=head)
     # `named_actor.attention` is the chosen kernel's word, if it has one. `actor.attention` is still `auto` if neither
     # the user nor the job nor the probe named a kernel: by that `_explain_attention` knows who chose.
     kernel_name = choose_kernel_on_all_ranks(actor, world, source.config)
@@ -128,7 +131,7 @@ def resolve(
         *(_explain_packing(choice, actor, layout) if choice.setting == PACKING else choice for choice in job_choices),
         _explain_attention(kernel, kernel_name, spec.actor, actor_before_probes, actor),
         *_explain_model(filled_spec, source),
-        _explain_head(actor, source, why_whole_logits),
+        head_choice,
         *_list_choices_left_to_actor(actor),
         loss,
         *steps.list_choices(spec.actor),
@@ -198,7 +201,7 @@ def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:
 
 
 def explain_whole_logits(spec: ReplayParts, objective: Objective | None) -> str:
-    """Return why a run needs whole logits, whatever --whole-logits says; empty if it does not."""
+    """Return why a run needs whole logits, whatever the job had; empty if it does not."""
     if spec.measure.trace:
         return "the trace holds them"
     return f"--loss {objective.loss} may ask for them" if objective and objective.needs_whole_logits else ""
@@ -255,21 +258,6 @@ def describe_frozen(names: Collection[str]) -> str:
     """Name the first of the parameters that are not trained, and say how many more there are."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more" if others else first
-
-
-def _explain_head(actor: ActorSpec, source: ModelSource, why_whole_logits: str) -> ResolvedChoice:
-    assert source.head is not None
-    needs_whole_for_options = actor.compile is Compile.DEEPCOMPILE or (
-        actor.parallel.tp > 1 and not find_declaration(actor.backend).splits_head
-    )
-    if actor.whole_logits:
-        by = ChosenBy.TYPED
-    elif why_whole_logits or needs_whole_for_options:
-        by = ChosenBy.OPTION
-    else:
-        by = ChosenBy.MODEL
-    why = source.head.why_whole or "its head's logits are the same in chunks of tokens"
-    return ResolvedChoice(setting="actor.whole_logits", value=not source.head.in_chunks, by=by, why=why)
 
 
 def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:

@@ -274,7 +274,7 @@ def select(
         unreplayable=reader.unreplayable,
         not_recorded=not_recorded,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
-        rounds=[_describe_round(captures) for captures in rounds],
+        rounds=[InputRound.from_captures(captures) for captures in rounds],
         grad_accumulation=grad_accumulation or job_accumulation or 1,
         has_job_windows=grad_accumulation is None and job_accumulation is not None,
         padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
@@ -297,16 +297,6 @@ def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) ->
         picked, why = Setting("pick_inputs", missing_numbers[0]), f": each data rank has {len(rounds)} inputs"
         raise UsageError(picked, why, f"Give numbers from 0 to {len(rounds) - 1}")
     return [rounds[number] for number in spec.picked_numbers]
-
-
-def _describe_round(captures: Sequence[SelectedCapture]) -> InputRound:
-    job_passes = [capture.job_pass for capture in captures if capture.job_pass is not None]
-    return InputRound(
-        trains=captures[0].trains,
-        num_tokens=[capture.num_tokens or 0 for capture in captures],
-        has_gradients=any(capture.has_gradients for capture in captures),
-        job_passes=job_passes if len(job_passes) == len(captures) else (),
-    )
 
 
 def _find_job_accumulation(order: WindowOrder, num_data_ranks: int) -> int | None:

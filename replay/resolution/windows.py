@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Self
 
 from capture.file_format.listing import CaptureLocation
 from capture.file_format.optimizer_step import OptimizerStep
@@ -72,14 +73,30 @@ class JobPass:
 class InputRound:
     """What is known of the inputs, one a data rank, that are replayed at the same time.
 
-    num_tokens  by data rank
+    num_tokens  tokens of the loss, by data rank
     job_passes  by data rank; empty where a capture could not be read
+    most_real_tokens, most_padded_tokens  the most that a data rank has
     """
 
     trains: bool
     num_tokens: Sequence[int]
     has_gradients: bool
     job_passes: Sequence[JobPass] = ()
+    most_real_tokens: int = 0
+    most_padded_tokens: int = 0
+
+    @classmethod
+    def from_captures(cls, captures: Sequence[SelectedCapture]) -> Self:
+        """Return what is known of a round, given the capture of each data rank, whose tokens are counted."""
+        job_passes = [capture.job_pass for capture in captures if capture.job_pass is not None]
+        return cls(
+            trains=captures[0].trains,
+            num_tokens=[capture.num_tokens or 0 for capture in captures],
+            has_gradients=any(capture.has_gradients for capture in captures),
+            job_passes=job_passes if len(job_passes) == len(captures) else (),
+            most_real_tokens=max(capture.real_tokens for capture in captures),
+            most_padded_tokens=max(capture.padded_tokens for capture in captures),
+        )
 
 
 def find_whole_window(captures: Sequence[SelectedCapture]) -> list[SelectedCapture]:

@@ -93,6 +93,8 @@ class Header:
         if resolved.attention_reason:
             kernel = find_attention_form(str(self.facts["attention_kernel"])).describe()
             lines["attention"] = f"{kernel}: {resolved.attention_reason}"
+        if (head := resolved.source.head) is not None:
+            lines["head"] = head.describe()
         lines["loss"] = describe_loss(
             self.objective, resolved, self.first_call, is_noted=resolved.find_chooser(LOSS) is ChosenBy.JOB
         )
@@ -114,12 +116,11 @@ class Header:
         return f"{source.name}, {layers} layers, {millions:,.4g} M parameters; weights {weights}"
 
     def _describe_backend(self) -> str:
-        facts, actor, head = self.facts, self.resolved.actor, self.resolved.source.head
+        facts, actor = self.facts, self.resolved.actor
         parallel = actor.parallel
         toggles = [
             actor.dtype.value,
             self.resolved.source.layout_under(actor).describe(),
-            *([head.describe()] if head is not None and not head.in_chunks else []),
             f"attention {facts['attention_kernel']}",
             *([f"kernels {facts['kernels']}"] if "kernels" in facts else []),
             f"optimizer {facts['optimizer']}",

@@ -6,21 +6,18 @@ where there are some; of the rest the backend declares weights, gradients and th
 what was held when memory ran out, which is less than the pass would have needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actor_init.declarations.backends import find_declaration
-from actor_init.declarations.backends.declaration import BytesPerParameter
-from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec
 from actor_init.world import World
 from replay.options.spec import MeasureSpec
 from replay.output.text import Pairs, format_gibibytes, pluralise
-from replay.profiling.memory_advice import PassSize, predict_savings
+from replay.profiling.memory_advice import PassSize, compute_declared_bytes, predict_savings
 from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass, choose_spread, read_shapes
 from replay.profiling.profile_records import Holder, HolderKind, Saving
 from replay.profiling.text import describe_savings
@@ -116,7 +113,7 @@ class OutOfMemoryAnalysis:
         if failed is None:
             return None
         need = WHY_NOT_WITH_ADAPTER if self.has_adapter else self._predict_need(failed, records, model)
-        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._compute_declared_bytes().items()}
+        held = {} if self.has_adapter else {kind: int(size) for kind, size in self._declared_bytes.items()}
         device = self.world.device
         return OutOfMemory(
             index=failed.index,
@@ -187,7 +184,7 @@ class OutOfMemoryAnalysis:
         )
 
     def _estimate_holders(self, peak: float, growing: float, phase: str, size: PassSize) -> list[Holder]:
-        held = dict(self._compute_declared_bytes())
+        held = dict(self._declared_bytes)
         if phase == "forward" and self.actor.num_accumulated == 1:
             held[HolderKind.GRADIENTS] = 0.0
         lasting = peak - growing
@@ -201,23 +198,9 @@ class OutOfMemoryAnalysis:
         held[HolderKind.PROCESS] = lasting
         return [Holder(kind=kind, name="", num_bytes=int(size), count=1) for kind, size in held.items()]
 
-    def _compute_declared_bytes(self) -> Mapping[HolderKind, float]:
-        """Return what a rank holds whatever it is fed, as the backend declares it."""
-        actor = self.actor
-        holding = find_declaration(actor.backend).predict_memory(actor, self.measure.steps)
-        share_elsewhere = 1 - 1 / self.world.num_data_ranks
-        num_parameters = count_parameters(self.config) / actor.parallel.tp
-
-        def sum_bytes(part: Callable[[BytesPerParameter], float]) -> float:
-            return num_parameters * (part(holding.total) - share_elsewhere * part(holding.partitioned))
-
-        weights, masters = sum_bytes(lambda held: held.weights), sum_bytes(lambda held: held.masters)
-        return {
-            # A model may hold its masters alone, and compute with casts of them.
-            HolderKind.WEIGHTS: weights or masters,
-            HolderKind.OPTIMIZER: sum_bytes(lambda held: held.moments) + (masters if weights else 0.0),
-            HolderKind.GRADIENTS: sum_bytes(lambda held: held.gradients) if self.measure.backward else 0.0,
-        }
+    @property
+    def _declared_bytes(self) -> Mapping[HolderKind, float]:
+        return compute_declared_bytes(self.config, self.actor, self.measure, self.world.num_data_ranks)
 
 
 def _pair_with_cost(shape: InputShape, record: PassRecord) -> MeasuredPass:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from actor_init.model import ModelSource
-from actor_init.spec import ActorSpec
+from actor_init.probe.head_probe import explain_whole_head, probe_head
+from actor_init.spec import ActorSpec, Head
 from actor_init.world import World
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
@@ -104,11 +105,13 @@ class Reruns:
     def analyze_out_of_memory(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""
         own_records = [record for record in records if record.rank == self.world.rank]
+        if not any(record.ran_out_of_memory for record in own_records):
+            return None
         head = self.source.head
         analysis = OutOfMemoryAnalysis(
             actor=self._actor_to_advise,
             measure=self.spec.measure,
-            has_whole_logits=head is None or bool(head.why_whole),
+            has_whole_logits=head is None or not head.in_chunks,
             world=self.world,
             config=self.source.config,
             inputs=self.inputs,
@@ -118,9 +121,13 @@ class Reruns:
 
     @property
     def _actor_to_advise(self) -> ActorSpec:
-        """The options to advise on: not --whole-logits where something else needs whole logits."""
-        actor = self.spec.actor
-        return replace(actor, whole_logits=False) if self.spec.why_whole_logits else actor
+        """The options to advise on: no other head where something needs whole logits."""
+        actor, source = self.spec.actor, self.source
+        if actor.head is not Head.WHOLE:
+            return actor
+        needs_whole = self.spec.why_whole_logits or explain_whole_head(actor, source)
+        can_chunk = not needs_whole and probe_head(source.config, self.world.device).in_chunks
+        return actor if can_chunk else replace(actor, head=Head.AUTO)
 
     def _profile_slowest_pass(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:
         """Profile the slowest pass that counts, else the last that finished; or say why there is none."""

@@ -360,7 +360,7 @@ def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -
     measurement = [
         digest_weights(repeater.spec.source.weights),
         strip_config(repeater.spec.source.config),
-        str([replace(actor, model=None, weights=None, blocks=None) for actor in actors]),
+        str([replace(actor, model=None, weights=None, blocks=None, head=repeater.spec.actor.head) for actor in actors]),
         str((repeater.dropout, "masks by the ends of the generators")),
         str((spec.measure.loss, spec.objective, spec.measure.window, spec.measure.backward)),
         str(None if (objective := Objective.open(spec)) is None else objective.sha256),

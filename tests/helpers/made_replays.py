@@ -1,8 +1,9 @@
 """A resolved replay without a model or a machine, for what only writes its options down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
+from actor_init.spec import Head
 from replay.options.resolved import ResolvedChoice, ResolvedReplay
 from replay.options.spec import ReplaySpec
 
@@ -15,7 +16,7 @@ class MadeReplay(ResolvedReplay):
     def of(cls, spec: ReplaySpec, *choices: ResolvedChoice) -> Self:
         """A replay whose log has the options of `spec`."""
         return cls(
-            actor=spec.actor.with_defaults(),
+            actor=replace(spec.actor.with_defaults(), head=Head.WHOLE),
             inputs=spec.inputs,
             measure=spec.without_unasked_steps().measure,
             state=spec.state,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actor_init.as_json import to_json
-from actor_init.spec import USER_FUNCTION, ActorSpec, Attention, Kernels, UsageError
+from actor_init.spec import USER_FUNCTION, ActorSpec, Attention, Head, Kernels, UsageError
 from capture.facts import Setting
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import ThisMachine
@@ -102,7 +102,8 @@ def make_traced_spec(spec: ReplaySpec, run: Run) -> ReplaySpec:
     numbers = [str(index if picked is None else picked[index]) for index in indices]
     return replace(
         spec,
-        actor=replace(spec.actor, grad_accumulation=len(indices)),
+        # The trace needs whole logits, whatever was typed.
+        actor=replace(spec.actor, grad_accumulation=len(indices), head=Head.AUTO),
         inputs=replace(spec.inputs, pick_inputs=",".join(numbers)),
         measure=replace(
             spec.measure, trace=True, details=True, noise_floor=False, trials=False, verdict=VerdictRule.REPORT

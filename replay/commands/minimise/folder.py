@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from actor_init.spec import Head
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import TokenRedaction, redact_folder
@@ -215,7 +216,9 @@ def _add_trace(spec: ReplaySpec) -> ReplaySpec:
     """Return the spec of a run of parity with --trace in place of its details, unless its rows are in reverse."""
     if spec.inputs.reverse_rows:
         return spec
-    return replace(spec, measure=replace(spec.measure, details=False, trace=True))
+    # The trace needs whole logits, whatever was typed.
+    actor, measure = replace(spec.actor, head=Head.AUTO), replace(spec.measure, details=False, trace=True)
+    return replace(spec, actor=actor, measure=measure)
 
 
 def _format_readme(log: MinimiseLog, smallest: SmallestFolder, *, is_whole: bool) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actor_init.spec import UsageError
+from actor_init.spec import Head, UsageError
 from replay.agreement.matrix import EDGES, arrange_settings, make_edge_settings, read_settings
 from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
@@ -231,7 +231,8 @@ class FirstDifferences:
         num_each = num_inputs // cell.num_data_ranks
         spec = replace(
             cell.spec,
-            actor=replace(cell.spec.actor, grad_accumulation=num_each),
+            # The trace needs whole logits, whatever was typed.
+            actor=replace(cell.spec.actor, grad_accumulation=num_each, head=Head.AUTO),
             inputs=replace(cell.spec.inputs, skip_inputs=first // cell.num_data_ranks, max_inputs=num_each),
             measure=replace(cell.spec.measure, trace=True, warmup=0),
         )

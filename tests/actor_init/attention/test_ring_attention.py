@@ -25,15 +25,17 @@ STANDING = [
     Job(GEMMA, 4, f"--tp 2 --ring 2 --sequence-parallel {FEW}"),
     *[Job(model, 4, f"--tp 2 --ring 2 --zero-stage 1 {FEW}", backend="deepspeed") for model in (QWEN3, GEMMA)],
     Job(LLAMA, 2, f"--ring 2 --compile {ONE}"),
-    Job(GEMMA, 2, f"--ring 2 {FEW}", "small_chunks"),
-    Job(LLAMA, 2, f"--ring 2 --zero-stage 3 {FEW}", "small_chunks", backend="deepspeed"),
-    Job(QWEN3, 4, f"--tp 2 --ring 2 {FEW}", "small_chunks"),
-    Job(LLAMA, 2, f"--ring 2 --whole-logits {FEW}"),
+    Job(GEMMA, 2, f"--ring 2 --head chunks {FEW}", "small_chunks"),
+    Job(LLAMA, 2, f"--ring 2 --zero-stage 3 --head chunks {FEW}", "small_chunks", backend="deepspeed"),
+    Job(QWEN3, 4, f"--tp 2 --ring 2 --head chunks {FEW}", "small_chunks"),
+    Job(LLAMA, 2, f"--ring 2 --head chunks {FEW}"),
 ]
 # So few tokens that keys from another rank are a large part of them.
 SHORT = "--skip-inputs 28 --max-inputs 1"
 WRONG = [Job(LLAMA, 2, f"--ring 2 {SHORT}", sabotage) for sabotage in ("own_keys_alone", "positions_from_zero")]
-WRONG_GRADIENTS = [Job(LLAMA, 2, f"--ring 2 {ONE}", sabotage) for sabotage in ("ring_averaged", "last_chunk_alone")]
+WRONG_GRADIENTS = [
+    Job(LLAMA, 2, f"--ring 2 --head chunks {ONE}", sabotage) for sabotage in ("ring_averaged", "last_chunk_alone")
+]
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ TABLE = [
 BF16_ROWS = [
     ("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"),
     ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
-    ("fsdp2 3, whole logits", f"--backend fsdp2 --whole-logits --max-inputs {FEW}"),
+    ("fsdp2 3, in chunks", f"--backend fsdp2 --head chunks --max-inputs {FEW}"),
     ("ddp", f"--backend ddp --max-inputs {FEW}"),
 ]
 STEP_ROWS = {

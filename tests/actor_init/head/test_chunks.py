@@ -19,10 +19,9 @@ from actor_init.head.chunks import LogProbRequest, choose_chunk_size, compute_lo
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, make_random_weights
 from actor_init.model_form import HeadForm, LogitStep
-from actor_init.probe.head_probe import choose_head, probe_head
+from actor_init.probe.head_probe import explain_whole_head, probe_head
 from actor_init.probe.packing_probe import build_small_model, make_one_document
 from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError
-from actor_init.world import World
 from replay.command_line.cli import main as replay_main
 from tests.helpers.sharded import SIZES
 
@@ -266,7 +265,7 @@ def test_a_model_that_differs_from_its_small_copy_is_refused() -> None:
         make_config("cohere", logit_scale=0.125, vocab_size=128), "eager", 0, CPU
     )
     inputs = replace(prepare_inputs(make_one_document(), packing=False), head=HeadForm())
-    with pytest.raises(UsageError, match=r"does something else .* Try: whole_logits=True"):
+    with pytest.raises(UsageError, match=r"does something else .* Try: head='whole'"):
         action_log_probs(model, inputs)
     assert "forward" not in vars(model.get_output_embeddings())
 
@@ -278,7 +277,6 @@ def make_adapter(module: str) -> Adapter:
 @pytest.mark.parametrize(
     ("spec", "adapter", "why"),
     [
-        (ActorSpec(whole_logits=True), None, "--whole-logits"),
         (ActorSpec(compile=Compile.DEEPCOMPILE), None, "DeepCompile's graph is the whole model"),
         (ActorSpec(parallel=ParallelSpec(tp=2)), None, "deepspeed gives every tp rank the whole vocabulary"),
         (ActorSpec(), make_adapter("lm_head"), "the head is peft's Linear"),
@@ -286,18 +284,16 @@ def make_adapter(module: str) -> Adapter:
         (ActorSpec(backend="fsdp2", parallel=ParallelSpec(tp=2)), None, ""),
     ],
 )
-def test_what_needs_whole_logits_gets_them(spec: ActorSpec, adapter: Adapter | None, why: str, world: World) -> None:
+def test_what_needs_whole_logits_is_known(spec: ActorSpec, adapter: Adapter | None, why: str) -> None:
     config = make_config("llama")
     source = ModelSource(config=config, weights=make_random_weights(config, 0), name="", adapter=adapter)
-    form = choose_head(spec, source, world)
-    assert form.why_whole == why
-    assert choose_head(spec, source, world, why_whole_logits="the trace").why_whole == (why or "the trace")
+    assert explain_whole_head(spec, source) == why
 
 
 @pytest.mark.usefixtures("one_world")
 def test_a_run_says_where_its_log_probs_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     descriptions, losses = [], []
-    for number, typed in enumerate(([], ["--whole-logits"], ["--trace"])):
+    for number, typed in enumerate((["--head", "chunks"], ["--head", "whole"], ["--trace"])):
         logs = tmp_path / str(number)
         code = replay_main(["--backend", "fsdp2", "--max-inputs", "1", "--log-folder", str(logs), *typed])
         assert code == 0
@@ -305,10 +301,10 @@ def test_a_run_says_where_its_log_probs_come_from(tmp_path: Path, capsys: pytest
         [record] = [line for path in logs.glob("*/rank0.jsonl") for line in path.read_text().splitlines()]
         descriptions.append(json.loads(run.read_text())["facts"]["head"])
         losses.append(json.loads(record)["loss"])
-        assert ("whole logits" in capsys.readouterr().out) == bool(typed)
+        assert ("whole logits" in capsys.readouterr().out) == (number > 0)
     assert descriptions == [
-        "log-probs in chunks",
-        "whole logits (--whole-logits)",
+        "log-probs in chunks (--head chunks)",
+        "whole logits (--head whole)",
         "whole logits (the trace holds them)",
     ]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)  # bf16: the same logits, rounded alike

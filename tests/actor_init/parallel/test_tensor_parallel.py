@@ -77,10 +77,10 @@ def standing_jobs() -> list[Job]:
     jobs += [Job(m, 2, BUILTIN) for m in ("llama", QWEN3, GEMMA3)]
     window = "--tp 2 --tp-plan builtin --sequence-parallel --grad-accumulation 2"
     jobs += [Job(m, 4, f"{window} {FEW}") for m in ("qwen2, biases", QWEN3)]
-    jobs += [Job(m, 2, f"--tp 2 {FEW}", "small_chunks") for m in (TIED, GEMMA3)]
-    jobs += [Job(TIED, 2, f"--tp 2 --sequence-parallel {FEW}", "small_chunks")]
-    jobs += [Job(m, 2, f"--tp 2 --whole-logits {FEW}") for m in (TIED, GEMMA3)]
-    jobs += [Job(TIED, 2, f"--tp 2 --whole-logits --sequence-parallel {FEW}")]
+    jobs += [Job(m, 2, f"--tp 2 --head chunks {FEW}", "small_chunks") for m in (TIED, GEMMA3)]
+    jobs += [Job(TIED, 2, f"--tp 2 --head chunks --sequence-parallel {FEW}", "small_chunks")]
+    jobs += [Job(m, 2, f"--tp 2 --head chunks {FEW}") for m in (TIED, GEMMA3)]
+    jobs += [Job(TIED, 2, f"--tp 2 --head chunks --sequence-parallel {FEW}")]
     return jobs
 
 
@@ -101,7 +101,7 @@ WRONG = [
     Job("llama", 2, f"--tp 2 {ONE}", "column_for_a_row"),
     Job("gemma3, sliding window, softcap", 2, f"--tp 2 --sequence-parallel {ONE}", "column_for_a_row"),
     Job("llama", 2, f"--tp 2 {ONE}", "different_inputs"),
-    Job("llama", 2, f"--tp 2 {ONE}", "own_shard_alone"),
+    Job("llama", 2, f"--tp 2 --head chunks {ONE}", "own_shard_alone"),
     Job("qwen2, biases", 2, f"--tp 2 --sequence-parallel {ONE}", "different_inputs"),
 ]
 UNSUMMED = {  # and which gradients have to be found wrong, and no others
@@ -116,7 +116,7 @@ SEEN = [
     for model in ("llama", "llama, tied, biases, uneven", "gemma3, sliding window, softcap")
     for flags in ("", "--sequence-parallel")
 ]
-GATHERED = Job("llama", 2, f"--tp 2 --whole-logits {ONE}", "whole_logits", shapes=True)
+GATHERED = Job("llama", 2, f"--tp 2 --head whole {ONE}", "whole_logits", shapes=True)
 BF16 = [
     Job("llama, tied, biases, uneven", 2, f"--tp 2 --dtype bf16 {FEW}{flag}") for flag in ("", " --sequence-parallel")
 ]

@@ -23,6 +23,7 @@ from replay.command_line.cli import main
 from replay.options.option_parsing import spec_to_dict
 from replay.options.resolved import (
     ATTENTION,
+    HEAD,
     KERNELS,
     KNOWN_WHEN_OPEN,
     LOSS_SCALE,
@@ -91,7 +92,8 @@ def test_each_choice_says_who_made_it(world: World) -> None:
     chosen = map_choosers(resolve_typed(world, "--dtype", "bf16", "--gradient-checkpointing"))
     assert chosen["actor.dtype"] is chosen["actor.gradient_checkpointing"] is ChosenBy.TYPED
     assert chosen["actor.model"] is chosen[ATTENTION] is ChosenBy.JOB
-    assert chosen[PACKING] is chosen["actor.whole_logits"] is ChosenBy.MODEL
+    assert chosen[PACKING] is ChosenBy.MODEL
+    assert chosen[HEAD] is ChosenBy.MACHINE
     assert chosen["actor.zero_stage"] is chosen["actor.beta1"] is chosen[KERNELS] is ChosenBy.DEFAULT
     assert "actor.num_layers" not in chosen, "a default that nothing had to choose is no choice"
 

@@ -12,7 +12,7 @@ import torch
 
 import replay.watch.shutdown as shutdown
 from actor_init.option_words import Dtype
-from actor_init.spec import ActorSpec
+from actor_init.spec import ActorSpec, Head
 from actor_init.world import World
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main
@@ -87,7 +87,7 @@ def analyze(
         config=source.config,
         inputs=paths,
         has_adapter=has_adapter,
-        has_whole_logits=actor.whole_logits,
+        has_whole_logits=actor.head is Head.WHOLE,
     ).describe_first_failure(records, cast(Any, model))
     assert found is not None
     return found
@@ -122,12 +122,12 @@ def test_whole_logits_are_told_from_what_blocks_keep(tmp_path: Path) -> None:
     records = [make_record(index, length, 0, length * 1_000) for index, length in enumerate(lengths[:3])]
     records.append(record(3, phases={}, error="x", error_type="OutOfMemoryError"))
 
-    found = analyze(tmp_path, lengths, records, ActorSpec(backend="ddp", whole_logits=True))
+    found = analyze(tmp_path, lengths, records, ActorSpec(backend="ddp", head=Head.WHOLE))
 
     assert found.needed is not None
     by_option = {saving.option: saving.peak_bytes for saving in found.needed.savings}
     logits, residual = 400 * LLAMA["vocab_size"] * 2, 2 * 400 * LLAMA["hidden_size"] * 2  # type: ignore[operator]
-    assert by_option["no --whole-logits"] == pytest.approx(400_000 - logits, rel=1e-3)
+    assert by_option["--head chunks"] == pytest.approx(400_000 - logits, rel=1e-3)
     assert by_option["--num-layers 1"] == pytest.approx((400_000 - logits) / 2 + logits, rel=1e-3)
     # a block's activations come when the logits are gone, and take more than they
     assert by_option["--gradient-checkpointing"] == pytest.approx((400_000 - logits) / 2 + residual, rel=1e-3)
