@@ -41,6 +41,10 @@ class Backend(Protocol):
         """Return action log-probs [B, A], fp32, a plain tensor. `train_mode` says nothing of autograd."""
         ...
 
+    def begin_window(self, num_passes: int) -> None:
+        """Begin a window of fewer passes than --grad-accumulation says. `backward` still averages over as many."""
+        ...
+
     def backward(self, loss: Tensor) -> None:
         """Add `loss`'s gradient, averaged over the data ranks and the accumulation window."""
         ...

@@ -34,6 +34,9 @@ class TorchBackend:
     attention: str
     kernels: str | None
 
+    def begin_window(self, num_passes: int) -> None:
+        """Begin a window of so many passes, which makes no difference where each backward averages over the ranks."""
+
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))
 

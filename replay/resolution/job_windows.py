@@ -4,10 +4,10 @@ A window of the replay is a step of the job if it has the same passes, of all ra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.resolution.windows import InputRound, JobPass, find_training_rounds
+from replay.resolution.windows import InputRound, JobPass, find_training_rounds, find_window_size
 from replay.tolerances.job_bounds import SAME_SHARES
 
 
@@ -31,11 +31,46 @@ class JobWindow:
     number: int | None
 
 
-def list_job_windows(rounds: Sequence[InputRound], size: int) -> list[JobWindow]:
-    """List the windows of a replay that are full: `size` training passes of each data rank."""
+def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[list[InputRound], int]:
+    """Note in rounds how many passes their windows have, if not all have `usual_size`; also return the largest number.
+
+    The job's last window of an epoch may be shorter than the others. What is no whole step of the job's is divided into
+    windows of the usual size.
+    """
+    indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
+    sizes: dict[int, int] = {}
+    begin = 0
+    while begin < len(indices):
+        size = _count_passes_of_step([rounds[index] for index in indices[begin:]]) or usual_size
+        sizes |= dict.fromkeys(indices[begin : begin + size], size)
+        begin += size
+    if set(sizes.values()) <= {usual_size}:
+        return list(rounds), usual_size
+    noted = [replace(each, num_in_window=sizes.get(index, 0)) for index, each in enumerate(rounds)]
+    return noted, max(sizes.values())
+
+
+def _count_passes_of_step(rounds: Sequence[InputRound]) -> int:
+    """Count the rounds up to the job's next step; 0 if they are not all of that step."""
+    passes: list[JobPass] = []
+    for number, input_round in enumerate(rounds):
+        if not input_round.job_passes or {each.num_steps_before for each in input_round.job_passes} != {
+            rounds[0].job_passes[0].num_steps_before
+        }:
+            return number if number and find_steps_of_job(passes) else 0
+        passes += input_round.job_passes
+    return len(rounds) if passes and find_steps_of_job(passes) else 0
+
+
+def list_job_windows(rounds: Sequence[InputRound], usual_size: int) -> list[JobWindow]:
+    """List the windows of a replay that are full: so many training passes of each data rank."""
     windows: list[JobWindow] = []
     indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
-    for begin in range(0, len(indices) - size + 1, size):
+    begin = 0
+    while begin < len(indices):
+        size = find_window_size(rounds, indices[begin], usual_size)
+        if begin + size > len(indices):
+            break
         members = [rounds[index] for index in indices[begin : begin + size]]
         passes = [job_pass for member in members for job_pass in member.job_passes]
         is_known = all(member.job_passes for member in members)
@@ -49,6 +84,7 @@ def list_job_windows(rounds: Sequence[InputRound], size: int) -> list[JobWindow]
                 number=passes[0].num_steps_before if passes else None,
             )
         )
+        begin += size
     return windows
 
 

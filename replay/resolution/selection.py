@@ -24,6 +24,7 @@ from replay.objective.objective import name_noted_objective, select_loss_tokens
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputOrder, InputsSpec, LossName, Passes, check_inputs, find_sample_folder
 from replay.output.text import describe_unreplayable, explain_unrecorded, join_lines, pluralise
+from replay.resolution.job_windows import note_window_sizes
 from replay.resolution.windows import InputRound, JobPass, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
 from replay.verdict.pass_values import read_divisor
@@ -236,7 +237,7 @@ def select(
     """
     check_inputs(spec)
     reader = CaptureReader(passes=spec.passes, loss=loss, padding_predicts=padding_predicts)
-    order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks)
+    order = WindowOrder(None if grad_accumulation is None else grad_accumulation * num_data_ranks, num_data_ranks)
     left_over: list[list[SelectedCapture]] = []
     not_recorded: Mapping[str, int] = {}
     recording: ChosenRecording | None = None
@@ -260,7 +261,10 @@ def select(
         raise UsageError(_explain_empty_selection(spec, reader, num_left_over, num_data_ranks, not_recorded))
     rounds = [tuple(map(reader.count_tokens, captures)) for captures in _pick_rounds(rounds, spec)]
     inputs = [captures[data_rank].path for captures in rounds]
-    job_accumulation = _find_job_accumulation(order, num_data_ranks)
+    described = [InputRound.from_captures(captures) for captures in rounds]
+    job_accumulation = order.find_accumulation() if grad_accumulation is None else None
+    if job_accumulation is not None:
+        described, job_accumulation = note_window_sizes(described, job_accumulation)
     if spec.uneven and spec.input_file is None:
         left_over_inputs = [capture.path for capture in left_over[data_rank]] if left_over else []
         inputs = [*inputs, *left_over_inputs][spec.skip_inputs : _find_end(spec)]
@@ -274,9 +278,9 @@ def select(
         unreplayable=reader.unreplayable,
         not_recorded=not_recorded,
         dealing=dealing + (f", {spec.epochs} times over" if spec.epochs > 1 else ""),
-        rounds=[InputRound.from_captures(captures) for captures in rounds],
+        rounds=described,
         grad_accumulation=grad_accumulation or job_accumulation or 1,
-        has_job_windows=grad_accumulation is None and job_accumulation is not None,
+        has_job_windows=job_accumulation is not None,
         padding_predicts=any(capture.num_after_padding for captures in rounds for capture in captures),
         is_whole=not (spec.input_file or spec.skip_inputs or spec.max_inputs or spec.pick_inputs or num_left_over)
         and not (reader.damaged or reader.unreplayable),
@@ -297,12 +301,6 @@ def _pick_rounds(rounds: list[tuple[SelectedCapture, ...]], spec: InputsSpec) ->
         picked, why = Setting("pick_inputs", missing_numbers[0]), f": each data rank has {len(rounds)} inputs"
         raise UsageError(picked, why, f"Give numbers from 0 to {len(rounds) - 1}")
     return [rounds[number] for number in spec.picked_numbers]
-
-
-def _find_job_accumulation(order: WindowOrder, num_data_ranks: int) -> int | None:
-    """Return the passes of each data rank in one window of the job; None if its windows cannot be reproduced."""
-    num_passes = order.num_passes or 0
-    return None if num_passes == 0 or num_passes % num_data_ranks else num_passes // num_data_ranks
 
 
 def _check_file_exists(path: Path) -> Path:

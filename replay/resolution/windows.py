@@ -76,6 +76,7 @@ class InputRound:
     num_tokens  tokens of the loss, by data rank
     job_passes  by data rank; empty where a capture could not be read
     most_real_tokens, most_padded_tokens  the most that a data rank has
+    num_in_window  passes of a data rank in the window that a training pass is in; 0: as --grad-accumulation says
     """
 
     trains: bool
@@ -84,6 +85,7 @@ class InputRound:
     job_passes: Sequence[JobPass] = ()
     most_real_tokens: int = 0
     most_padded_tokens: int = 0
+    num_in_window: int = 0
 
     @classmethod
     def from_captures(cls, captures: Sequence[SelectedCapture]) -> Self:
@@ -124,13 +126,17 @@ def find_whole_window(captures: Sequence[SelectedCapture]) -> list[SelectedCaptu
 
 
 class WindowOrder:
-    """Order captures by the job's windows: training passes outside complete windows of one size come last.
+    """Order captures by the job's windows: training passes outside complete windows come last.
 
-    num_passes  passes in each complete window, over all ranks, as typed or as in the first one; None: none seen yet
+    The data ranks share the passes of a window evenly, so one that cannot be shared so is no complete one either.
+
+    num_passes  passes in each complete window, over all ranks, as typed, else in the first one; None: none seen yet
     """
 
-    def __init__(self, num_passes: int | None = None) -> None:
+    def __init__(self, num_passes: int | None = None, num_data_ranks: int = 1) -> None:
         self.num_passes = num_passes
+        self._is_typed = num_passes is not None
+        self._num_data_ranks = num_data_ranks
 
     def sort(self, captures: Iterable[SelectedCapture]) -> Iterator[SelectedCapture]:
         """Yield `captures`, which come by step; training passes outside such windows come last."""
@@ -141,15 +147,26 @@ class WindowOrder:
             window = find_whole_window(training)
             if window and self.num_passes is None:
                 self.num_passes = len(window)
-            members = set(map(id, window if len(window) == self.num_passes else []))
+            is_complete = len(window) == self.num_passes if self._is_typed else not len(window) % self._num_data_ranks
+            members = set(map(id, window if is_complete else []))
             yield from (capture for capture in step_captures if not capture.trains or id(capture) in members)
             outside_windows += [capture for capture in training if id(capture) not in members]
         yield from outside_windows
+
+    def find_accumulation(self) -> int | None:
+        """Return the passes of each data rank in the first window; None if the data ranks cannot share them evenly."""
+        num_passes = self.num_passes or 0
+        return None if num_passes == 0 or num_passes % self._num_data_ranks else num_passes // self._num_data_ranks
 
 
 def find_training_rounds(rounds: Sequence[InputRound], first_index: int, size: int) -> list[InputRound]:
     """Return the accumulation window that begins at `first_index`: the next `size` rounds of training passes."""
     return [input_round for input_round in rounds[first_index:] if input_round.trains][:size]
+
+
+def find_window_size(rounds: Sequence[InputRound], first_index: int, usual_size: int) -> int:
+    """Return how many passes of a data rank the window has that begins at `first_index`."""
+    return (rounds[first_index].num_in_window if first_index < len(rounds) else 0) or usual_size
 
 
 def compute_token_weight(

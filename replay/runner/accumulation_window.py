@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actor_init.backends.protocol import Backend
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_step import Sample
 from replay.resolution.job_windows import did_job_average_means
-from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds
+from replay.resolution.windows import InputRound, compute_token_weight, find_training_rounds, find_window_size
 from replay.tolerances.job_bounds import SAME_SHARES
 
 
@@ -14,7 +15,7 @@ from replay.tolerances.job_bounds import SAME_SHARES
 class AccumulationWindow:
     """The accumulation window that is open on one rank. It has the same passes on every rank.
 
-    size              passes of each data rank in a window
+    usual_size        passes of each data rank in a window, as --grad-accumulation says
     rounds            one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
     num_passes        passes of the window that have run
@@ -22,7 +23,7 @@ class AccumulationWindow:
     recorded_signatures  signatures of it, by that name
     """
 
-    size: int
+    usual_size: int
     rounds: Sequence[InputRound] = ()
     first_index: int = 0
     num_passes: int = 0
@@ -30,16 +31,27 @@ class AccumulationWindow:
     recorded_signatures: dict[str, list[GradientSignature]] = field(default_factory=dict)
 
     @property
+    def size(self) -> int:
+        """Passes of each data rank in this window."""
+        return find_window_size(self.rounds, self.first_index, self.usual_size)
+
+    @property
     def is_open(self) -> bool:
         """Has a pass of the window run, and is another to come?"""
         return self.num_passes > 0
 
     def enter_pass(
-        self, index: int, recorded: Mapping[str, Sample], signatures: Mapping[str, GradientSignature]
+        self,
+        index: int,
+        recorded: Mapping[str, Sample],
+        signatures: Mapping[str, GradientSignature],
+        backend: Backend,
     ) -> None:
         """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
         if not self.is_open:
             self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
+            if self.size != self.usual_size:
+                backend.begin_window(self.size)
         for name, sample in recorded.items():
             self.recorded_samples.setdefault(name, []).append(sample)
         for name, signature in signatures.items():

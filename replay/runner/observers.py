@@ -120,7 +120,7 @@ class TraceObserver(PassObserver):
 
     def before_pass(self, inputs: PassInputs) -> None:
         self._ends_window = inputs.ends_window
-        self._trace.begin_pass(inputs.actor_inputs)
+        self._trace.begin_pass(inputs.actor_inputs, inputs.window_factor)
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
         self._trace.end_forward(log_probs_BA)

@@ -120,7 +120,7 @@ def _measure(
     """Measure the gradient of one pass of one data rank. The other data ranks' passes run too, and weigh nothing."""
     world, weight_checker = repeater.world, repeater.weight_checker
     rounds = [
-        _keep_tokens_of(input_round, data_rank) if place == index else input_round
+        replace(_keep_tokens_of(input_round, data_rank) if place == index else input_round, num_in_window=0)
         for place, input_round in enumerate(repeater.selection.rounds)
     ]
     replayer = Replayer(

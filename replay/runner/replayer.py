@@ -138,7 +138,7 @@ class Replayer:
         self.tracker = tracker
         self.weight_checker = weight_checker
         self.trace = trace
-        self.window = AccumulationWindow(size=spec.actor.num_accumulated, rounds=rounds)
+        self.window = AccumulationWindow(usual_size=spec.actor.num_accumulated, rounds=rounds)
         self.details_folder = log_folder if spec.measure.keeps_details else None
         self.non_finite_search = NonFiniteSearch(spec=spec.actor, world=world, report_progress=tracker.report_progress)
         self.follower = StepFollower(spec=spec, world=world)
@@ -274,7 +274,7 @@ class Replayer:
             self.weight_checker.match_samples(recorded_gradients) if recorded_gradients is not None else {}
         )
         signatures = self.weight_checker.match_signatures(call.step.signatures if call.step is not None else ())
-        self.window.enter_pass(record.index, recorded_samples, signatures)
+        self.window.enter_pass(record.index, recorded_samples, signatures, self.actor.backend)
         inputs = self._prepare_inputs(record.index, call, batch)
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
@@ -374,6 +374,7 @@ class Replayer:
             builds_graph=batch.trains,
             runs_backward=runs_backward,
             loss_weight=self._choose_loss_weight(index, recorded),
+            window_factor=self.window.usual_size / self.window.size,
             ends_window=ends_window,
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],

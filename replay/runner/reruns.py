@@ -261,8 +261,7 @@ class Reruns:
     def _restore_window(self, records: Sequence[PassRecord], index: int) -> None:
         """Bring the accumulation window, with its gradient, to where it was before pass `index` ran first."""
         self.replayer.reopen_after_failure()
-        num_accumulated = self.spec.actor.num_accumulated
-        if not self.spec.measure.backward or num_accumulated == 1:
+        if not self.spec.measure.backward or self.spec.actor.num_accumulated == 1:
             return
         trained_indices = [
             record.index
@@ -274,8 +273,8 @@ class Reruns:
         while self.replayer.window.num_passes and self._fill_window(trained_indices[-1]):
             pass
         earlier_indices = [trained_index for trained_index in trained_indices if trained_index < index]
-        num_in_window = len(earlier_indices) % num_accumulated
-        for earlier_index in earlier_indices[len(earlier_indices) - num_in_window :]:
+        ends = [record.index for record in records if record.result.grad_norm is not None and record.index < index]
+        for earlier_index in (each for each in earlier_indices if each > max(ends, default=-1)):
             self._fill_window(earlier_index)
 
     def _fill_window(self, index: int) -> bool:

@@ -55,6 +55,7 @@ class PassInputs:
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
+    window_factor        another one: the backend averages over the usual number of passes in a window, not over its own
     ends_window          the accumulation window ends with this pass
     takes_step           the optimizer steps at the end of this pass, and the step is measured; only with `ends_window`
     follows_step         after the measured part the optimizer follows the job's step; only with `ends_window`
@@ -72,6 +73,7 @@ class PassInputs:
     builds_graph: bool
     runs_backward: bool
     loss_weight: float = 1.0
+    window_factor: float = 1.0
     ends_window: bool = False
     takes_step: bool = False
     follows_step: bool = False
@@ -308,7 +310,8 @@ def run_pass(
                 notifier.before_phase(RankPhase.BACKWARD)
                 with clock.measure("backward"):
                     # A weight of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
-                    backend.backward(loss if inputs.loss_weight == 1 else loss * inputs.loss_weight)
+                    factor = inputs.loss_weight * inputs.window_factor
+                    backend.backward(loss if factor == 1 else loss * factor)
             notifier.after_backward()
 
             if inputs.takes_step:

@@ -60,10 +60,10 @@ class TraceWriter:
         self._backend = backend
         self._layers = LayerTracer(backend.model, self._source.config, self._spec, self._world)
 
-    def begin_pass(self, inputs: ActorInputs) -> None:
+    def begin_pass(self, inputs: ActorInputs, window_factor: float = 1.0) -> None:
         self._inputs = inputs
         self._log_probs, self._parameter_gradients = {}, {}
-        self._loss_factor = self._backend.loss_scale() / self._spec.num_accumulated
+        self._loss_factor = self._backend.loss_scale() * window_factor / self._spec.num_accumulated
         self._layers.begin(inputs, self._loss_factor)
 
     def end_forward(self, log_probs_BA: Tensor) -> None:

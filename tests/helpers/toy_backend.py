@@ -74,6 +74,9 @@ class ToyBackend:
         self.model.train(train_mode)
         return action_log_probs(self.model, inputs)
 
+    def begin_window(self, num_passes: int) -> None:
+        """Each window ends where `end_window` is called."""
+
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss / self.spec.num_accumulated / dist.get_world_size())
 

@@ -5,6 +5,7 @@ relative.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,11 +97,12 @@ class LossCurve:
 
 def read_curve(run: PastRun) -> LossCurve:
     """Return the steps of a run with --step. An incomplete last window is not a step."""
-    size = run.actor.num_accumulated
-    windows: dict[int, list[PassRecord]] = {}
+    ends = sorted({record.index for record in run.records if record.result.grad_norm is not None})
+    windows: list[list[PassRecord]] = [[] for _ in ends]
     for record in run.records:
-        windows.setdefault(record.index // size, []).append(record)
-    return LossCurve(steps=[_combine_step(number, window) for number, window in windows.items() if _list_norms(window)])
+        if (number := bisect_left(ends, record.index)) < len(ends):
+            windows[number].append(record)
+    return LossCurve(steps=[_combine_step(number, window) for number, window in enumerate(windows)])
 
 
 def _list_norms(window: Sequence[PassRecord]) -> list[float]:

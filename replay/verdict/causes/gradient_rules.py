@@ -90,6 +90,16 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     if _explain_factor(factor) and clips_under_scale(window):
         return name_early_clipping(factor, verdict)
     num_passes = len(window)
+    usual_number = max(map(len, evidence.windows))
+    if num_passes < usual_number and math.isclose(factor, num_passes / usual_number, rel_tol=1e-3):
+        return Cause(
+            name=CauseName.WINDOW_WEIGHTS,
+            sureness=Sureness.IS,
+            sentence=f"each loss is divided by the {usual_number} passes of a full step, and the job's step "
+            f"{(verdict.optimizer_step or 0) + 1} has {num_passes}: its gradient is {seen_factor:.4g} times the loss's",
+            try_next="divide by the passes that a step really has, as at the end of an epoch",
+            explains=(*GRADIENT_FINDINGS, WEIGHTING),
+        )
     if num_passes > 1 and math.isclose(factor, num_passes, rel_tol=1e-3):
         return Cause(
             name=CauseName.WINDOW_WEIGHTS,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.resolution.job_windows import did_job_average_means, list_job_windows
+from replay.resolution.job_windows import did_job_average_means, list_job_windows, note_window_sizes
 from replay.resolution.windows import InputRound, JobPass
 
 pytestmark = pytest.mark.quick
@@ -56,3 +56,40 @@ def test_a_step_is_of_all_ranks() -> None:
 def test_a_mean_of_means_is_known_by_its_shares(shares: tuple[float | None, float], expected: bool) -> None:
     rounds = [make_round(make_pass(0, 0)), make_round(make_pass(1, 0, (0, 1), shares))]
     assert did_job_average_means(rounds, 0, 2) is expected
+
+
+def make_uneven_rounds() -> list[InputRound]:
+    """Make the rounds of two steps of an epoch, whose last has one pass, and of one more."""
+    return [
+        make_round(make_pass(0, 0)),
+        make_round(make_pass(1, 0, (0, 1), (0.5, 0.5))),
+        make_round(make_pass(2, 1, (2,), (1.0,))),
+        make_round(trains=False),
+        make_round(make_pass(3, 2)),
+        make_round(make_pass(4, 2, (3, 4), (0.5, 0.5))),
+    ]
+
+
+def test_a_window_has_as_many_passes_as_the_jobs_step() -> None:
+    rounds, size = note_window_sizes(make_uneven_rounds(), 2)
+    assert [each.num_in_window for each in rounds] == [2, 2, 1, 0, 2, 2]
+    windows = list_job_windows(rounds, size)
+    assert [(window.first_index, window.last_index, window.number) for window in windows] == [
+        (0, 1, 0),
+        (2, 2, 1),
+        (4, 5, 2),
+    ]
+    assert all(window.steps for window in windows)
+
+
+def test_the_largest_window_is_the_usual_one() -> None:
+    """A backend can end a window early and not late."""
+    rounds, size = note_window_sizes(make_uneven_rounds()[2:], 1)
+    assert ([each.num_in_window for each in rounds], size) == ([1, 0, 2, 2], 2)
+
+
+def test_what_is_no_whole_step_makes_windows_of_the_usual_size() -> None:
+    rounds = make_uneven_rounds()
+    assert note_window_sizes(rounds[:2], 2) == (rounds[:2], 2)
+    # The first pass of a step is not among them.
+    assert note_window_sizes(rounds[1:], 2) == (rounds[1:], 2)

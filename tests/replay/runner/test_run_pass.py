@@ -42,6 +42,9 @@ class Backend:
             raise RuntimeError("the forward failed")
         return self.weight * inputs.action_mask_BA.float()
 
+    def begin_window(self, num_passes: int) -> None:
+        self.events.append(f"window of {num_passes}")
+
     def backward(self, loss: Tensor) -> None:
         self.events.append(f"backward of {loss.item():g}")
         if self.fails_in == "backward":

@@ -84,6 +84,17 @@ def test_a_factor_that_was_recorded_is_one_on_the_loss() -> None:
     assert cause.sentence.startswith("the job differentiates 10 times its loss")
 
 
+def test_a_short_last_window_is_not_divided_by_the_number_of_a_full_one() -> None:
+    full, pair = make_window([SOUND], SOUND), make_window([SOUND], SOUND, index=1)
+    short = make_window([scale_gradients(SOUND, 0.5)], SOUND, index=2, share=0.5)
+    [cause] = find_causes(make_gradient_evidence([*full, *pair], short))
+    assert (cause.name, cause.sureness) == (CauseName.WINDOW_WEIGHTS, Sureness.IS)
+    assert cause.sentence.startswith("each loss is divided by the 2 passes of a full step, and the job's step 3 has 1")
+    # Where all steps have one pass, it is a factor like any other.
+    [cause] = find_causes(make_gradient_evidence(full, short))
+    assert cause.name is CauseName.GRADIENTS_SCALED
+
+
 def test_parameters_without_a_gradient_are_named_with_their_module() -> None:
     without = [name for name in NAMES if "layers.1.self_attn" in name]
     evidence = make_gradient_evidence(
