@@ -18,7 +18,7 @@ from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
 from capture.record.rng_and_outputs import read_environment
 from replay.options.option_parsing import format_error_with_flags
-from replay.options.resolved import ResolvedReplay
+from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
@@ -179,6 +179,7 @@ def describe_setting(
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.steps else None,
+        is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
         followed=spec.followed_settings,
         own_limit=spec.own_limit,
         steps_unasked=spec.steps_unasked,

@@ -52,6 +52,7 @@ class VerdictSettings:
     """The settings of a replay that decide which of the job's numbers it can be held to, and how closely.
 
     dtype             as torch names it
+    is_dtype_typed    it was typed, whatever the job computed in
     steps             the replay updates its weights (--step), with the optimizer of this spec
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
     followed          settings that it takes from each of the job's steps, by torch's names
@@ -92,6 +93,7 @@ class VerdictSettings:
     floors: Mapping[str, NoiseFloor] = field(default_factory=dict)
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
+    is_dtype_typed: bool = False
     own_limit: float | None = None
 
     @property

@@ -56,9 +56,11 @@ from replay.verdict.pass_values import (
     describe_mixed_recordings,
 )
 from replay.verdict.pass_verdicts import (
+    explain_finer_dtype,
     judge_passes,
     judge_windows,
     keep_worst_of_peers,
+    leave_open,
     make_pass_verdict,
     mark_job_dropout_masks,
 )
@@ -129,7 +131,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
        pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
-    5. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
+    5. Where a finer dtype than the job's was typed, nothing is REPRODUCED: its rounding hides more than this replay's.
+    6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
@@ -152,6 +155,9 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     compared_passes = mark_job_dropout_masks(compared_passes, settings)
     pass_verdicts = keep_worst_of_peers(compared_passes, judge_passes(compared_passes, settings))
     window_verdicts = judge_windows(compared_passes, settings)
+    job_dtype = _find_coarsest_dtype(compared_passes)
+    if (hides := explain_finer_dtype(job_dtype, settings)) is not None:
+        pass_verdicts, window_verdicts = leave_open(pass_verdicts, hides), leave_open(window_verdicts, hides)
 
     # In the order of the passes: a window's verdict comes after that of its last pass. So a wrong gradient comes before
     # the wrong numbers that it causes in later passes.
@@ -176,7 +182,7 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
         open=_select_open_findings(verdicts),
         weights=choose_shown_weights(compared_passes),
         environment=environment,
-        dtypes=(_find_coarsest_dtype(compared_passes), settings.dtype),
+        dtypes=(job_dtype, settings.dtype),
         floors=settings.floors,
         model_differences=settings.model_differences,
         passes=pass_verdicts,

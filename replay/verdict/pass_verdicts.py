@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from replay.tolerances.difference import is_coarse
+from replay.tolerances.difference import UNIT_ROUNDOFF, is_coarse, roundoff
 from replay.verdict.dropout_masks import PROVEN_MASKS, MaskStatus, is_about_masks
 from replay.verdict.findings import ROUNDING_HIDES, FindingStatus, VerdictSettings, list_dtypes
 from replay.verdict.gradient_findings import ComparedPass, group_into_windows
-from replay.verdict.outcomes import FAILED, NOT_REPLAYED, OTHER_WEIGHTS, WHOLE_PASS_REASONS, Outcome, PassVerdict
+from replay.verdict.outcomes import (
+    FAILED,
+    FINER_DTYPE,
+    NOT_REPLAYED,
+    OTHER_WEIGHTS,
+    WHOLE_PASS_REASONS,
+    Outcome,
+    PassVerdict,
+)
 from replay.verdict.pass_values import MISSING_GRADIENT
 from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weights, merge_comparisons
 
@@ -140,6 +148,24 @@ def make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str
         reason=reason,
         findings=compared_pass.findings,
     )
+
+
+def explain_finer_dtype(job_dtype: str, settings: VerdictSettings) -> str | None:
+    """Say that a finer dtype was typed than the job is known to have computed in; None where that is not so.
+
+    Numbers that agree then are as far apart as the job's own rounding allows, and it may hide what is wrong.
+    """
+    if not settings.is_dtype_typed or job_dtype not in UNIT_ROUNDOFF or roundoff(job_dtype) <= roundoff(settings.dtype):
+        return None
+    return f"{FINER_DTYPE}: in {settings.dtype}, as typed, and the job in {job_dtype}, whose rounding hides more"
+
+
+def leave_open(verdicts: Sequence[PassVerdict], reason: str) -> list[PassVerdict]:
+    """Return the verdicts with UNSETTLED in place of REPRODUCED."""
+    return [
+        replace(verdict, outcome=Outcome.UNSETTLED, reason=reason) if verdict.outcome is Outcome.REPRODUCED else verdict
+        for verdict in verdicts
+    ]
 
 
 def keep_worst_of_peers(compared_passes: Sequence[ComparedPass], verdicts: Sequence[PassVerdict]) -> list[PassVerdict]:

@@ -17,7 +17,7 @@ from replay.output.text import Pairs, pluralise
 from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS
 from replay.verdict.causes.cause import Cause, Sureness
 from replay.verdict.findings import ROUNDING_HIDES, Finding, FindingStatus
-from replay.verdict.outcomes import OTHER_WEIGHTS, Coverage, Outcome, PassVerdict, Verdict
+from replay.verdict.outcomes import FINER_DTYPE, OTHER_WEIGHTS, Coverage, Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MISSING_GRADIENT, WeightComparison
 
 SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETTLED, FindingStatus.DIFFERS)
@@ -84,6 +84,8 @@ def format_outcome(verdict: Verdict) -> str:
         case _:
             first = verdict.first
             assert first is not None
+            if str(verdict.reason).startswith(FINER_DTYPE):
+                return f"{verdict.outcome}: {verdict.reason}"
             wrong, *others = sorted(first.findings, key=_headline_sort_key, reverse=True)
             others = [finding for finding in others if finding.status is wrong.status and finding.doubt == wrong.doubt]
             why = f" ({verdict.reason})" if verdict.outcome is Outcome.UNSETTLED else ""

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from replay.tolerances.difference import roundoff
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.gradient_findings import list_steps
+from replay.verdict.outcomes import FINER_DTYPE, Outcome
 from replay.verdict.pass_values import MOVED, OPTIMIZER
 
 LEAST_VALUES = 16
@@ -87,7 +89,31 @@ def find_rounded_weights(evidence: Evidence) -> Cause | None:
     return None
 
 
+def find_finer_dtype(evidence: Evidence) -> Cause | None:
+    """Tell that a finer dtype was typed than the job computed in, where no number is wrong."""
+    reasons = [str(verdict.reason) for verdict in evidence.verdicts if verdict.outcome is Outcome.UNSETTLED]
+    job_dtypes = [dtype for compared in evidence.passes for dtype in compared.recorded.dtypes]
+    if evidence.first_wrong is not None or not any(reason.startswith(FINER_DTYPE) for reason in reasons):
+        return None
+    job_dtype = max(job_dtypes, key=roundoff)
+    autocast = next((compared.recorded.settings.get("autocast", "off") for compared in evidence.passes), "off")
+    under = "" if autocast == "off" else ", under autocast"
+    return Cause(
+        name=CauseName.DTYPE,
+        sureness=Sureness.IS,
+        sentence=f"the job computes in {job_dtype}{under}, and {evidence.settings.dtype} was typed",
+        try_next="the replay without --dtype, in the job's own; or take the coarser dtype out of the job",
+    )
+
+
 RULES = (
+    CauseRule(
+        name=CauseName.DTYPE,
+        find=find_finer_dtype,
+        means="the job computes in a coarser dtype than was typed, and no number is wrong",
+        told_by="what the recording states of the job's dtypes",
+        job="autocast-everywhere",
+    ),
     CauseRule(
         name=CauseName.DTYPE,
         find=find_rounded_gradient,

@@ -1,12 +1,24 @@
 """Gradients and weights that went through a 16-bit dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.dtype_rules import SUMMED, find_half_dtype
 from replay.verdict.causes.table import find_causes
-from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_gradient_evidence, make_window
+from replay.verdict.judge import PassEvidence, judge
+from replay.verdict.outcomes import Outcome
+from replay.verdict.pass_values import Claim
+from tests.replay.verdict.causes.made_evidence import (
+    NAMES,
+    SETTINGS,
+    draw_gradients,
+    make_gradient_evidence,
+    make_window,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -35,3 +47,27 @@ def test_gradients_that_were_rounded_are_told_from_changed_ones() -> None:
     # A job of bf16 has such gradients, and so has its replay.
     causes = find_causes(make_gradient_evidence(make_window([rounded], rounded)))
     assert CauseName.DTYPE not in [cause.name for cause in causes]
+
+
+@pytest.mark.parametrize(
+    ("job_dtype", "is_typed", "outcome"),
+    [
+        ("bfloat16", True, Outcome.UNSETTLED),
+        # As of a job of fp16 on a CPU.
+        ("bfloat16", False, Outcome.REPRODUCED),
+        ("float32", True, Outcome.REPRODUCED),
+    ],
+)
+def test_nothing_is_reproduced_in_a_finer_dtype_than_the_jobs_that_was_typed(
+    job_dtype: str, is_typed: bool, outcome: Outcome
+) -> None:
+    [compared] = make_window([SOUND], SOUND, dtype=job_dtype)
+    claims = [Claim(name=LOSS, values=[1.5])]
+    recorded = replace(compared.recorded, claims=claims, num_tokens=80, settings={"autocast": "bfloat16"})
+    settings = replace(SETTINGS, is_dtype_typed=is_typed)
+    verdict = judge([PassEvidence(compared.record, recorded, compared.replayed)], settings)
+    assert verdict.outcome is outcome
+    sentences = [cause.sentence for cause in verdict.causes]
+    assert sentences == (
+        ["the job computes in bfloat16, under autocast, and float32 was typed"] if outcome is Outcome.UNSETTLED else []
+    )
