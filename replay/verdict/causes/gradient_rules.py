@@ -15,6 +15,13 @@ from replay.verdict.causes.clipping import (
     name_early_clipping,
 )
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
+from replay.verdict.causes.factors import (
+    explain_loss_scale,
+    explain_padding,
+    explain_share,
+    find_uniform_factor,
+    may_come_of_reduction,
+)
 from replay.verdict.causes.model_rules import GRADIENT_KINDS
 from replay.verdict.causes.wrong_gradient import (
     GRADIENT_FINDINGS,
@@ -28,9 +35,6 @@ from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
 from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
 from replay.verdict.pass_values import MOVED, WEIGHTING
-
-# A loss scale of fp16 is a power of 2, and rarely less.
-LEAST_LOSS_SCALE = 64.0
 
 
 def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
@@ -87,7 +91,7 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
     seen_factor = finding.recorded / finding.replayed if finding.replayed else math.nan
     if abs(factor - 1) < 1e-4 or not math.isclose(seen_factor, factor, rel_tol=0.1):
         return None
-    if _explain_factor(factor) and clips_under_scale(window):
+    if explain_loss_scale(factor) and clips_under_scale(window):
         return name_early_clipping(factor, verdict)
     num_passes = len(window)
     usual_number = max(map(len, evidence.windows))
@@ -113,30 +117,10 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
         name=CauseName.GRADIENTS_SCALED,
         sureness=Sureness.IS,
         sentence=f"the job differentiates {factor:.6g} times its loss"
-        f"{_explain_factor(factor) or _explain_share(factor, window)}, {name_time(verdict)}",
+        f"{explain_loss_scale(factor) or explain_share(factor, window)}, {name_time(verdict)}",
         try_next="look for a factor on the loss between the model and the backward",
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
-
-
-def _explain_factor(factor: float) -> str:
-    is_power_of_2 = factor > 0 and abs(math.log2(factor) - round(math.log2(factor))) < 0.02
-    return " (a loss scale?)" if is_power_of_2 and factor >= LEAST_LOSS_SCALE else ""
-
-
-def _explain_share(factor: float, window: Sequence[ComparedPass]) -> str:
-    """Say what else a factor is one over: the passes of a step on a rank, or the ranks."""
-    num_ranks = window[0].recorded.world_size or 1
-    num_passes = len({compared.recorded.forward for compared in window})
-    reasons = [
-        text
-        for number, text in (
-            (num_passes, f"1 over the {num_passes} passes of a step on each rank, if they divide twice"),
-            (num_ranks, f"1 over the {num_ranks} ranks, if the reduction averages what is divided by them already"),
-        )
-        if number > 1 and math.isclose(factor, 1 / number, rel_tol=1e-3)
-    ]
-    return f" ({'; or '.join(reasons)})" if reasons else ""
 
 
 def _find_round_norm(wrong: WrongGradient) -> float | None:
@@ -144,25 +128,6 @@ def _find_round_norm(wrong: WrongGradient) -> float | None:
     return find_round_number(
         math.hypot(*(parameter.job_norm or 0.0 for parameter in wrong.gradient.parameters.values()))
     )
-
-
-def _may_come_of_reduction(factor: float, window: Sequence[ComparedPass]) -> bool:
-    """Tell whether a factor may be that of a wrong reduction over the ranks, and not one on the gradients."""
-    num_ranks = window[0].recorded.world_size or 1
-    return num_ranks > 1 and any(math.isclose(factor, number, rel_tol=0.1) for number in (num_ranks, 1 / num_ranks))
-
-
-def find_uniform_factor(wrong: WrongGradient) -> float | None:
-    """Find the number that every gradient is multiplied by in the job; None if it is not one number for all."""
-    factors = [find_factor(parameter) for parameter in wrong.gradient.parameters.values() if parameter.replay_norm]
-    known = sorted(factor for factor in factors if factor is not None)
-    if not known or len(known) < len(factors):
-        return None
-    middle = known[len(known) // 2]
-    if not middle or not all(wrong.is_scaled(parameter) for parameter in wrong.gradient.parameters.values()):
-        return None
-    tolerance = 4 * SAME_RATIO[wrong.is_coarse]
-    return middle if all(abs(factor / middle - 1) <= tolerance for factor in known) else None
 
 
 def find_summed_gradients(evidence: Evidence) -> Cause | None:
@@ -202,16 +167,19 @@ def find_scaled_gradients(evidence: Evidence) -> Cause | None:
         )
     # Around 1 the factors of a coarse dtype spread so far that some parameters may be off all the same.
     if uniform is not None and abs(uniform - 1) > 2 * SAME_RATIO[wrong.is_coarse]:
-        if _explain_factor(uniform) and clips_under_scale(wrong.window):
+        if explain_loss_scale(uniform) and clips_under_scale(wrong.window):
             return name_early_clipping(uniform, wrong.verdict)
         is_sure = wrong.is_sure(parameters.values(), uniform, is_off=False)
-        is_sure &= not _may_come_of_reduction(uniform, wrong.window)
+        is_sure &= not may_come_of_reduction(uniform, wrong.window)
+        padding = explain_padding(uniform, wrong)
+        why = padding or explain_loss_scale(uniform) or explain_share(uniform, wrong.window)
         return Cause(
             name=CauseName.GRADIENTS_SCALED,
-            sureness=Sureness.IS if is_sure else Sureness.PROBABLY,
-            sentence=f"each gradient is {uniform:.4g} times that of the loss{_explain_factor(uniform)}, "
-            f"{name_time(wrong.verdict)}",
-            try_next="look for what multiplies gradients: a hook, a loss scale that is left in, a division",
+            sureness=Sureness.IS if is_sure and not padding else Sureness.PROBABLY,
+            sentence=f"each gradient is {uniform:.4g} times that of the loss{why}, {name_time(wrong.verdict)}",
+            try_next="divide the sum of a pass's losses by the number of tokens that have one, and not by all positions"
+            if padding
+            else "look for what multiplies gradients: a hook, a loss scale that is left in, a division",
             explains=GRADIENT_FINDINGS,
         )
     off = {name: parameter for name, parameter in parameters.items() if not wrong.is_same(parameter)}

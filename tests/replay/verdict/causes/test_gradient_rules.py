@@ -73,6 +73,18 @@ def test_one_factor_of_all_is_sure_where_rounding_explains_what_single_ones_are_
     assert "each gradient is 1.5 times" in cause.sentence
 
 
+@pytest.mark.parametrize(("num_tokens", "is_padding"), [(49, True), (60, False)])
+def test_a_factor_that_is_the_losss_share_of_all_positions_is_a_mean_over_padding(
+    num_tokens: int, is_padding: bool
+) -> None:
+    """Two rows of 50 tokens have 98 positions that predict one."""
+    window = make_window([scale_gradients(SOUND, 0.5)], SOUND)
+    window = [replace(member, recorded=replace(member.recorded, num_tokens=num_tokens)) for member in window]
+    cause = find_causes(make_gradient_evidence(window))[0]
+    assert ("the loss's tokens are 0.5 of all positions" in cause.sentence) is is_padding
+    assert cause.sureness is (Sureness.PROBABLY if is_padding else Sureness.IS)
+
+
 def test_a_sound_gradient_has_no_cause() -> None:
     causes = find_causes(make_gradient_evidence(make_window([SOUND], SOUND)))
     # Though the evidence says that its norm differs, nothing is known about why.
