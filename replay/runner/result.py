@@ -22,6 +22,7 @@ from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
+from replay.resolution.selection import Selection
 from replay.runlog.reader import find_run_folder, read_lines_so_far
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import RUN_FILE, RecordingRemark, RunEnd, RunFile, RunStart, Values, read_section
@@ -266,7 +267,15 @@ def conclude(
             training_remarks,
             is_whole=is_whole,
         )
-        remarks = [*training_remarks, *describe_flips(passes), *describe_router_loss(passes), *notes, *remarks]
+        job_end = describe_job_end(repeater.selection, find_inputs_folder(repeater.spec.inputs))
+        remarks = [
+            *job_end,
+            *training_remarks,
+            *describe_flips(passes),
+            *describe_router_loss(passes),
+            *notes,
+            *remarks,
+        ]
     return Conclusion(verdict=verdict, remarks=remarks, recording_remarks=recording_remarks)
 
 
@@ -366,6 +375,23 @@ def add_incidents(passes: Sequence[PassEvidence], folder: Path) -> Sequence[Pass
         else PassEvidence(record, recorded, replayed)
         for record, recorded, replayed in passes
     ]
+
+
+def describe_job_end(selection: Selection, folder: Path) -> Pairs:
+    """Say how the job broke off, if the only recording of a folder tells: in the words of the rank that broke first."""
+    if selection.recording is None or selection.recording.num_recordings > 1:
+        return []
+    try:
+        records = read_incidents(folder)
+    except (CaptureError, OSError):
+        return []
+    ends = [(record.rank, each) for record in records for each in record.incidents if _ends_job(each)]
+    if not ends:
+        return []
+    rank, incident = min(ends, key=lambda end: (end[1].follows_another, end[1].time))
+    how = join_lines(incident.message) or f"{incident.what}, {incident.where}"
+    forward = "" if incident.forward is None else f", forward {incident.forward}"
+    return [("job", f"broke off on rank {rank}{forward} ({incident.place or incident.where}): {how}")]
 
 
 def _ends_job(incident: Incident) -> bool:

@@ -129,6 +129,11 @@ def describe_model_difference(difference: ModelDifference) -> str:
             return f"the job has {what}: {job}{ranks}"
         case Kind.FORWARD:
             return f"the job runs another forward of {what}: {job}{ranks}"
+        case Kind.CLASS:
+            return f"the class of {what} is {job} in the job{ranks}, {replay} here"
+        case Kind.ATTENTION_FUNCTION | Kind.LOSS_FUNCTION:
+            own = replay if difference.replay is not None else "the usual one"
+            return f"the {difference.kind} is {job} in the job{ranks}, {own} here"
         case Kind.TIED | Kind.FROZEN:
             return f"{what}: {job} in the job{ranks}, {replay} here"
         case _:

@@ -38,10 +38,14 @@ def test_a_recording_whose_first_forward_raised_names_the_incident(
     assert f"verdict    CANNOT TELL: {RAISED}" in capsys.readouterr().out
 
 
-def test_passes_before_the_one_that_raised_are_judged(tmp_path: Path, one_world: None) -> None:
+def test_passes_before_the_one_that_raised_are_judged(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, verdict, _ = replay_captures(train(tmp_path, num_whole=2, reproduce=True), tmp_path / "logs", *FP32)
     assert [judged_pass["outcome"] for judged_pass in verdict["passes"]] == ["REPRODUCED", "REPRODUCED", "CANNOT TELL"]
     assert [judged_pass["reason"] for judged_pass in verdict["passes"]] == [None, None, RAISED]
+    ended = "broke off on rank 0, forward 2 (in forward): RuntimeError: the kernel is not there"
+    assert f"job        {ended}" in capsys.readouterr().out
 
 
 def test_of_a_folder_without_a_capture_the_incident_is_named(
