@@ -125,6 +125,8 @@ def _explain_unfollowable(
 ) -> str | None:
     """Say why the job's step after a window cannot be taken here; None if it can."""
     step_name = "a step" if window.number is None else f"step {window.number + 1}"
+    if not window.steps and window.number and not any(job_pass.step for job_pass in window.passes):
+        return f"no step was recorded behind the passes after step {window.number}"
     if not window.steps:
         return f"not all passes of {step_name} were recorded, or they are not all replayed"
     if window.number is None or first_window.number is None or window.number - first_window.number != window.place:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, HIDING_BOUND, LOG_PROBS, LOSS, TOKENS
 from replay.verdict.findings import Finding, FindingStatus
-from replay.verdict.gradient_findings import ComparedPass
+from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT
 
@@ -36,7 +36,7 @@ def measure_coverage(
         num_passes=len(pass_verdicts),
         num_judged=len(whole),
         num_forward_judged=len(with_forward) - len(whole),
-        num_steps=len(windows),
+        num_steps=sum(bool(list_steps(window)) or window[-1].record.index in judged_ends for window in windows),
         num_steps_judged=len(judged_ends),
     )
 

@@ -27,6 +27,7 @@ def list_step_remarks(passes: Sequence[RecordedPass], *, is_whole: bool, is_stil
             _check_learning_rate(steps),
             None if is_stillness_told else _check_movement(trained, steps),
             _check_share(trained, steps),
+            _check_untaken(trained) if is_whole else None,
         )
         return [remark for remark in remarks if remark is not None]
     has_stepped = any(recorded.num_steps_before for recorded in trained)
@@ -70,6 +71,24 @@ def _check_share(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]
     if most is None:
         return None
     return f"the job's optimizer stepped {most} of {num_trainable} trainable parameters in {_describe_steps(steps)}"
+
+
+def _check_untaken(trained: Sequence[RecordedPass]) -> str | None:
+    """Say so if more passes follow the last step than any step took: a job that was cut short leaves no more."""
+    by_rank: dict[int | None, list[RecordedPass]] = {}
+    for recorded in trained:
+        by_rank.setdefault(recorded.rank, []).append(recorded)
+    for passes in by_rank.values():
+        ends = {recorded.forward or 0: step for recorded in passes if (step := recorded.step_after) is not None}
+        most = max((len(step.passes) for step in ends.values()), default=0)
+        untaken = sum(recorded.forward is not None and recorded.forward > max(ends, default=0) for recorded in passes)
+        if untaken > most > 0:
+            return (
+                f"the last {untaken} of {pluralise(len(passes), 'training pass')} go into no step: the job took none "
+                f"after step {len(ends)}, and at most {pluralise(most, 'pass')} went into one before. "
+                "Is there a guard that leaves steps out?"
+            )
+    return None
 
 
 def _describe_steps(steps: Sequence[OptimizerStep]) -> str:

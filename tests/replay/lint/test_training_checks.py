@@ -28,6 +28,16 @@ def test_a_job_without_steps_is_said_only_of_a_whole_recording() -> None:
     assert text.startswith("trained: no optimizer step was recorded in 3 training passes, and none of 1 sampled ")
 
 
+def test_passes_that_go_into_no_step_are_said_if_they_are_more_than_a_step_takes() -> None:
+    """As where a guard leaves out each step from the third on. A job that was cut short leaves fewer."""
+    stepping = [make_pass(number=place, step=make_step(passes=(place,), shares=(1.0,))) for place in range(2)]
+    left = [make_pass(number=place, step=None, optimizer_step=2) for place in range(2, 5)]
+    assert say([*stepping, *left[:1]], is_whole=True) == []
+    assert say([*stepping, *left]) == []
+    [text] = say([*stepping, *left], is_whole=True)
+    assert text.startswith("trained: the last 3 of 5 training passes go into no step: the job took none after step 2")
+
+
 def test_a_rate_of_0_is_said() -> None:
     step = make_step(settings=({"lr": 0.0, "num_parameters": 1},))
     assert say(make_passes(1, step=step)) == ["trained: the learning rate was 0 in the 1 recorded step"]

@@ -68,6 +68,7 @@ def test_a_parameter_of_no_group_is_trained_as_the_first() -> None:
     ("window", "why"),
     [
         (make_window(0), "not all passes of step 1 were recorded"),
+        (make_window(0, number=2), "no step was recorded behind the passes after step 2"),
         (make_window(0, {"lr": 1.0}, optimizer="Shampoo"), "Shampoo"),
         (make_window(0, {"lr": 1.0}, {"lr": 2.0}), "their parameters were not recorded"),
         (make_window(0, {"lr": 1.0}, max_norm=1.0, num_clipped=3), "only a part of the gradient of step 1 was clipped"),
