@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from actor_init.declarations.backends import list_whole_backend
 from actor_init.declarations.optimizers import (
     OPTIMIZERS,
     explain_unknown_class,
@@ -16,11 +17,12 @@ from actor_init.declarations.optimizers import (
     read_job_group,
     recognise_group,
 )
-from actor_init.declarations.optimizers.declaration import OptimizerDeclaration, ParameterGroup
+from actor_init.declarations.optimizers.declaration import JobGroup, OptimizerDeclaration, ParameterGroup
 from actor_init.optimizer import StepSettings
 from actor_init.spec import ActorSpec, OptimizerName
 from capture.facts import Setting
 from capture.file_format.optimizer_step import OptimizerStep, merge_equal_settings, parse_numbers
+from replay.options.spec import StepMode
 from replay.output.text import pluralise
 from replay.resolution.job_windows import JobWindow
 from replay.verdict.optimizer_settings import FAMILY, LABELS, format_value
@@ -153,7 +155,7 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     group = read_job_group(settings, step.optimizer or "")
     family = recognise_group(group)
     if family is None:
-        return explain_unknown_class(group)
+        return _explain_own_class(group, step, actor)
     if actor.optimizer != OptimizerName.AUTO:
         typed_family = OPTIMIZERS.get(actor.optimizer)
         if typed_family is None or family.word not in (typed_family.word, typed_family.companion):
@@ -163,6 +165,13 @@ def _explain_group(settings: Mapping[str, Any], step: OptimizerStep, actor: Acto
     if (refusal := find_missing_package(family.word)) is not None:
         return refusal.text
     return None
+
+
+def _explain_own_class(group: JobGroup, step: OptimizerStep, actor: ActorSpec) -> str:
+    """Say that no family steps as a class of the job's own does, with all options of a replay that steps with it."""
+    limit = _read_limit(step)
+    clipping = [] if limit is None or actor.max_norm is not None else [Setting("max_norm", limit)]
+    return explain_unknown_class(group, [Setting("step", StepMode.ON), *clipping, *list_whole_backend(actor)])
 
 
 def _explain_clipping(window: JobWindow, first_window: JobWindow, step_name: str) -> str | None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from actor_init.declarations.backends import find_obstacle
+from actor_init.declarations.backends import find_obstacle, list_whole_backend
 from actor_init.model import ModelSource, list_parameter_names
+from actor_init.optimizers.saved_state import STATE_FILES
 from actor_init.spec import ActorSpec, OptimizerName
 from actor_init.world import World
 from capture.facts import Setting
@@ -115,8 +117,7 @@ def _choose_on_rank(
     if (why := find_obstacle(stepping, world.device.type)) is not None:
         return refuse(format_error_with_flags(why), ChosenBy.MACHINE)
     if spec.state.optimizer_state is None and (why := explain_missing_start(windows[0])) is not None:
-        given = Setting("optimizer_state", "FOLDER")
-        return refuse(format_error_with_flags(f"{why}. Try: {given}"))
+        return refuse(format_error_with_flags(f"{why}. Try: {_name_state_options(spec, source)}"))
     # No pass runs on the weights after the last step, so that one is not taken. Steps at a rate of 0 move nothing.
     last_index = max(index for index, input_round in enumerate(selection.rounds) if input_round.trains)
     settings = {index: step for index, step in followed.settings.items() if index < last_index}
@@ -143,6 +144,13 @@ def _find_steps_to_follow(
         own_names = list_parameter_names(source.config, source.adapter)
         job_names = own_names if len(own_names) == recorded.num_parameters else ()
     return find_followed_steps(windows, spec.actor, checker.names, job_names)
+
+
+def _name_state_options(spec: ReplayParts, source: ModelSource) -> str:
+    """Name the options that give the optimizer's state, whole, since some backends cannot begin with one."""
+    is_beside_model = any((Path(source.name) / name).is_file() for name in STATE_FILES)
+    given = Setting("optimizer_state", source.name if is_beside_model else "FOLDER")
+    return " ".join(map(str, [given, *list_whole_backend(spec.actor)]))
 
 
 def _find_foreign_parameter(spec: ReplayParts, checker: WeightChecker, recorded: ParameterSamples | None) -> str | None:

@@ -43,7 +43,7 @@ def _describe_missing_steps(trained: Sequence[RecordedPass]) -> str:
         return text
     return (
         f"{text}, and none of {pluralise(len(unmoved), 'sampled parameter')} moved. Does the optimizer have the "
-        "model's parameters? One that was made before fully_shard has others"
+        "model's parameters? One that was made before fully_shard or load_state_dict(assign=True) has others"
     )
 
 

@@ -26,6 +26,13 @@ def find_backends(condition: Callable[[BackendDeclaration], bool]) -> list[str]:
     return [name for name, declaration in BACKENDS.items() if condition(declaration)]
 
 
+def list_whole_backend(spec: ActorSettings) -> list[Setting]:
+    """Return the setting that gives an optimizer whole parameters, where the backend of `spec` gives it pieces."""
+    if not find_declaration(spec.backend).cuts_parameters(spec):
+        return []
+    return [Setting("backend", find_backends(lambda other: not other.cuts_parameters(spec))[0])]
+
+
 def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     """Return why the backend of `spec` cannot run it on a type of device; None if it can."""
     declaration = find_declaration(spec.backend)

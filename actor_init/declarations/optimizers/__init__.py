@@ -1,6 +1,6 @@
 """Register the optimizer families. To add one, write a file that declares it, and one entry here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,11 +56,13 @@ def read_job_group(settings: Mapping[str, Any], class_name: str, library: str | 
     return JobGroup(class_name=str(name), library=package, settings=settings)
 
 
-def explain_unknown_class(group: JobGroup) -> str:
-    """Say that no family steps as a job's class does."""
+def explain_unknown_class(group: JobGroup, options: Sequence[Setting] = ()) -> str:
+    """Say that no family steps as a job's class does. `options` go with a function of the user's own."""
     library = f" of {group.library}" if group.library not in (None, "__main__") else ""
     library = " of the job's own script" if group.library == "__main__" else library
-    return f"the job's {group.class_name}{library} is of no family here. Try: {OWN_CLASS}, which builds it"
+    typed = " ".join(map(str, [OWN_CLASS, *options]))
+    advice = f"Try: {typed}, where function(named_parameters, settings) builds it"
+    return f"the job's {group.class_name}{library} is of no family here, so its steps are not judged. {advice}"
 
 
 def find_missing_package(word: str) -> UsageError | None:

@@ -116,6 +116,17 @@ def find_other_update(evidence: Evidence) -> Cause | None:
             "load_state_dict(assign=True), fully_shard)",
             explains=(STEPPED, *EXPLAINED),
         )
+    steps = evidence.settings.steps
+    if steps is not None and steps.custom_optimizer is not None:
+        return Cause(
+            name=CauseName.OPTIMIZER,
+            sureness=Sureness.PROBABLY,
+            sentence=f"the gradient is the job's, and the weights after it are not, {name_time(verdict)}"
+            f"{'' if finding.where is None else f' ({finding.where})'}: the job's optimizer does not step as "
+            f"{steps.optimizer} does, or something besides it changed them",
+            try_next="hold what the job's class does in its first step against the class that your function builds",
+            explains=(STEPPED, *EXPLAINED),
+        )
     drifts = [drift.excess for sample in samples if (drift := measure_drift(sample)) is not None]
     if drifts and sorted(drifts)[len(drifts) // 2] > OTHER_MASTERS:
         return Cause(

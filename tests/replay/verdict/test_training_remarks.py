@@ -76,7 +76,8 @@ def read_remarks(job: Path, capsys: pytest.CaptureFixture[str], *typed: str) -> 
         (
             made_before_sharding,
             "no optimizer step was recorded in 3 training passes, and none of 16 sampled parameters moved. Does the "
-            "optimizer have the model's parameters? One that was made before fully_shard has others",
+            "optimizer have the model's parameters? One that was made before fully_shard or "
+            "load_state_dict(assign=True) has others",
         ),
         (at_rate_0, "the learning rate was 0 in all 3 recorded steps"),
         (undone, "none of 21 sampled parameters moved in 3 recorded steps"),

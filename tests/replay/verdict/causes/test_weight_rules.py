@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LOSS, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
@@ -46,7 +48,7 @@ def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int])
     assert find_cause(versions) is None
 
 
-def judge_update(moves: Sequence[float]) -> Cause:
+def judge_update(moves: Sequence[float], **settings: Any) -> Cause:
     """The first cause where the job's step moved each of eight parameters by so many of the replay's steps."""
     gradients = draw_gradients()
     [first] = make_window([gradients], gradients)
@@ -67,7 +69,7 @@ def judge_update(moves: Sequence[float]) -> Cause:
         second, record=replace(second.record, result=result), replayed=replace(second.replayed, stepped=stepped)
     )
     evidence = make_gradient_evidence([second], [first], names=(STEPPED,))
-    return find_causes(evidence)[0]
+    return find_causes(replace(evidence, settings=replace(evidence.settings, **settings)))[0]
 
 
 def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
@@ -81,3 +83,10 @@ def test_weights_farther_off_than_a_step_moves_them_are_not_those_of_the_pass() 
     assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
     assert "many times what a step moves them" in cause.sentence
     assert "something besides the optimizer changed them" in judge_update([1.5] * 8).sentence
+
+
+def test_an_optimizer_of_the_users_own_that_steps_otherwise_is_told_first() -> None:
+    """Whatever the size of the steps, as of an Adam without the correction of its second moment's bias."""
+    cause = judge_update([30.0] * 8, steps=ActorSpec(optimizer="own.py:build"))
+    assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
+    assert "the job's optimizer does not step as own.py:build does" in cause.sentence
