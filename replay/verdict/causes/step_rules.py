@@ -39,6 +39,18 @@ def find_other_state(evidence: Evidence) -> Cause | None:
         return None
     # An optimizer that counts otherwise than it steps may look at its first step as if it had an older state.
     fact = next((fact for fact in facts if fact.kind in MISCOUNTS), facts[0])
+    last = max(step.number for _, step in steps)
+    if fact.kind is StateFactKind.UNEVEN and fact.step == last:
+        # What steps behind it held is taken for a part of it, where no recorded pass comes between.
+        return Cause(
+            name=CauseName.STEPS_SKIPPED,
+            sureness=Sureness.PROBABLY,
+            sentence=f"behind step {fact.step + 1}, the last with a recorded pass, the optimizer takes "
+            f"{pluralise((fact.counted or 0) - (fact.expected or 0), 'step')} more, or counts its parameters unevenly",
+            try_next="look for training passes that are not recorded: the job may call the module inside of its "
+            "wrapper, which then reduces nothing",
+            explains=EXPLAINED,
+        )
     name = MISCOUNTS.get(fact.kind, CauseName.OPTIMIZER_STATE)
     advice = {
         CauseName.STEPS_SKIPPED: "look for steps that are taken twice, or left out, in the job's loop",
@@ -145,6 +157,9 @@ def find_other_moments(evidence: Evidence) -> Cause | None:
     if wrong is None or wrong[0] is not evidence.first_wrong:
         return None
     verdict, finding = wrong
+    counts = find_other_state(evidence)
+    if counts is not None and counts.name is CauseName.STEPS_SKIPPED:
+        return None
     if any(other.status in WRONG and other.name in GRADIENT_QUANTITIES for other in verdict.findings):
         return None
     where = "" if finding.where is None else f" ({finding.where})"

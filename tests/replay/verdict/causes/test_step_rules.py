@@ -10,7 +10,12 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.clipping import find_other_norm
 from replay.verdict.causes.evidence import Evidence
-from replay.verdict.causes.step_rules import find_other_moments, find_repeated_steps, find_untaken_passes
+from replay.verdict.causes.step_rules import (
+    find_other_moments,
+    find_other_state,
+    find_repeated_steps,
+    find_untaken_passes,
+)
 from replay.verdict.findings import make_finding
 from replay.verdict.pass_values import OPTIMIZER, OPTIMIZER_STATE
 from replay.verdict.pass_weights import find_miscounted_steps
@@ -44,6 +49,26 @@ def test_an_optimizer_that_counts_two_for_each_step_takes_two() -> None:
     assert cause is not None
     assert (cause.name, cause.sureness) == (CauseName.STEPS_SKIPPED, Sureness.IS)
     assert "takes 2 steps for each" in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("counts", "name", "sureness"),
+    [
+        # As where the job goes on with the module inside of its wrapper: no pass of the last three steps is recorded.
+        ([(0,), (1,), (2, 5)], CauseName.STEPS_SKIPPED, Sureness.PROBABLY),
+        ([(0,), (1, 5), (2, 6)], CauseName.OPTIMIZER_STATE, Sureness.IS),
+    ],
+)
+def test_uneven_counts_of_the_last_recorded_step_may_be_of_steps_behind_it(
+    counts: Sequence[tuple[int, ...]], name: CauseName, sureness: Sureness
+) -> None:
+    evidence = make_steps(counts)
+    wrong = make_finding(OPTIMIZER_STATE, 2.0, 1.0, difference=1.0, bound=0.1)
+    evidence = replace(evidence, verdicts=[make_verdict(9, [wrong], optimizer_step=2)])
+    cause = find_other_state(evidence)
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (name, sureness)
+    assert (find_other_moments(evidence) is None) is (name is CauseName.STEPS_SKIPPED)
 
 
 @pytest.mark.parametrize("counts", [[(0,), (1,), (2,)], [(0,), (2,)], [(0,), (2,), (3,)], [(), (), ()]])
