@@ -152,7 +152,7 @@ class Campaign(Generic[Plan]):
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _run_tasks: RunTasks | None = None
     _jobs_run_alone: bool = True
-    _seconds_per_job: float = 0.0
+    _max_seconds_per_job: float = 0.0
     # No campaign job is started after this time of `time.monotonic`.
     _start_deadline: float = 0.0
 
@@ -194,9 +194,13 @@ class Campaign(Generic[Plan]):
             plan = from_json(plan_class, file.plan, source=f"{path} is damaged: plan")
             lines = _read_journal(folder / JOURNAL)
         except (OSError, ValueError) as error:
-            message = format_error_with_flags(error) if isinstance(error, UsageError) else f"{path} is damaged: {error}"
-            if isinstance(error, OSError):
-                message = f"the campaign cannot be read: {error}"
+            match error:
+                case UsageError():
+                    message = format_error_with_flags(error)
+                case OSError():
+                    message = f"the campaign cannot be read: {error}"
+                case _:
+                    message = f"{path} is damaged: {error}"
             raise UsageError(f"{message}. Try: replay {name}, from the beginning") from error
         return cls(
             folder=folder,
@@ -235,7 +239,7 @@ class Campaign(Generic[Plan]):
 
         storage  folder or URI where campaign jobs keep the states from which they resume; None: they keep none
         """
-        self._seconds_per_job, self._start_deadline = limits.run_seconds, limits.compute_deadline()
+        self._max_seconds_per_job, self._start_deadline = limits.run_seconds, limits.compute_deadline()
         if storage is None:
             self._run_tasks = executor.make_runner(self.folder, self.machine, limits.at_once)
         else:
@@ -316,7 +320,7 @@ class Campaign(Generic[Plan]):
             self.folder / job.home,
             ChildJob(spec=job.spec.as_child()),
             num_processes=job.num_processes,
-            limit=self._seconds_per_job,
+            limit=self._max_seconds_per_job,
             python=job.python,
         )
 

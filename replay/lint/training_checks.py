@@ -8,7 +8,7 @@ import torch
 from capture.file_format.name_patterns import format_patterns
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.lint.remark import LintRemark, LintSubject, Weight
-from replay.output.text import pluralise
+from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.step_remarks import list_step_remarks
@@ -47,7 +47,7 @@ def _check_config(subject: LintSubject) -> Iterator[LintRemark]:
     if subject.config_differences:
         yield LintRemark(
             topic="config",
-            text=f"the model folder's is not the job's: {_name(subject.config_differences, separator='; ')}",
+            text=f"the model folder's is not the job's: {name_some(subject.config_differences, _MAX_NAMED, '; ')}",
             weight=Weight.OTHER_CONFIG,
             cause=CauseName.MODEL_CONFIG,
         )
@@ -57,7 +57,7 @@ def _check_code(subject: LintSubject) -> Iterator[LintRemark]:
     if subject.code_differences:
         yield LintRemark(
             topic="model",
-            text=f"{_name(subject.code_differences, separator='; ')}: no number that was judged shows it",
+            text=f"{name_some(subject.code_differences, _MAX_NAMED, '; ')}: no number that was judged shows it",
             weight=Weight.OTHER_CONFIG,
         )
 
@@ -126,7 +126,7 @@ def _check_missing_gradients(subject: LintSubject) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="gradients",
             text=f"{pluralise(len(missing), 'trainable parameter')} had no gradient in {pluralise(number, 'step')}: "
-            f"{_name(patterns)}",
+            f"{name_some(patterns, _MAX_NAMED)}",
             weight=Weight.NO_TRAINING,
             cause=CauseName.NO_GRADIENT,
         )
@@ -147,7 +147,7 @@ def _check_mode(subject: LintSubject) -> Iterator[LintRemark]:
         )
     parts = dict.fromkeys(part for mode in known if mode["model"] for part in mode["parts"])
     if parts:
-        text = f"parts of the model were in eval mode while it trained: {_name(list(parts))}"
+        text = f"parts of the model were in eval mode while it trained: {name_some(list(parts), _MAX_NAMED)}"
         yield LintRemark(topic="dropout", text=text, weight=Weight.FACT, cause=CauseName.DROPOUT)
 
 
@@ -230,7 +230,8 @@ def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
     total = max((recorded.weights.num_parameters for recorded in subject.trained), default=0)
     number = max((recorded.num_frozen for recorded in subject.trained), default=0)
     if number:
-        named = f": {_name(format_patterns(subject.frozen, _list_names(subject)))}" if subject.frozen else ""
+        patterns = format_patterns(subject.frozen, _list_names(subject)) if subject.frozen else []
+        named = f": {name_some(patterns, _MAX_NAMED)}" if patterns else ""
         text = f"{number} of {pluralise(total, 'parameter')} were not trained{named}"
         yield LintRemark(topic="frozen", text=text, weight=Weight.FACT, cause=CauseName.FROZEN)
 
@@ -244,7 +245,7 @@ def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
     vectors = [sample.name for recorded in subject.trained for sample in recorded.samples if len(sample.shape) == 1]
     if vectors:
         patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
-        text = f"weight decay {decay:g} acts on all parameters, on {_name(patterns)}, too"
+        text = f"weight decay {decay:g} acts on all parameters, on {name_some(patterns, _MAX_NAMED)}, too"
         yield LintRemark(topic="decay", text=text, weight=Weight.FACT)
 
 
@@ -259,11 +260,6 @@ def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:
     most = numbers.most_common(1)[0][0]
     names = [name for name, dtype in dtype_by_name.items() if dtype != most]
     counts = ", ".join(f"{number} {dtype}" for dtype, number in numbers.most_common())
-    text = f"sampled parameters are {counts}: {_name(format_patterns(names, dtype_by_name))} are other than the rest"
+    others = name_some(format_patterns(names, dtype_by_name), _MAX_NAMED)
+    text = f"sampled parameters are {counts}: {others} are other than the rest"
     yield LintRemark(topic="dtypes", text=text, weight=Weight.FACT)
-
-
-def _name(names: Sequence[str], separator: str = ", ") -> str:
-    """Name the first of these and count the others."""
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return separator.join(names[:_MAX_NAMED]) + more

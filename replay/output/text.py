@@ -74,6 +74,12 @@ def pluralise(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def name_some(names: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Name the first of these and count the others: `a, b and 3 more`."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
+
+
 def describe_damaged_files(damaged: Sequence[tuple[Path, str]]) -> Pairs:
     return [("damaged", reason if path.name in reason else f"{path.name}: {reason}") for path, reason in damaged]
 

@@ -37,6 +37,7 @@ from replay.options.resolved import (
     name_kernel,
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
+from replay.output.text import name_some
 from replay.resolution.head_choice import choose_head
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
@@ -256,8 +257,7 @@ def _explain_model(spec: ReplayParts, source: ModelSource) -> Iterator[ResolvedC
 
 def describe_frozen(names: Collection[str]) -> str:
     """Name the first of the parameters that are not trained, and say how many more there are."""
-    first, *others = sorted(names)
-    return f"{first} and {len(others)} more" if others else first
+    return name_some(sorted(names), 1)
 
 
 def _list_choices_left_to_actor(actor: ActorSpec) -> Iterator[ResolvedChoice]:

@@ -17,7 +17,7 @@ from replay.objective.objective import Objective, describe_loss
 from replay.options.option_parsing import spell_setting
 from replay.options.resolved import LOSS, STEP, ChosenBy, ResolvedReplay
 from replay.options.spec import WindowWeights
-from replay.output.text import describe_engine, pluralise
+from replay.output.text import describe_engine, name_some, pluralise
 from replay.resolution.job_defaults import find_inputs_folder, shorten_path
 from replay.resolution.resolve import describe_frozen
 from replay.resolution.selection import Selection
@@ -248,8 +248,7 @@ def _describe_mode(first_call: Call, missing_parts: Sequence[str]) -> dict[str, 
     parts = list_switched_parts(first_call)
     if not parts:
         return {}
-    more = f" and {len(parts) - MAX_NAMED_PARTS} more" if len(parts) > MAX_NAMED_PARTS else ""
-    text = f"another one than the model's, as in the job: {', '.join(parts[:MAX_NAMED_PARTS])}{more}"
+    text = f"another one than the model's, as in the job: {name_some(parts, MAX_NAMED_PARTS)}"
     missing = f"; not found here: {', '.join(missing_parts[:MAX_NAMED_PARTS])}" if missing_parts else ""
     return {"mode": f"{text}{missing}"}
 

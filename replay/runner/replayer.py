@@ -269,12 +269,10 @@ class Replayer:
         it open, since the gradient is still that of the passes before. After a pass that succeeded, its results go into
         the record, its log-probs and samples into what the verdict needs, and details and trace are written.
         """
-        recorded_gradients = call.step.gradients if call.step is not None else None
-        recorded_samples = (
-            self.weight_checker.match_samples(recorded_gradients) if recorded_gradients is not None else {}
-        )
-        signatures = self.weight_checker.match_signatures(call.step.signatures if call.step is not None else ())
-        self.window.enter_pass(record.index, recorded_samples, signatures, self.actor.backend)
+        gradients = call.step.gradients if call.step is not None else None
+        samples = self.weight_checker.match_samples(gradients.samples if gradients is not None else ())
+        signatures = self.weight_checker.match_samples(call.step.signatures if call.step is not None else ())
+        self.window.enter_pass(record.index, samples, signatures, self.actor.backend)
         inputs = self._prepare_inputs(record.index, call, batch)
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
@@ -283,7 +281,7 @@ class Replayer:
 
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
-        step_states = self.weight_checker.match_states(call.step.state if call.step is not None else ())
+        step_states = self.weight_checker.match_samples(call.step.state if call.step is not None else ())
         state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, step_states)
         observers = [generators, *extra_observers, *run_observers.in_order]
         observers += [state_sampler] if state_sampler is not None else []
@@ -311,6 +309,7 @@ class Replayer:
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
+        # Each rank of a ring is fed an equal slice of the row.
         fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
         record = run_observers.add_to(
             replace(
@@ -439,14 +438,17 @@ class Replayer:
         return compute_loss
 
     def _search_before_step(self, inputs: PassInputs) -> str | None:
-        """Search the forward alone: a backward would change the gradient that the optimizer is about to step with."""
+        """Return the name of the first tensor that is not finite in the forward, or why it cannot be found.
+
+        No backward runs: it would change the gradient that the optimizer is about to step with.
+        """
         forward = replace(inputs, runs_backward=False)
         return self.non_finite_search.find_first(self.actor.backend, forward, has_stepped=False)
 
     def _collect_log_probs(
         self, outcome: PassOutcome, inputs: PassInputs, call: Call, batch: MicroBatch
     ) -> ReplayedPass:
-        """Collect the log-probs of the tokens that the job recorded; those of all action tokens if needed."""
+        """Collect the log-probs of the tokens that the job took samples of, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
         target_is_own_token_BA, first_action_column = find_targets_that_are_own_tokens(
             with_rows_reversed(batch) if is_reversed else batch

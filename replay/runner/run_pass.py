@@ -5,9 +5,9 @@
 A replay, its second run of a slow pass, the search for the first NaN, a profile, `diagnose` and `mismatch` all run
 their passes here. What differs between them is in the inputs, the clock and the observers.
 
-The order of collectives in a pass is the same on every rank: the ranks wait for each other; the collectives of the
-forward; those of observers after it; the ranks wait for the slowest; the collectives of the backward; those of
-observers after it, and before the step; those of the window's end.
+The order of collectives in a pass is the same on every rank: with a clock, the ranks wait for each other; the
+collectives of the forward; those of observers after it; with a clock, the ranks wait for the slowest; the collectives
+of the backward; those of observers after it, and before the step; those of the window's end.
 
 Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
@@ -159,7 +159,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeterClock:
-    """Measures a pass of all ranks, which wait for each other before it and after the forward."""
+    """Measures this rank's part with `meter`. The ranks wait for each other before the pass and after the forward."""
 
     meter: Meter
     world: World

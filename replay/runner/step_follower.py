@@ -101,7 +101,7 @@ class StepFollower:
         """
         if not self.num_steps:
             return []
-        samples = checker.match_samples(recorded) if recorded is not None else {}
+        samples = checker.match_samples(recorded.samples if recorded is not None else ())
         names = {name for rank_names in self.world.gather(list(samples)) for name in rank_names}
         taken: dict[str, Tensor] = {}
         for name, weight in backend.masters(names):

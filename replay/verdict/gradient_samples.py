@@ -28,6 +28,10 @@ class GradientSamples:
     values: Mapping[tuple[str, int], tuple[float, ...]]
     signatures: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
 
+    def compute_rms(self, name: str) -> float:
+        """Compute the root mean square of one parameter's gradient."""
+        return self.norms[name] / math.sqrt(max(self.sizes[name], 1))
+
 
 @torch.no_grad()
 def sample_gradients(
@@ -87,5 +91,4 @@ def compute_whole_rms(gradient: GradientSamples) -> float:
 
 def compute_scale(gradient: GradientSamples, name: str) -> float:
     """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    whole = compute_whole_rms(gradient)
-    return max(gradient.norms[name] / math.sqrt(gradient.sizes[name]), LEAST_RMS * whole)
+    return max(gradient.compute_rms(name), LEAST_RMS * compute_whole_rms(gradient))

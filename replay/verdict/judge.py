@@ -195,8 +195,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # If the pass before has a gradient norm too, each step took one pass. Otherwise a norm does not tell how many
-    # passes it is of.
+    # If the pass before has a gradient norm too, each step took the gradient of one pass. Otherwise nothing tells how
+    # many passes a norm is of.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward)
         for _, recorded, _ in readable

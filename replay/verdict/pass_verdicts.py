@@ -71,7 +71,8 @@ def _decide_outcome(
                  parameter lacks its gradient, which dropout cannot explain
     CANNOT TELL  the masks are NOT_RECORDED, numbers differ or are unsettled, dropout can explain it, and no pass shows
                  that the replay draws the job's masks
-    UNSETTLED    the masks are NOT_RECORDED, numbers differ, dropout can explain it, and another pass shows that
+    UNSETTLED    the masks are NOT_RECORDED, numbers differ, and dropout can explain it, though another pass shows that
+                 the replay draws the job's masks
     UNSETTLED    numbers differ, and it is not certain that the weights are the job's
     DIFFERS      numbers differ
     UNSETTLED    a finding is unsettled
@@ -95,7 +96,7 @@ def _decide_outcome(
         nothing_recorded = (
             "nothing was recorded of what the job computed. Record with reproduce=True, or a flight recorder"
         )
-        # An incident ended the pass in the job before it computed a number.
+        # Where an incident ended the pass in the job before it computed a number, that is the reason.
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
@@ -215,6 +216,7 @@ def _judge_window(
     if not findings:
         return None
     weights = merge_comparisons([compared_pass.weights for compared_pass in window])
+    # The window's masks are the job's if those of all its passes are; else they are as those of the first other pass.
     masks = next((member.masks for member in window if not member.has_job_dropout_masks), PROVEN_MASKS)
     window_as_pass = replace(window[-1], findings=findings, weights=weights, masks=masks)
     replay_draws_job_masks = _has_shown_job_masks(compared_passes)

@@ -62,7 +62,7 @@ def compare_stepped_weights(
         samples = [
             sample
             for compared_pass in compared_passes
-            if compared_pass.record.result.num_steps == number + 1 and _is_step_of_job(compared_pass, window, number)
+            if compared_pass.record.result.num_steps == number + 1 and _is_step_of_job(compared_pass, window)
             for sample in compared_pass.replayed.stepped
         ]
         finding = _compare(samples, window, settings)
@@ -73,7 +73,7 @@ def compare_stepped_weights(
     return found
 
 
-def _is_step_of_job(compared_pass: ComparedPass, window: Sequence[ComparedPass], number: int) -> bool:
+def _is_step_of_job(compared_pass: ComparedPass, window: Sequence[ComparedPass]) -> bool:
     """Had the job taken one step since the window's passes?"""
     before, behind = window[0].recorded.num_steps_before, compared_pass.recorded.num_steps_before
     return before is not None and behind == before + 1
@@ -85,7 +85,7 @@ def _compare(
     gradient = next((member.replayed.gradient for member in window if member.replayed.gradient is not None), None)
     if gradient is None:
         return None
-    sizes = {name: norm / math.sqrt(max(gradient.sizes[name], 1)) for name, norm in gradient.norms.items()}
+    sizes = {name: gradient.compute_rms(name) for name in gradient.norms}
     largest = max(sizes.values(), default=0.0)
     # A gradient that is 0 but for rounding, as of a bias of keys, has any sign, and Adam steps by its sign alone.
     drifts = [
@@ -136,7 +136,7 @@ def _has_gradient(sample: SteppedSample, gradient: GradientSamples) -> bool:
     values = gradient.values.get((sample.name, sample.start))
     if values is None:
         return True
-    size = gradient.norms[sample.name] / math.sqrt(max(gradient.sizes[sample.name], 1))
+    size = gradient.compute_rms(sample.name)
     return sum(abs(value) < LEAST_RMS * size for value in values) <= 1
 
 

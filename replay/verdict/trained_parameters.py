@@ -1,10 +1,10 @@
 """Tell which parameters the job trained, and report those of them that had no gradient."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from capture.file_format.optimizer_step import OptimizerStep
+from replay.output.text import name_some
 from replay.verdict.findings import Finding, make_finding
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.pass_values import MISSING_GRADIENT, match_parameter_name
@@ -16,11 +16,11 @@ def find_trained_parameters(
     steps: Sequence[OptimizerStep], num_frozen: int, gradient: GradientSamples
 ) -> set[str] | None:
     """Name all parameters that the job trained; None where not all were sampled, and the replay trains others."""
-    fingerprints = [step.gradients for step in steps if step.gradients is not None]
-    names = {sample.name for fingerprint in fingerprints for sample in fingerprint.samples}
+    rank_samples = [step.gradients for step in steps if step.gradients is not None]
+    names = {sample.name for gradients in rank_samples for sample in gradients.samples}
     names |= {signature.name for step in steps for signature in step.signatures}
     names |= {name for step in steps for name in step.without_gradient}
-    num_parameters = max((fingerprint.num_parameters for fingerprint in fingerprints), default=0)
+    num_parameters = max((gradients.num_parameters for gradients in rank_samples), default=0)
     if len(names) + num_frozen >= num_parameters > 0:
         return names
     has_all = names and all(match_parameter_name(name, gradient.norms) is not None for name in names)
@@ -38,13 +38,12 @@ def find_missing_gradients(
     """Report the parameters that had no gradient in the job's step and have one in the replay. No bound covers that."""
     job_names = dict.fromkeys(name for step in steps for name in step.without_gradient)
     matches = [match_parameter_name(job_name, gradient.norms) for job_name in job_names]
-    sizes = {name: gradient.norms[name] / math.sqrt(gradient.sizes[name]) for name in matches if name is not None}
+    sizes = {name: gradient.compute_rms(name) for name in matches if name is not None}
     missing = [name for name, size in sizes.items() if size >= compute_scale(gradient, name) > 0]
     if not missing:
         return []
-    others = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
     have = "has" if len(missing) == 1 else "have"
-    where = f"{', '.join(missing[:MAX_NAMED])}{others}, which {have} no gradient in the job"
+    where = f"{name_some(missing, MAX_NAMED)}, which {have} no gradient in the job"
     size = sizes[missing[0]]
     finding = make_finding(
         MISSING_GRADIENT, 0.0, size, difference=1.0, bound=0.0, doubt=doubt, is_evidence=True, where=where

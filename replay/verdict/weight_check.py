@@ -7,6 +7,7 @@ not matter how the actor shards them, and nothing has to be gathered.
 import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,9 +15,11 @@ from actor_init.model import ModelSource, find_parameter_shapes
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import ParameterSamples, Sample
-from replay.output.text import pluralise
+from replay.output.text import name_some, pluralise
 from replay.tolerances.job_bounds import is_equal_but_for_dtype
 from replay.verdict.pass_values import DifferingElement, WeightComparison, list_inner_names, match_parameter_name
+
+SampleT = TypeVar("SampleT", Sample, GradientSignature, StateSample)
 
 
 class WeightChecker:
@@ -31,14 +34,15 @@ class WeightChecker:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return find_parameter_shapes(self._source.config, self._source.adapter)
 
-    def check(self, fingerprint: ParameterSamples | None) -> WeightComparison:
-        if fingerprint is None:
+    def check(self, recorded: ParameterSamples | None) -> WeightComparison:
+        """Compare the samples that one capture has of the job's weights; None: it has none."""
+        if recorded is None:
             return WeightComparison(doubt="the capture holds no samples of the weights")
         compared: list[str] = []
         first: DifferingElement | None = None
         differing: list[str] = []
         foreign: list[str] = []
-        for sample in fingerprint.samples:
+        for sample in recorded.samples:
             name = self._match_name(sample)
             if name is None:
                 foreign.append(sample.name)
@@ -53,10 +57,10 @@ class WeightChecker:
         return WeightComparison(
             compared=tuple(compared),
             differing=tuple(differing),
-            num_parameters=fingerprint.num_parameters,
+            num_parameters=recorded.num_parameters,
             first=first,
-            is_sharded=fingerprint.is_sharded,
-            doubt=self._explain_doubt(fingerprint, foreign, bool(compared)),
+            is_sharded=recorded.is_sharded,
+            doubt=self._explain_doubt(recorded, foreign, bool(compared)),
         )
 
     @property
@@ -69,25 +73,15 @@ class WeightChecker:
         names = (match_parameter_name(job_name, self._shapes) for job_name in job_names)
         return frozenset(name for name in names if name is not None)
 
-    def match_samples(self, fingerprint: ParameterSamples) -> dict[str, Sample]:
+    def match_samples(self, samples: Iterable[SampleT]) -> dict[str, SampleT]:
         """Return the samples by this model's names; those of parameters that it does not have are left out."""
-        by_name = {self._match_name(sample): sample for sample in fingerprint.samples}
+        by_name = {self._match_name(sample): sample for sample in samples}
         return {name: sample for name, sample in by_name.items() if name is not None}
 
     def read_initial_values(self, samples: Mapping[str, Sample]) -> dict[str, list[float]]:
         """Read the elements of the samples from where this model's weights come from; those that can be read so."""
         found = {name: self._read_elements(name, sample) for name, sample in samples.items()}
         return {name: values.double().tolist() for name, values in found.items() if values is not None}
-
-    def match_signatures(self, signatures: Iterable[GradientSignature]) -> dict[str, GradientSignature]:
-        """Return the signatures by this model's names; those of parameters that it does not have are left out."""
-        by_name = {self._match_name(signature): signature for signature in signatures}
-        return {name: signature for name, signature in by_name.items() if name is not None}
-
-    def match_states(self, samples: Iterable[StateSample]) -> dict[str, StateSample]:
-        """Return the samples of states by this model's names, as `match_signatures` does."""
-        by_name = {self._match_name(sample): sample for sample in samples}
-        return {name: sample for name, sample in by_name.items() if name is not None}
 
     def _read_elements(self, name: str, sample: Sample) -> Tensor | None:
         """Read the elements of a sample, which has the parameter's shape; None where they cannot be read alone."""
@@ -100,23 +94,22 @@ class WeightChecker:
         """Find this model's name of a sampled parameter, which has to have the same shape."""
         return next((name for name in list_inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
 
-    def _explain_doubt(self, fingerprint: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
+    def _explain_doubt(self, recorded: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
         """Say why equal samples do not prove equal weights; None if they do.
 
         foreign  the job's parameters that this model does not have
         """
-        if fingerprint.left_out:
-            kinds = ", ".join(f"{number} {why}" for why, number in fingerprint.left_out.items())
-            return f"{kinds} of {pluralise(fingerprint.num_parameters, 'parameter')} could not be sampled"
+        if recorded.left_out:
+            kinds = ", ".join(f"{number} {why}" for why, number in recorded.left_out.items())
+            return f"{kinds} of {pluralise(recorded.num_parameters, 'parameter')} could not be sampled"
         if any(".lora_" in name for name in foreign):
             return (
                 f"the job had an adapter ({pluralise(len(foreign), 'parameter')} of its modules), which is not built "
                 "here. Try: --adapter FOLDER"
             )
         if foreign:
-            shown = f"{foreign[0]} and {len(foreign) - 1} more" if foreign[1:] else foreign[0]
-            return f"this model has no parameter of the name and shape of the job's {shown}"
-        if not has_compared and not fingerprint.is_sharded:
+            return f"this model has no parameter of the name and shape of the job's {name_some(foreign, 1)}"
+        if not has_compared and not recorded.is_sharded:
             return f"weights {self._source.weights.describe()} cannot be sampled"
         return None
 

@@ -1,11 +1,10 @@
 """Format a parity run as text: progress, noise, a row per cell, failures and refusals, and how to continue."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from replay.agreement.noise_floor import CellResult, JudgedCell, MatrixResult
 from replay.agreement.rows import ParityLog, ParityRow, RowState
-from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
+from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, name_some, pluralise
 from replay.processes.child_job import ChildJob
 
 QUANTITIES = ("loss", "log-probs", "token log-probs", "gradient norm", "gradients")
@@ -112,12 +111,7 @@ def _list_refusals(log: ParityLog) -> Pairs:
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
-    return [("refused", f"{_join_names(names)}: {reason}") for reason, names in by_reason.items()]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + suffix
+    return [("refused", f"{name_some(names, MOST_NAMED)}: {reason}") for reason, names in by_reason.items()]
 
 
 def list_commands(log: ParityLog) -> list[str]:

@@ -100,9 +100,3 @@ class CauseRule:
 def name_time(verdict: PassVerdict) -> str:
     """Say since when: `since the job's step 1` or `since pass 3`."""
     return f"since {verdict.window_name if verdict.is_window else f'pass {verdict.index + 1}'}"
-
-
-def name_some(names: Sequence[str], limit: int = 2) -> str:
-    """Name the first of these and count the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

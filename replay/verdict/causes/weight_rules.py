@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from capture.file_format.name_patterns import format_patterns
-from replay.output.text import pluralise
+from replay.output.text import name_some, pluralise
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import CauseRule, Evidence, name_some, name_time
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.step_rules import EXPLAINED
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_values import SteppedSample
@@ -49,7 +49,7 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,
         sentence=f"the replay runs on other weights than pass {other.index + 1} did{of_step}: "
-        f"{name_some(patterns)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
+        f"{name_some(patterns, 2)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
         try_next=f"{check_loading}--model FOLDER, with the weights that the job had before this pass",
     )
 

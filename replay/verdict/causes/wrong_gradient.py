@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from replay.output.text import pluralise
+from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import is_coarse
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED, compute_norm_bound
-from replay.verdict.causes.evidence import Evidence, name_some
+from replay.verdict.causes.evidence import Evidence
 from replay.verdict.findings import list_dtypes
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
 from replay.verdict.gradient_findings import ComparedPass, collect_gradient_evidence, list_steps
