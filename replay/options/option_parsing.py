@@ -343,6 +343,11 @@ def format_error_with_flags(error: BaseException | str) -> str:
     return spell_settings(str(error), spell_setting)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error's type and its sentence, in one line, as the terminal shows it."""
+    return f"{type(error).__name__}: {' '.join(format_error_with_flags(error).split())}"
+
+
 def spell_setting(setting: Setting) -> str:
     """Spell a setting as `--tp 2` or `--no-packing`; without a value `--tp`.
 

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from actor_init.spec import UsageError
-from replay.options.option_parsing import format_error_with_flags
-from replay.output.text import join_lines
+from replay.options.option_parsing import describe_error, format_error_with_flags
 
 HEAD_START_SECONDS = 3.0
 # Other ranks report the end of a process by a signal within this time.
@@ -36,7 +35,7 @@ def run_to_exit_code(action: Callable[[], int], *, show_traceback: bool = False)
         if show_traceback:
             traceback.print_exc()
         else:
-            say(f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}. --traceback shows where")
+            say(f"{describe_error(error)}. --traceback shows where")
         return 1
 
 

@@ -43,7 +43,7 @@ class AccumulationWindow:
     def enter_pass(
         self,
         index: int,
-        recorded: Mapping[str, Sample],
+        samples: Mapping[str, Sample],
         signatures: Mapping[str, GradientSignature],
         backend: Backend,
     ) -> None:
@@ -52,7 +52,7 @@ class AccumulationWindow:
             self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
             if self.size != self.usual_size:
                 backend.begin_window(self.size)
-        for name, sample in recorded.items():
+        for name, sample in samples.items():
             self.recorded_samples.setdefault(name, []).append(sample)
         for name, signature in signatures.items():
             self.recorded_signatures.setdefault(name, []).append(signature)

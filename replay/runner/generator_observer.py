@@ -52,7 +52,9 @@ class DrawCounter:
     def count(
         self, recorded: RecordedPass, replayed: ReplayedPass, states: RandomStates
     ) -> tuple[RecordedPass, ReplayedPass]:
-        """Return both with how many numbers their forwards drew, in the first pass in which the generators parted.
+        """Return both with how many numbers their forwards drew, in one pass of the run.
+
+        It is the first whose generators began where the job's did and ended elsewhere.
 
         Only what a CPU's generator drew can be counted.
 

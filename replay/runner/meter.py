@@ -4,7 +4,7 @@
     meter.start_pass()
     with meter.measure("forward"):
         ...
-    costs, host_seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
+    costs, seconds = meter.end_pass()  # {"forward": PhaseCost(...)}
 
 On CUDA a phase's seconds are measured between two events on the stream, so a phase is charged for its own kernels even
 if the host runs ahead; the host waits for the device before and after the pass. On a CPU they are wall time.
@@ -197,9 +197,9 @@ class Meter:
         self._pass_start_seconds += time.perf_counter() - start
 
     def end_pass(self) -> tuple[dict[str, PhaseCost], float]:
-        """Return the cost of each phase, and the host's seconds since `start_pass`, including the device's work."""
+        """Wait for the device. Return the cost of each phase, and the seconds since `start_pass`, without pauses."""
         self._instrument.synchronize()
-        host_seconds = time.perf_counter() - self._pass_start_seconds
+        seconds = time.perf_counter() - self._pass_start_seconds
         costs = {
             name: PhaseCost(
                 seconds=self._instrument.measure_seconds(phase.start, phase.end),
@@ -208,4 +208,4 @@ class Meter:
             )
             for name, phase in self._phases.items()
         }
-        return costs, host_seconds
+        return costs, seconds

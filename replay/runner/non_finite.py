@@ -28,7 +28,7 @@ from actor_init.spec import ActorSpec, Compile, Dtype
 from actor_init.world import World
 from replay.runlog.records import PassRecord
 from replay.runlog.run_file import FirstNonFinite
-from replay.runner.run_pass import PassInputs, PassObserver, run_pass
+from replay.runner.run_pass import PassInputs, PassObserver, run_pass_again
 
 # Of one run: once weights are not finite, every pass is affected, and a search costs up to two passes.
 MAX_SEARCHES = 4
@@ -39,7 +39,10 @@ NO_LAYERS = "unknown: DeepCompile's graph is the whole model. Try: without --dee
 
 
 def has_finite_results(record: PassRecord) -> bool:
-    """Are the loss and gradient norm finite? Callers skip an fp16 gradient norm: it overflows in healthy runs."""
+    """Are log-probs, loss and gradient norm of a pass finite? True of a pass that failed, which has none.
+
+    Callers skip an fp16 gradient norm: it overflows in healthy runs.
+    """
     numbers = [
         *record.result.row_log_probs,
         *(number for number in (record.result.loss, record.result.grad_norm) if number is not None),
@@ -89,8 +92,8 @@ class NonFiniteSearch:
         Parameters come first: what they make non-finite says nothing more. Then the forward is run again, and only if
         that is finite on every rank, the backward too.
 
-        inputs       those of a pass that has completed its backward
-        has_stepped  a step has changed the weights since
+        inputs       those of a pass whose backward has ended
+        has_stepped  a step has changed the weights since that pass
 
         All ranks must call this.
         """
@@ -123,10 +126,6 @@ class NonFiniteSearch:
             compute_loss=inputs.compute_loss if runs_backward else torch.sum,
             builds_graph=runs_backward,
             runs_backward=runs_backward,
-            loss_weight=1.0,
-            ends_window=runs_backward,
-            takes_step=False,
-            follows_step=False,
         )
         observer = _NonFiniteObserver(
             inputs=inputs,
@@ -135,9 +134,8 @@ class NonFiniteSearch:
             tp_rank=self.world.mesh.get_local_rank("tp"),
             report_progress=self.report_progress,
         )
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), eager_mode, observer.hook_modules(backend.model):
-            run_pass(backend, inputs, observers=[observer])
+        with eager_mode, observer.hook_modules(backend.model):
+            run_pass_again(backend, inputs, self.world.device, observers=[observer])
         # FSDP2 leaves parameters gathered after a forward without a backward.
         for module in backend.model.modules():
             if isinstance(module, FSDPModule):

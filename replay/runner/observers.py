@@ -48,8 +48,8 @@ class PositionMarker(PassObserver):
         self._tracker.enter_phase(phase)
 
 
-class FirstUseCounter(PassObserver):
-    """Counts what a pass does for the first time in its process: compilations, plans, kernels, libraries."""
+class FirstUseObserver(PassObserver):
+    """Notices what a pass does for the first time in its process: compilations, plans, kernels, libraries."""
 
     def __init__(self, device: torch.device, kernel: str) -> None:
         self.first_uses: list[str] = []
@@ -64,16 +64,16 @@ class FirstUseCounter(PassObserver):
 
     def _list_cudnn_calls(self, actor_inputs: ActorInputs, *, runs_backward: bool) -> set[Hashable]:
         """Return a key for each kind of call of cuDNN's attention in a pass: cuDNN makes a plan for each."""
-        planned = find_attention_form(self._kernel).plan_calls
-        if planned is None:
+        plan_calls = find_attention_form(self._kernel).plan_calls
+        if plan_calls is None:
             return set()
         lengths = [] if actor_inputs.cu_seq_lens is None else actor_inputs.cu_seq_lens.diff().tolist()
         rows, num_tokens = actor_inputs.input_ids.shape
-        return {(*call, runs_backward) for call in planned(rows, num_tokens, lengths)}
+        return {(*call, runs_backward) for call in plan_calls(rows, num_tokens, lengths)}
 
 
 class CompilationCounter(PassObserver):
-    """Counts the graphs that torch.compile makes in a whole pass, and its time until the clock stops."""
+    """Counts the graphs that torch.compile makes in a whole pass, and its seconds for them until the clock stops."""
 
     def __init__(self) -> None:
         self.section = CompilationSection()
@@ -143,7 +143,7 @@ class LossSensitivityObserver(PassObserver):
 
 
 class GradientSampler(PassObserver):
-    """Takes the samples of a window's gradient that the job recorded. Gathers each gradient."""
+    """Takes of a window's gradient the elements that the job recorded of its own. Gathers each gradient."""
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.BACKWARD})
 
@@ -163,9 +163,9 @@ class GradientSampler(PassObserver):
 
 
 class OptimizerStateSampler(PassObserver):
-    """Takes the elements of the optimizer's state that the job recorded before the step that ends this window.
+    """Takes of the optimizer's state the elements that the job recorded before the step that ends this window.
 
-    The ranks may have recorded other parameters, and each state is gathered, so they first agree on which.
+    Each rank of the job may have recorded other parameters. Each state is gathered, so the ranks first agree on which.
 
     samples  empty where the replay's optimizer holds no state yet, or no rank of the job recorded any
     """
@@ -244,7 +244,7 @@ class LossCheck(PassObserver):
 class RunObservers:
     """The observers that a run has for one pass; None: not in this pass."""
 
-    first_uses: FirstUseCounter
+    first_uses: FirstUseObserver
     compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker

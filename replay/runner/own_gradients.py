@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from actor_init.backends.protocol import free_closed_backends
 from capture.file_format.gradient_signature import GradientSignature
-from replay.options.option_parsing import format_error_with_flags
+from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import StepMode, WindowWeights
-from replay.output.text import join_lines
 from replay.resolution.windows import InputRound
 from replay.runner.meter import Meter
 from replay.runner.observers import GradientSampler
@@ -61,7 +60,7 @@ def measure_own_gradients(
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:
             raise
-        return (), f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
+        return (), describe_error(error)
 
 
 def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict) -> tuple[OwnGradient, ...]:

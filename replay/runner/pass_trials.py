@@ -19,10 +19,10 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import RandomStates
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import format_error_with_flags
+from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import is_objective
-from replay.output.text import join_lines, pluralise
+from replay.output.text import pluralise
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runner.rounding_floor import RunRepeater
 from replay.runner.trial_changes import list_model_trials
@@ -62,10 +62,6 @@ SAME_LOSS = 1e-12
 COARSER_DTYPE = "bfloat16"
 # In numbers that are so many times its bound apart no coarser dtype is tried.
 COARSE_REACH = 4.0
-
-
-def describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
 
 
 @dataclass(kw_only=True, slots=True)

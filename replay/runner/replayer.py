@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
@@ -35,7 +34,7 @@ from replay.runner.meter import Meter
 from replay.runner.non_finite import NonFiniteSearch
 from replay.runner.observers import (
     CompilationCounter,
-    FirstUseCounter,
+    FirstUseObserver,
     GradientSampler,
     GradientSketcher,
     LossCheck,
@@ -46,7 +45,15 @@ from replay.runner.observers import (
     TraceObserver,
 )
 from replay.runner.pass_routes import PassRouting
-from replay.runner.run_pass import MeterClock, PassInputs, PassObserver, PassOutcome, prepare_actor_inputs, run_pass
+from replay.runner.run_pass import (
+    MeterClock,
+    PassInputs,
+    PassObserver,
+    PassOutcome,
+    prepare_actor_inputs,
+    run_pass,
+    run_pass_again,
+)
 from replay.runner.step_follower import StepFollower
 from replay.tracing.writer import TraceWriter
 from replay.verdict.judge import PassEvidence
@@ -145,7 +152,7 @@ class Replayer:
         # The number of inputs up to the latest pass that succeeded and left no window open.
         self.num_inputs_completed = 0
         self._clock = MeterClock(meter, world)
-        self._first_uses = FirstUseCounter(world.device, spec.kernel)
+        self._first_uses = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         self._has_failed_pass = False
@@ -198,18 +205,7 @@ class Replayer:
         """
         assert self._latest_inputs is not None
         self.tracker.enter_phase(RankPhase.RERUNNING)
-        # The second run is a window of its own, whose gradient nobody reads. It is cleared at the window's end.
-        inputs = replace(
-            self._latest_inputs,
-            loss_weight=1.0,
-            ends_window=self._latest_inputs.runs_backward,
-            takes_step=False,
-            follows_step=False,
-        )
-        # The random generators go on as if there had been no second run.
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            cost = run_pass(self.actor.backend, inputs, self._clock).cost
+        cost = run_pass_again(self.actor.backend, self._latest_inputs, self.world.device, self._clock).cost
         rank_seconds = self.world.gather(sum(phase.seconds for phase in cost.phases.values()))
         self._expected_times.learn(rank_records, max(rank_seconds))
         return record_second_run(record, rank_seconds, rank_records)

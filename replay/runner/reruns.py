@@ -18,10 +18,10 @@ from actor_init.model import ModelSource
 from actor_init.probe.head_probe import explain_whole_head, probe_head
 from actor_init.spec import ActorSpec, Head
 from actor_init.world import World
-from replay.options.option_parsing import format_error_with_flags
+from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
 from replay.output.printing import open_console, print_line, print_pairs, print_table
-from replay.output.text import Pairs, join_lines
+from replay.output.text import Pairs
 from replay.profiling.profile_records import MemoryPeak, MemoryProfile, Profile
 from replay.profiling.text import build_holder_table, list_memory_remarks
 from replay.runlog.records import PassRecord, is_out_of_memory
@@ -100,7 +100,7 @@ class Reruns:
             # On several ranks the others wait for this one in a collective, so the run has to end.
             if self.world.world_size > 1:
                 raise
-            return None, f"unknown: {_describe_error(error)}"
+            return None, f"unknown: {describe_error(error)}"
 
     def analyze_out_of_memory(self, records: Sequence[PassRecord]) -> OutOfMemory | None:
         """Return what is known of a pass that ran out of memory on this rank, if one did."""
@@ -150,7 +150,7 @@ class Reruns:
         rank = profile_pass(run, self.replayer.actor.backend.model, self.spec.actor, device, file)
         if errors:
             self._stop_other_ranks(errors[0], index)
-            return None, f"nothing: pass {index + 1} failed when it was run once more: {_describe_error(errors[0])}"
+            return None, f"nothing: pass {index + 1} failed when it was run once more: {describe_error(errors[0])}"
         assert rank is not None
         profile = Profile(
             index=index, source=self.inputs[index].name, device=device.type, ranks=self.world.gather(rank)
@@ -318,7 +318,3 @@ def _find_highest_peak(records: Sequence[PassRecord], device_type: str) -> int |
 
 def _list_finished_indices(records: Sequence[PassRecord]) -> list[int]:
     return [record.index for record in records if record.error is None]
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"

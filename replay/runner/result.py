@@ -17,7 +17,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
 from capture.record.rng_and_outputs import read_environment
-from replay.options.option_parsing import format_error_with_flags
+from replay.options.option_parsing import describe_error
 from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
@@ -327,7 +327,7 @@ def _measure_rounding(
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:
             raise
-        why_unknown = f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
+        why_unknown = describe_error(error)
         remarks.append(("rounding", f"not measured: {why_unknown}"))
         setting = replace(setting, why_no_floors=why_unknown)
     return setting, fp32_verdict, remarks

@@ -345,6 +345,22 @@ def run_pass(
             inputs.actor_inputs.kept_logits.drop()
 
 
+def run_pass_again(
+    backend: Backend,
+    inputs: PassInputs,
+    device: torch.device,
+    clock: Clock | None = None,
+    observers: Sequence[PassObserver] = (),
+) -> PassOutcome:
+    """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
+
+    The random generators go on as if it had not run. The arguments are those of `run_pass`.
+    """
+    alone = replace(inputs, loss_weight=1.0, ends_window=inputs.runs_backward, takes_step=False, follows_step=False)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return run_pass(backend, alone, clock, observers)
+
+
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:
     return nullcontext({}) if inputs.routes is None else steer_routers(backend.model, inputs.routes)
 

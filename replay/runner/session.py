@@ -43,12 +43,12 @@ from replay.verdict.weight_check import WeightChecker
 from replay.watch.progress import RankPhase
 from replay.watch.watcher import Watch
 
-# What a user puts the name of a function for.
+# A user types a file and a function in its place.
 CODE = "FILE.py:FUNCTION"
 
 
 def _describe_unreplayed(num_inputs: int) -> Pairs:
-    """Say that a training ended with a pass that failed, if there were inputs left."""
+    """Say that a run with --step ended with a pass that failed, if there were inputs left."""
     why = "with --step a pass that fails loses the weights of the steps so far. Try: without its input"
     return [("ended", f"{pluralise(num_inputs, 'input')} not replayed: {why}")] if num_inputs else []
 
@@ -151,10 +151,10 @@ class Session:
     def replay_inputs(self, actor: ReopenableActor) -> ReplayedInputs:
         """Replay the inputs one by one, record each pass, and save what --save-state and --save-model ask for.
 
-        A pass that fails ends a training, since it loses the steps so far; otherwise the actor is opened again and the
-        next input follows. After the last pass come, on all ranks together: the states and models to save, then the
-        passes that run once more for --profile and --memory-snapshot. Ctrl-C, or an actor that cannot be opened again,
-        ends the run early with what there is.
+        A pass that fails ends a run with --step, since it loses the steps so far; otherwise the actor is opened again
+        and the next input follows. After the last pass come, on all ranks together: the states and models to save, then
+        the passes that run once more for --profile and --memory-snapshot. Ctrl-C, or an actor that cannot be opened
+        again, ends the run early with what there is.
         """
         spec, world, tracker = self.spec, self.world, self.watch.tracker
         trace = (

@@ -36,7 +36,7 @@ class StepFollower:
 
     num_steps    steps that the weights have behind them, since the actor was opened
     has_stepped  the latest pass ended with a step
-    state_bytes  what the optimizer keeps of steps that nobody asked for, which passes would not have held
+    state_bytes  the memory that the optimizer holds since steps that nobody asked for, and a run without them does not
     why_stopped  why the job's steps are not followed any more; empty: they are
     num_taken, largest_state_bytes  of the whole run, over actors that were opened again
     """
@@ -123,7 +123,7 @@ class StepFollower:
         ]
 
     def _undo_rounding(self, values: Sequence[float], initial_values: Sequence[float]) -> tuple[float, ...]:
-        """Return weights behind steps as they were if the masters had begun with the weights of the model's files.
+        """Return weights behind steps as they would be if the masters had begun with the weights of the model's files.
 
         Masters that are made of weights in a 16-bit dtype begin rounded, by more than a small step moves them.
         """

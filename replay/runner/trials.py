@@ -8,7 +8,8 @@ log-probs are tried, which cost one forward together; else other masks and posit
 
 from collections.abc import Sequence
 
-from replay.runner.pass_trials import PassTrials, describe_error
+from replay.options.option_parsing import describe_error
+from replay.runner.pass_trials import PassTrials
 from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.trial import (

@@ -244,6 +244,11 @@ def make_finding(
     )
 
 
+def choose_worst(findings: Sequence[Finding]) -> Finding:
+    """Choose the worst: a number that differs without doubt is worse than one that is farther off and doubted."""
+    return max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
+
+
 def report_unmoved_weights(num_sampled: int, rate: float) -> Finding:
     """Report that the job stepped and that no sampled weight changed."""
     return Finding(

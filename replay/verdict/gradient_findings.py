@@ -12,13 +12,14 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import is_coarse, relative_difference
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, HIDING_BOUND, LOSS, SAME_SHARES
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, LOSS, SAME_SHARES
 from replay.verdict.dropout_masks import MaskComparison, leave_out_other_masks
 from replay.verdict.findings import (
     ROUNDING_HIDES,
     Finding,
     FindingStatus,
     VerdictSettings,
+    choose_worst,
     list_dtypes,
     make_finding,
     make_unjudged_finding,
@@ -34,7 +35,7 @@ from replay.verdict.pass_values import (
     ReplayedPass,
     WeightComparison,
 )
-from replay.verdict.sample_pairs import do_some_samples_agree, pair_samples
+from replay.verdict.sample_pairs import do_some_samples_agree, find_least_floor, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 from replay.verdict.state_findings import compare_states
 from replay.verdict.trained_parameters import find_missing_gradients, find_trained_parameters, is_among
@@ -48,13 +49,14 @@ MAX_FORWARDS = 8
 class ComparedPass:
     """One pass of one rank: what the job recorded, what the replay computed, and what their comparison found.
 
-    findings        of the pass alone, without the gradient
-    weights         what is known of the weights that the pass ran on
+    findings                of the pass alone, without the gradient
+    weights                 what is known of the weights that the pass ran on
     previous_pass_has_grad_norm  the same rank's pass just before it has a recorded gradient norm
     masks                   what the ends of the random generators tell of the dropout masks
     has_job_dropout_masks   the replay drew the job's masks, as these ends show, or, without them, its numbers
-    window_findings         of the gradient of the window that this pass ends, and of the state before its step
-    step_findings           of the weights behind the step that the window took which this pass ends
+    window_findings         of the gradient of the window that this pass ends, and of the optimizer's state before its
+                            step
+    step_findings           of the weights after that step
     """
 
     record: PassRecord
@@ -140,8 +142,8 @@ def explain_unjudged_gradient(window: Sequence[ComparedPass]) -> list[str]:
     ):
         return []
     reason = next((finding.doubt for finding in findings if finding.doubt is not None), "the job recorded none of it")
-    last = window[-1].recorded.num_steps_before
-    step_name = "the step before" if last is None else f"the job's step {last + 1}"
+    number = window[-1].recorded.num_steps_before
+    step_name = "the step before" if number is None else f"the job's step {number + 1}"
     return [f"the gradient of {step_name} could not be judged: {reason}"]
 
 
@@ -266,8 +268,8 @@ def _explain_other_window(
     first = window[0].recorded
     world_size = first.world_size or 1
     if not steps:
-        # The job noted a gradient norm beside each pass, and nothing recorded its steps. If each rank's norm is of one
-        # pass, so is the replay's without accumulation.
+        # Nothing recorded the job's steps, but it noted a gradient norm beside passes. If its steps took one pass of
+        # each rank, as `_explain_doubt` asks, a window of one pass of each rank is the same.
         is_whole = len(window) == world_size == len({compared_pass.recorded.rank for compared_pass in window})
         return None if is_whole and settings.grad_accumulation == 1 else "how many passes it was of was not recorded"
     replay_forwards: dict[int, list[int | None]] = {}
@@ -360,7 +362,8 @@ def compute_job_weights(window: Sequence[ComparedPass]) -> list[float] | None:
         share = shares.get((recorded.rank or 0, recorded.forward))
         if share is None:
             return None
-        # What the job differentiated was the share times a sum over the divisor: as a multiple of the mean.
+        # The job differentiated share * (sum of the losses / divisor). As a multiple of the mean over the tokens that
+        # is share * num_tokens / divisor.
         per_mean = 1.0 if recorded.divisor is None else recorded.num_tokens / recorded.divisor
         weights.append(share * per_mean / (recorded.world_size or 1))
     return weights
@@ -463,8 +466,7 @@ def _compare_elements(
         for pair in pair_samples(step, gradient) if step is not None else ():
             rank = f", rank {compared_pass.recorded.rank}" if has_ranks else ""
             can_tell |= pair.shows_vanishing(bound)
-            # A tie that the floor's runs did not meet may move a routed parameter's gradient by its whole size.
-            least_floor = HIDING_BOUND if pair.is_routed else 0.0
+            least_floor = find_least_floor(pair.name)
             findings.append(
                 make_finding(
                     GRADIENT,
@@ -480,9 +482,7 @@ def _compare_elements(
             )
     if not findings:
         return []
-    # An element that differs without doubt is worse than one that is farther off and doubted.
-    worst = max(findings, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
-    worst = replace(worst, num_values=len(findings))
+    worst = replace(choose_worst(findings), num_values=len(findings))
     if worst.agrees and not can_tell:
         return [replace(worst, status=FindingStatus.NOT_JUDGED, doubt=ROUNDING_HIDES, is_evidence=False)]
     return [worst]

@@ -9,7 +9,7 @@ from replay.tolerances.job_bounds import HIDING_BOUND
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.pass_values import match_parameter_name
 
-ROUTED_PARAMETERS = ("expert", "router", ".gate.")
+_ROUTED_PARAMETERS = ("expert", "router", ".gate.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,6 @@ class SamplePair:
     scale: float
     worst: int
 
-    @property
-    def is_routed(self) -> bool:
-        """Tell whether the parameter is an expert's or a router's.
-
-        Another route of one token may change such a gradient by its whole size.
-        """
-        return any(word in self.name for word in ROUTED_PARAMETERS)
-
     def shows_vanishing(self, bound: float) -> bool:
         """Tell whether this bound would show that the job's or the replay's gradient of the parameter had vanished."""
         return max(map(abs, (*self.sample.values, *self.replayed))) > bound * self.scale
@@ -49,6 +41,15 @@ class SamplePair:
     @property
     def difference(self) -> float:
         return absolute_difference(self.replay_value, self.job_value) / self.scale if self.scale else 0.0
+
+
+def find_least_floor(name: str) -> float:
+    """Return the noise floor to assume at least of a gradient whose parameter, or kind of parameters, has this name.
+
+    An expert's or a router's gradient may change by its whole size where one token at a tie takes another expert, and
+    the runs that measured the floor may have had no such token.
+    """
+    return HIDING_BOUND if any(word in name for word in _ROUTED_PARAMETERS) else 0.0
 
 
 def pair_samples(step: OptimizerStep, gradient: GradientSamples) -> Iterator[SamplePair]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from replay.tolerances.difference import absolute_difference
 from replay.tolerances.job_bounds import GRADIENT, GRADIENT_NORMS, GRADIENT_RMS, HIDING_BOUND, compute_norm_bound
-from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, make_finding
+from replay.verdict.findings import Finding, FindingStatus, VerdictSettings, choose_worst, make_finding
 from replay.verdict.gradient_evidence import ComparedGradient, GradientEvidence, name_kind
-from replay.verdict.sample_pairs import ROUTED_PARAMETERS
+from replay.verdict.sample_pairs import find_least_floor
 
 # Fewer elements than this say little together.
 LEAST_ELEMENTS = 8
@@ -24,7 +24,9 @@ def judge_signatures(
     *,
     has_stepped: bool = False,
 ) -> list[Finding]:
-    """Judge a window's signatures, of the norms and of the elements the worst; those that rounding may hide beside.
+    """Judge a window's signatures, and return the worst finding of the norms, and the worst of the elements.
+
+    Beside each stands one for those that rounding may hide, if there are any.
 
     A norm that differs is named with all whose norms differ, if they are a kind or all parameters; else alone. Where
     none differs, kinds and all parameters together are judged besides, by sharper bounds.
@@ -142,8 +144,7 @@ class _SignatureJudge:
         )
 
     def _doubt_routes(self, compared: ComparedGradient, difference: float) -> str | None:
-        is_routed = any(word in compared.name for word in ROUTED_PARAMETERS)
-        least_floor = HIDING_BOUND if is_routed else 0.0
+        least_floor = find_least_floor(compared.name)
         return self.settings.doubt_expert_routes(GRADIENT, difference, self.dtypes, self.index, least_floor=least_floor)
 
 
@@ -152,17 +153,12 @@ def _name_place(compared: ComparedGradient, rank: int | None) -> str:
 
 
 def _select_worst(findings: Sequence[Finding]) -> list[Finding]:
-    """Keep of those that were judged, and of those that rounding may hide, the worst each.
-
-    What differs without doubt is worse than what is farther off and doubted.
-    """
+    """Keep the worst of those that were judged, and the one with the widest bound of those that rounding may hide."""
     hidden = [finding for finding in findings if finding.status is FindingStatus.NOT_JUDGED]
     judged = [finding for finding in findings if finding.status is not FindingStatus.NOT_JUDGED]
     worst: list[Finding] = []
     if judged:
-        finding = max(judged, key=lambda finding: (finding.status is FindingStatus.DIFFERS, finding.share_of_bound))
-        num_values = sum(finding.num_values for finding in judged)
-        worst.append(replace(finding, num_values=num_values))
+        worst.append(replace(choose_worst(judged), num_values=sum(finding.num_values for finding in judged)))
     if hidden:
         finding = max(hidden, key=lambda finding: finding.bound or 0.0)
         others = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""

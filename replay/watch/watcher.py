@@ -26,8 +26,7 @@ from typing import Any, NoReturn
 from actor_init.as_json import find_type_adapter, from_json, to_json
 from actor_init.spec import UsageError
 from actor_init.world import World
-from replay.options.option_parsing import format_error_with_flags
-from replay.output.text import join_lines
+from replay.options.option_parsing import describe_error
 from replay.runlog.writer import INTERRUPTED
 from replay.watch.blame import (
     RankFailure,
@@ -150,7 +149,7 @@ class Watch:
     def stop_all(self, error: BaseException) -> NoReturn:
         """End all ranks because of this rank's `error`, or because of the failure that caused it."""
         self._collective_failed = is_raised_in_collective(error)
-        self._error = f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
+        self._error = describe_error(error)
         self._peers.ring()
         # The thread ends this process. Python handles Ctrl-C only between two joins.
         while self._thread.is_alive():

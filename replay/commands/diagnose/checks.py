@@ -28,8 +28,8 @@ from actor_init.world import World
 from capture.file_format.micro_batch import MicroBatch
 from replay.commands.diagnose.reference_losses import PlainAnswer, compute_plain_answer
 from replay.commands.diagnose.untimed_actor import UntimedActor, open_untimed_actor, select_rows
-from replay.options.option_parsing import format_error_with_flags
-from replay.output.text import CheckResult, CheckStatus, join_lines, pluralise
+from replay.options.option_parsing import describe_error
+from replay.output.text import CheckResult, CheckStatus, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.run_bounds import GRADIENT_BOUNDS, LEAST_DIVISOR, LOSS_BOUND, PEERS_BOUND, SMALLEST_SHARE
 from replay.watch.progress import Tracker
@@ -268,7 +268,7 @@ def _catch_failure(name: str, world: World, show_traceback: bool) -> Iterator[li
             raise
         if show_traceback:
             traceback.print_exc()
-        text = f"{type(error).__name__}: {join_lines(format_error_with_flags(error))}"
+        text = describe_error(error)
         failed_checks.append(_make_check(name, passes=False, text=text, advice="--traceback shows where"))
 
 

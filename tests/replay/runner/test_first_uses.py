@@ -21,7 +21,7 @@ from replay.runlog.summary import FIRST_USES, NEW_GRAPH, WARMUP, Statistics, sum
 from replay.runner import first_uses
 from replay.runner.first_uses import FirstUses
 from replay.runner.meter import HostInstrument, Meter
-from replay.runner.observers import FirstUseCounter
+from replay.runner.observers import FirstUseObserver
 from replay.watch.progress import RankPhase, Tracker
 from tests.helpers.made_captures import LLAMA, write_pass
 from tests.helpers.made_records import record
@@ -214,8 +214,8 @@ def test_triton_kernels_and_autotuning_are_counted(has_knobs: bool, monkeypatch:
 def test_a_length_that_is_new_to_cudnns_attention_is_a_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = partial(FirstUseCounter, kernel="packed_cudnn")
-    monkeypatch.setattr("replay.runner.replayer.FirstUseCounter", lambda device, _: counter(device))
+    counter = partial(FirstUseObserver, kernel="packed_cudnn")
+    monkeypatch.setattr("replay.runner.replayer.FirstUseObserver", lambda device, _: counter(device))
     folder = write_captures(tmp_path / "captures", [10, 11, 10, 11, 12, 12])
     records, statistics = replay_captures(folder, tmp_path / "logs", "--no-noise-floor")
     marked = [record.index for record in records if FirstUse.PLAN in record.first_uses]
