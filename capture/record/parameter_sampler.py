@@ -6,8 +6,9 @@ which elements of a parameter are its sample; each rank keeps those that it hold
 Which parameters are sampled:
 
 * in the first pass of a recording, which has a checkpoint's weights: up to NUM_IN_FIRST_PASS
-* in the first pass after each optimizer step: the next NUM_A_STEP that are trained, whose gradients the next step keeps
-* in each other pass: the next NUM_A_PASS
+* in the first pass after each optimizer step: the next NUM_PER_STEP that are trained, of whose gradients the next step
+  keeps samples
+* in each other pass: the next NUM_PER_PASS
 
 So a model of any size costs a job the same.
 """
@@ -199,7 +200,7 @@ class ParameterSampler:
         # Those that have samples on this rank, and the next one of them in turn.
         self._sampled_slots: list[ParameterSlot] = []
         self._next_number = 0
-        # Those whose gradients the next optimizer step keeps.
+        # Those of whose gradients the next optimizer step keeps samples.
         self._step_slots: Sequence[ParameterSlot] = ()
         self._num_frozen = 0
         self._is_sharded = False
@@ -345,7 +346,7 @@ class ParameterSampler:
 
     @property
     def step_slots(self) -> Sequence[ParameterSlot]:
-        """Those whose gradients the next optimizer step keeps."""
+        """Those of whose gradients the next optimizer step keeps samples."""
         return self._step_slots
 
     @property
@@ -455,16 +456,12 @@ class _SampleViews:
 
     tensors: list[Tensor] = field(default_factory=list)
     locations: list[tuple[str, SampleLocation]] = field(default_factory=list)
-    device: torch.device | None = None
 
     def add(self, name: str, location: SampleLocation | str, tensor: Any) -> None:
         """Add the elements at `location` in `tensor`, the weight or the gradient; nothing if they are not there."""
         if isinstance(location, str) or not location.count:
             return
-        local = location.get_local(tensor)
-        if self.tensors and local.device != self.device:
-            return
-        self.device = local.device
-        offset = local.storage_offset() + location.offset
-        self.tensors.append(local.as_strided((location.count,), (location.stride,), offset))
-        self.locations.append((name, location))
+        view = location.view_in(tensor)
+        if not self.tensors or view.device == self.tensors[0].device:
+            self.tensors.append(view)
+            self.locations.append((name, location))

@@ -54,7 +54,7 @@ def note(**values: Any) -> None:
 def note_next(**tensors: Any) -> None:
     """Call `Recorder.note_next` of each recording that is open in this process; without one, do nothing.
 
-    Exception: while `capture run` searches for the model, what is noted goes to its first pass.
+    But while `capture run` searches for the model, what is noted goes to its first pass.
     """
     if not _open_recorders and _held_notes is not None:
         _held_notes.update(tensors)
@@ -91,10 +91,11 @@ class Recorder:
 
     After `close`, num_seen = num_written + num_dropped + num_skipped + num_not_kept.
 
-    num_seen     forwards of the model; a forward inside another one is part of it, and one inside a backward is a
-                 checkpoint's re-run
+    num_seen     forwards of the model; a forward inside another one is part of it, and one inside a backward repeats
+                 a part for activation checkpointing
     num_written  passes written
-    num_dropped  passes lost: the disk was slow or failed, or the arguments were no micro-batch
+    num_dropped  passes lost: the disk was slow or failed, or hung until `close` gave up, or the arguments were no
+                 micro-batch
     num_skipped  passes that cannot be replayed from their arguments: with a key-value cache of earlier tokens, and
                  forwards inside a CUDA graph capture
     not_recorded numbers of training passes among the skipped ones, by the reason

@@ -42,10 +42,10 @@ class SampleLocation:
     dtype: str
     local_attribute: str | None
 
-    def get_local(self, parameter: Any) -> Tensor:
-        """Return what this rank holds of the parameter."""
-        local: Tensor = parameter if self.local_attribute is None else getattr(parameter, self.local_attribute)
-        return local
+    def view_in(self, tensor: Any) -> Tensor:
+        """Return a view of the elements in `tensor`: the parameter, its gradient, or a state of its shape."""
+        local: Tensor = tensor if self.local_attribute is None else getattr(tensor, self.local_attribute)
+        return local.as_strided((self.count,), (self.stride,), local.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

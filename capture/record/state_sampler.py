@@ -1,8 +1,9 @@
 """Take samples of an optimizer's state before it steps, and read how often it had stepped.
 
 A lost, stale or newly initialised state shows in neither weights nor gradients until its step has been taken. Samples
-are taken of a few of the parameters whose gradients the step keeps, in turn, at the same elements, so that a model of
-any size costs a job the same. Nothing here waits for a device: a count that lies on one is copied with the samples.
+are taken of a few of the parameters of whose gradients the step keeps samples, in turn, at the same elements: so a
+model of any size costs a job the same. Nothing here waits for a device: a count that lies on one is copied with the
+samples.
 """
 
 import math
@@ -68,12 +69,10 @@ class _StateViews:
     device_steps: list[Tensor] = field(default_factory=list)
 
     def add(self, name: str, key: str, location: SampleLocation, tensor: Tensor) -> None:
-        local = location.get_local(tensor)
-        if self.tensors and local.device != self.tensors[0].device:
-            return
-        offset = local.storage_offset() + location.offset
-        self.tensors.append(local.as_strided((location.count,), (location.stride,), offset))
-        self.locations.append((name, key, location))
+        view = location.view_in(tensor)
+        if not self.tensors or view.device == self.tensors[0].device:
+            self.tensors.append(view)
+            self.locations.append((name, key, location))
 
     def add_step(self, count: Any) -> None:
         if isinstance(count, Tensor):
@@ -112,8 +111,8 @@ class StateSampler:
 
         engine  has the partitions that DeepSpeed steps on instead of the parameters
         """
-        # A count that the classes of apex and DeepSpeed keep for a whole group.
         views = _StateViews()
+        # The classes of apex and DeepSpeed keep one count for a whole group.
         for group in optimizer.param_groups:
             views.add_step(group.get(STEP))
         if not optimizer.state:

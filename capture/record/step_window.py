@@ -147,7 +147,8 @@ class StepWindow:
         self._has_stepped = False
         # Names of the parameters whose gradients are in the parts of the step so far.
         self._sampled_names: set[str] = set()
-        # Names of those whose signatures are, and whether any are to be; None: not known yet.
+        # Names of the parameters whose signatures are in these parts, and whether the gradients of this step are to be
+        # signed at all; None: not decided yet.
         self._signed_names: set[str] = set()
         self._signs: bool | None = None
 
@@ -173,7 +174,7 @@ class StepWindow:
         self._watched_passes.add(number)
 
         def add_share(gradient: Tensor | None) -> None:
-            # DDP passes all outputs through one function, also a loss that nobody differentiates.
+            # DDP sends all outputs through one autograd function, also a loss that nobody differentiates.
             if gradient is None:
                 return
             self.on_backward(number)
@@ -304,7 +305,7 @@ class StepWindow:
         else:
             gradients, without_gradient = clipping.gradients, list(clipping.without_gradient)
             signatures = clipping.signatures
-        # The empty name marks that there was a part, where it has no samples.
+        # A part without samples is marked by an empty name.
         self._sampled_names |= {name for name, _ in gradients.locations} if gradients is not None else {""}
         if signatures is not None:
             self._signed_names |= signatures.names
@@ -314,8 +315,8 @@ class StepWindow:
             for group_settings, group in zip(settings, _list_groups(optimizer), strict=False):
                 group_settings["num_parameters"] = self._sampler.count_among(set(map(id, group["params"])))
         members = [group["params"] for group in _list_groups(optimizer)]
-        # The last group whose settings are kept counts those that are not, and then it is not known which they are.
-        # An optimizer with one group of all parameters needs no numbers; one beside another does.
+        # Of more than _MAX_GROUPS groups it is not known which parameters the last kept one counts. An optimizer with
+        # one group of all parameters needs no numbers of them; one that has a part of them, beside another, does.
         is_part = len(members) == 1 and len(members[0]) < self._sampler.num_trained
         if len(members) == len(settings) and (len(members) > 1 or is_part):
             self._add_members(optimizer, settings, members)
