@@ -8,6 +8,7 @@ Shape letters: R routers, T tokens, E experts, K experts a token.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from capture.record.forward_hooks import is_in_backward
 from capture.record.job_facts import is_compiled
 from capture.record.routers import find_choice, find_routers
 
-# Experts are counted in 16 bits on the way to the host.
+# The number of an expert has 16 bits on the way to the host.
 _MOST_EXPERTS = 2**15
 
 
@@ -109,11 +110,14 @@ class _OutputHook:
         return type(self), ()
 
     def __call__(self, router: nn.Module, args: Any, output: Any) -> None:
+        self._keep(lambda: _read_choice(router, output))
+
+    def _keep(self, read_choice: Callable[[], Tensor | None]) -> None:
         recorder = self._recorder() if self._recorder is not None else None
         if recorder is None or not recorder.is_looking():
             return
         try:
-            recorder.add(self._name, _read_choice(router, output))
+            recorder.add(self._name, read_choice())
         except Exception as error:
             recorder.stop(error)
 
@@ -122,13 +126,7 @@ class _InputHook(_OutputHook):
     """Keeps the choice that a block gave to its experts."""
 
     def __call__(self, experts: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = self._recorder() if self._recorder is not None else None
-        if recorder is None or not recorder.is_looking():
-            return
-        try:
-            recorder.add(self._name, find_choice((*args, *kwargs.values())))
-        except Exception as error:
-            recorder.stop(error)
+        self._keep(lambda: find_choice((*args, *kwargs.values())))
 
 
 def _read_choice(router: nn.Module, output: Any) -> Tensor | None:
