@@ -118,17 +118,23 @@ def decide_on_first_rank(world: World, decide: Callable[[], DecisionT]) -> Decis
     return decision
 
 
-def refuse_on_all_ranks(world: World, refusal: UsageError | None) -> None:
-    """Raise the first rank's refusal on every rank, with the rank's number unless all refuse; None: this one does not.
+def try_on_all_ranks(world: World, attempt: Callable[[], DecisionT]) -> DecisionT:
+    """Return what `attempt` returns on this rank. A UsageError that it raises on any rank is raised on every rank.
 
-    All ranks must call this.
+    It has the number of the first rank that raised it, unless all did. All ranks must call this.
     """
+    decisions: list[DecisionT] = []
+    refusal: UsageError | None = None
+    try:
+        decisions.append(attempt())
+    except UsageError as error:
+        refusal = error
     refusals = [(rank, other) for rank, other in enumerate(world.gather(refusal)) if other is not None]
     if not refusals:
-        return
+        return decisions[0]
     rank, first_refusal = refusals[0]
     if len(refusals) == world.world_size:
-        raise first_refusal
+        raise refusal or first_refusal
     raise UsageError(f"on rank {rank}: {first_refusal.text}") from refusal
 
 

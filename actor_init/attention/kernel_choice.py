@@ -28,7 +28,7 @@ from actor_init.declarations.attention.cudnn import CUDNN
 from actor_init.declarations.attention.declaration import AttentionKernel, KernelLimits, KernelObstacle
 from actor_init.declarations.attention.plain import OWN, SDPA
 from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
-from actor_init.world import World, refuse_on_all_ranks
+from actor_init.world import World, try_on_all_ranks
 from capture.facts import Setting
 
 # Relative to the reference's norm. bf16 has 8 bits: rounding of probabilities and results gives about 0.004.
@@ -180,12 +180,7 @@ def choose_kernel_on_all_ranks(spec: ActorSpec, world: World, config: Pretrained
 
     All ranks must call this. Raises UsageError on all of them if one lacks the kernel, or `auto` is another one there.
     """
-    kernel, refusal = "", None
-    try:
-        kernel = choose_kernel(spec, world.device, config)
-    except UsageError as error:
-        refusal = error
-    refuse_on_all_ranks(world, refusal)
+    kernel = try_on_all_ranks(world, lambda: choose_kernel(spec, world.device, config))
     kernels = world.gather(kernel)
     for rank, other in enumerate(kernels):
         if other != kernels[0]:

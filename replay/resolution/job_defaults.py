@@ -16,7 +16,7 @@ from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing, UsageError
-from actor_init.world import World, refuse_on_all_ranks
+from actor_init.world import World, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import Call
@@ -206,13 +206,7 @@ def find_source(spec: ReplayParts) -> ModelSource:
 
 def find_source_on_all(spec: ReplayParts, world: World) -> ModelSource:
     """Find the model on every rank. Raises UsageError on all of them if one lacks it, or has another file of it."""
-    source, refusal = None, None
-    try:
-        source = find_source(spec)
-    except UsageError as error:
-        refusal = error
-    refuse_on_all_ranks(world, refusal)
-    assert source is not None
+    source = try_on_all_ranks(world, lambda: find_source(spec))
     first_facts, *_ = rank_facts = world.gather(dict(source.facts))
     for rank, facts in enumerate(rank_facts):
         if facts.get("model_file_sha256") != first_facts.get("model_file_sha256"):

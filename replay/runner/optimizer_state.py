@@ -11,7 +11,7 @@ from actor_init.model import ModelSource, build_on_meta, make_trainable
 from actor_init.optimizers.saved_state import OptimizerState
 from actor_init.optimizers.state_loading import AssignedState, TrainedParameter, assign_state
 from actor_init.spec import UsageError
-from actor_init.world import World, refuse_on_all_ranks
+from actor_init.world import World, try_on_all_ranks
 from capture.facts import Setting
 from replay.options.resolved import ResolvedReplay
 from replay.runner.checkpoint import SAFE_LOAD_VERSION, StateWeights
@@ -25,14 +25,8 @@ def find_job_optimizer_state(spec: ResolvedReplay, source: ModelSource, world: W
     path = spec.state.optimizer_state
     if path is None:
         return source
-    state, refusal = None, None
-    try:
-        _refuse_what_cannot_load(spec, path)
-        state = _read_state(spec, source, path)
-    except UsageError as error:
-        refusal = error
     # Each rank reads the file: on nodes that share no disk it may be missing on some.
-    refuse_on_all_ranks(world, refusal)
+    state = try_on_all_ranks(world, lambda: _read_state(spec, source, path))
     return replace(source, optimizer_state=state)
 
 
@@ -57,6 +51,7 @@ def _refuse_what_cannot_load(spec: ResolvedReplay, path: Path) -> None:
 
 
 def _read_state(spec: ResolvedReplay, source: ModelSource, path: Path) -> AssignedState:
+    _refuse_what_cannot_load(spec, path)
     model = build_on_meta(source.config, attention="eager", dtype=torch.float32)
     make_trainable(model, source)
     parameters = [

@@ -8,13 +8,13 @@ from typing import Self
 
 from actor_init.model import ModelSource, count_parameters
 from actor_init.spec import UsageError
-from actor_init.world import World
+from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.inputs import ObjectiveError, RecordedForObjective
 from replay.objective.objective import Objective, padding_may_predict
-from replay.options.resolved import ChosenBy, ResolvedChoice, ResolvedReplay
+from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.options.spec import ReplaySpec, is_objective
 from replay.output.printing import open_console, print_table
 from replay.output.text import have_distinct_short_names
@@ -75,22 +75,27 @@ class _PreparedReplay:
     @classmethod
     def prepare(cls, spec: ReplaySpec, world: World) -> Self:
         """Select the inputs and make every choice of the run. Raises UsageError, on all ranks, for what cannot run."""
-        selection = _select(spec, world)
-        meter = Meter.for_device(world.device)
-        if spec.measure.memory_snapshot and meter.read_held_bytes() is None:
-            snapshot = Setting("memory_snapshot")
-            why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
-            raise UsageError(snapshot, why, f"Try: without {snapshot}")
+        selection = try_on_all_ranks(world, lambda: _select(spec, world))
+        meter = try_on_all_ranks(world, lambda: _make_meter(spec, world))
         first_call = read_first_call(selection)
-        loss: ResolvedChoice = world.from_first(choose_loss(spec, selection, first_call))
+        loss = decide_on_first_rank(world, lambda: choose_loss(spec, selection, first_call))
         spec_with_loss = replace(spec, measure=replace(spec.measure, loss=loss.value))
         if loss.by is ChosenBy.JOB and is_objective(loss.value) and any(world.gather(_has_labels(first_call))):
             # The labels' tokens were counted, before it was known that the loss is not theirs.
-            selection = _select(spec_with_loss, world)
-        objective = Objective.open(spec_with_loss)
-        _check_objective(objective, first_call)
+            selection = try_on_all_ranks(world, lambda: _select(spec_with_loss, world))
+        objective = try_on_all_ranks(world, lambda: _open_objective(spec_with_loss, first_call))
         resolved = resolve(spec, selection, first_call, world, loss, objective)
         return cls(resolved=resolved, selection=selection, meter=meter, first_call=first_call, objective=objective)
+
+
+def _make_meter(spec: ReplaySpec, world: World) -> Meter:
+    """Raise UsageError for a snapshot of memory where the system tells too little of it."""
+    meter = Meter.for_device(world.device)
+    if spec.measure.memory_snapshot and meter.read_held_bytes() is None:
+        snapshot = Setting("memory_snapshot")
+        why = "needs CUDA's allocator, or the memory that Linux says a process has; this system says its peak alone"
+        raise UsageError(snapshot, why, f"Try: without {snapshot}")
+    return meter
 
 
 def _select(spec: ReplaySpec, world: World) -> Selection:
@@ -118,7 +123,11 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     states = states or FolderStateStore.from_spec(resolved.state)
     refuse_folders(resolved.state, world, states)
     latest_state = states.find_latest(world) if states is not None and resolved.state.resume else None
-    earlier = EarlierPasses.read(latest_state, selection, world) if latest_state is not None else EarlierPasses()
+    earlier = (
+        EarlierPasses()
+        if latest_state is None
+        else try_on_all_ranks(world, lambda: EarlierPasses.read(latest_state, selection, world))
+    )
     state_folder = earlier.folder or find_state_to_load(resolved.state)
     source = load_state_weights(resolved, original_source, world, state_folder)
     source = find_job_optimizer_state(resolved, source, world)
@@ -210,11 +219,13 @@ def _has_labels(call: Call | None) -> bool:
     return call is not None and not call.tensors.keys().isdisjoint(("labels", "shift_labels"))
 
 
-def _check_objective(objective: Objective | None, first_call: Call | None) -> None:
-    """Raise UsageError if the first capture lacks what the objective needs."""
+def _open_objective(spec: ReplaySpec, first_call: Call | None) -> Objective | None:
+    """Open the objective, if the run has one. Raises UsageError if the first capture lacks what it needs."""
+    objective = Objective.open(spec)
     if objective is None or first_call is None:
-        return
+        return objective
     try:
         objective.check(RecordedForObjective.collect(first_call, first_call.micro_batch()))
     except (ObjectiveError, CaptureError) as error:
         raise UsageError(Setting("loss", objective.loss), f": {error.text}") from error
+    return objective

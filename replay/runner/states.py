@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
-from actor_init.world import World, refuse_on_all_ranks
+from actor_init.world import World
 from capture.facts import Setting
 from replay.options.spec import NUM_KEPT_STATES, StateSpec
 from replay.resolution.selection import Selection
@@ -122,9 +122,9 @@ class EarlierPasses:
 
     @classmethod
     def read(cls, folder: Path, selection: Selection, world: World) -> Self:
-        """Read the passes before the state in `folder`. All ranks must call this.
+        """Read the passes before the state in `folder`.
 
-        Raises UsageError if they were of another number of ranks, or on other inputs.
+        Raises UsageError, on this rank alone, if they were of another number of ranks, or on other inputs.
         """
         state = SavedState.read(folder)
         num_ranks, num_tp, num_ring = world.world_size, world.mesh["tp"].size(), world.mesh["ring"].size()
@@ -144,12 +144,9 @@ class EarlierPasses:
         names = [path.name for path in selection.inputs]
         # There may be fewer inputs now than passes then.
         names += ["none"] * len(earlier_names)
-        refusal = None
         for number, (earlier_name, name) in enumerate(zip(earlier_names, names, strict=False), start=1):
             if earlier_name != name:
                 why = f": pass {number} in {folder} was on {earlier_name}, and here it is on {name}"
-                refusal = UsageError(Setting("resume"), why, "Try: the inputs and options of the run that was begun")
-                break
-        refuse_on_all_ranks(world, refusal)
+                raise UsageError(Setting("resume"), why, "Try: the inputs and options of the run that was begun")
         num_steps = sum(record.result.grad_norm is not None for record in records if record.rank == world.rank)
         return cls(folder=folder, num_steps=num_steps, num_passes=len(earlier_names), records=records)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from actor_init.spec import ParallelSpec, UsageError
-from actor_init.world import World, decide_on_first_rank, refuse_on_all_ranks
+from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
 from tests.helpers.thread_ranks import CPU, call_on_ranks
 
 
@@ -41,12 +41,16 @@ def test_what_the_first_rank_refuses_is_raised_on_the_others_which_decide_nothin
 
 
 @pytest.mark.parametrize(
-    ("refusing_ranks", "says"), [((1,), "on rank 1: no such file"), ((0, 1), "no such file"), ((), "None")]
+    ("refusing_ranks", "says"), [((1,), "on rank 1: no such file"), ((0, 1), "no such file"), ((), "its model")]
 )
 def test_what_any_rank_refuses_is_raised_on_all_with_its_number_unless_all_refuse(
     refusing_ranks: tuple[int, ...], says: str
 ) -> None:
-    def refuse(world: World) -> None:
-        refuse_on_all_ranks(world, UsageError("no such file") if world.rank in refusing_ranks else None)
+    def find(world: World) -> str:
+        if world.rank in refusing_ranks:
+            raise UsageError("no such file")
+        return "its model"
 
-    assert [str(result) for result in call_on_ranks(refuse, [CPU, CPU])] == [says, says]
+    results = call_on_ranks(lambda world: try_on_all_ranks(world, lambda: find(world)), [CPU, CPU])
+    assert [str(result) for result in results] == [says, says]
+    assert all(isinstance(result, UsageError) for result in results) is bool(refusing_ranks)
