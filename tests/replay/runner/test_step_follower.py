@@ -117,5 +117,5 @@ def test_a_step_is_measured_from_where_the_masters_began(
     sample = Sample(name="w", dtype="float32", shape=(1,), start=0, values=(0.0095,))
     checker = SimpleNamespace(match_samples=lambda _: {"w": sample}, read_initial_values=lambda _: {"w": [0.00950961]})
     masters = SimpleNamespace(masters=lambda _: [("w", torch.tensor([begun - 1e-5]))])
-    [taken] = follower.sample_weights(cast(Any, masters), cast(Any, object()), cast(Any, checker))
+    [taken] = follower.sample_weights(cast(Any, masters), cast(Any, SimpleNamespace(samples=())), cast(Any, checker))
     assert taken.replay_values == pytest.approx([0.00950961 - 1e-5], abs=1e-8)
