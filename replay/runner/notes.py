@@ -26,7 +26,7 @@ def list_notes(
     selection: Selection,
     source: ModelSource,
     passes: Sequence[PassEvidence],
-    setting: VerdictSettings,
+    settings: VerdictSettings,
     verdict: Verdict,
     remarks: Pairs,
     *,
@@ -52,14 +52,14 @@ def list_notes(
         padding_id=padding_id,
         end_ids=end_ids,
         vocabulary=source.config.get_text_config().vocab_size,
-        dropout=setting.dropout,
+        dropout=settings.dropout,
         frozen=sorted(source.frozen),
         has_router_loss=has_router_loss(config),
         has_adapter=source.adapter is not None or bool(adapters),
-        config_differences=format_config_differences(setting.model_differences),
+        config_differences=format_config_differences(settings.model_differences),
         code_differences=[
             describe_model_difference(difference)
-            for difference in setting.model_differences
+            for difference in settings.model_differences
             if not verdict.causes and (difference.kind in COMPUTED_KINDS or difference.forward is not None)
         ],
         not_recorded=selection.not_recorded,

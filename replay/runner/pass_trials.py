@@ -60,7 +60,7 @@ MAX_FORWARDS = 32
 SAME_LOSS = 1e-12
 # The dtype that a trial may coarsen numbers to, as torch names it.
 COARSER_DTYPE = "bfloat16"
-# In numbers that are so many times its bound apart no coarser dtype is tried.
+# Where a number is off by more than this many times the bound of a coarser dtype, none is tried.
 COARSE_REACH = 4.0
 
 
@@ -68,11 +68,14 @@ COARSE_REACH = 4.0
 class PassTrials:
     """The trials of one pass on this rank.
 
-    others  further passes of the same weights whose loss is wrong: they decide where one loss agrees by chance
+    others        further passes of the same weights whose loss is wrong: they decide where one loss agrees by chance
+    confirmed_by  the indices of those whose losses were tried, too
+    unchanged     the findings of the pass without a change
+    not_run       what was not tried, each with the reason
     """
 
     repeater: RunRepeater
-    setting: VerdictSettings
+    settings: VerdictSettings
     own_pass: PassEvidence
     call: Call
     batch: MicroBatch
@@ -92,7 +95,7 @@ class PassTrials:
         cls,
         repeater: RunRepeater,
         own_pass: PassEvidence,
-        setting: VerdictSettings,
+        settings: VerdictSettings,
         others: Sequence[PassEvidence] = (),
     ) -> "PassTrials":
         """Read the capture of the pass. Raises what reading a capture raises."""
@@ -104,7 +107,7 @@ class PassTrials:
         rows = CapturedRows.from_call(call, batch)
         evaluator = TrialEvaluator(
             own_pass=own_pass,
-            setting=setting,
+            settings=settings,
             call=call,
             batch=batch,
             prepared=rows.prepared,
@@ -112,7 +115,7 @@ class PassTrials:
         )
         return cls(
             repeater=repeater,
-            setting=setting,
+            settings=settings,
             own_pass=own_pass,
             call=call,
             batch=batch,
@@ -160,7 +163,7 @@ class PassTrials:
 
     @property
     def _has_dropout(self) -> bool:
-        return bool(self.setting.dropout) and self.batch.trains
+        return bool(self.settings.dropout) and self.batch.trains
 
     @property
     def _is_wrong(self) -> bool:
@@ -168,7 +171,7 @@ class PassTrials:
 
     @property
     def _has_right_forward(self) -> bool:
-        """Do log-probs agree, of tokens or rows, and the loss alone does not?"""
+        """Do log-probs of tokens or rows agree, and is nothing wrong but the loss?"""
         wrong = {finding.name for finding in self.unchanged if finding.status in WRONG}
         has_agreeing = any(finding.agrees and finding.name != LOSS for finding in self.unchanged)
         return has_agreeing and wrong <= {LOSS}
@@ -180,10 +183,10 @@ class PassTrials:
 
     def _run_on(self, actor: TrialActor, spec: ResolvedReplay) -> list[TrialResult]:
         """Run the trials that need no other actor. All ranks must call this."""
-        raw_BA = actor.compute(feed_as_captured(self.rows))
-        if self._has_other_numbers(raw_BA, self.own_pass):
-            return self._try_kernel(spec, raw_BA)
-        self.unchanged = self.evaluator.find(raw_BA)
+        unchanged_BA = actor.compute(feed_as_captured(self.rows))
+        if self._has_other_numbers(unchanged_BA, self.own_pass):
+            return self._try_kernel(spec, unchanged_BA)
+        self.unchanged = self.evaluator.find(unchanged_BA)
         if is_objective(self.repeater.spec.measure.loss) and not any(self._gather(self._is_wrong)):
             self.not_run.append("of the losses of an objective none is known that a job may have taken for it")
             return []
@@ -191,27 +194,27 @@ class PassTrials:
         has_log_probs = any(self._gather(self._has_judged_log_probs))
         results: list[TrialResult] = []
         if is_right or not has_log_probs:
-            results = self._confirm(actor, self._try_losses(actor, raw_BA))
+            results = self._confirm(actor, self._try_losses(actor, unchanged_BA))
         if not is_right:
             is_fp32 = self.repeater.spec.actor.dtype is Dtype.FP32
-            self._may_round = is_fp32 and all(self._gather(self._is_near_in_coarser_dtype(raw_BA)))
+            self._may_round = is_fp32 and all(self._gather(self._is_near_in_coarser_dtype(unchanged_BA)))
             self._needs_other_actors = True
-            results += [*self._try_feeds(actor, spec, raw_BA), *self._try_models(actor, raw_BA)]
+            results += [*self._try_feeds(actor, spec, unchanged_BA), *self._try_models(actor, unchanged_BA)]
         return results
 
-    def _try_kernel(self, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
+    def _try_kernel(self, spec: ResolvedReplay, unchanged_BA: Tensor) -> list[TrialResult]:
         """Hold the rows as the job had them against the job: the replay's own pass gave other numbers of them."""
         if any(self._gather(self._has_dropout)):
             self.not_run.append("rows as the job had them draw other dropout masks here than the replay did")
             return []
         own_record, recorded, own_replayed = self.own_pass
         if recorded is not None:
-            self.unchanged = compare_pass(own_record, recorded, own_replayed, self.setting)
+            self.unchanged = compare_pass(own_record, recorded, own_replayed, self.settings)
         own_spec = self.repeater.spec
         is_compiled = own_spec.actor.compile is not Compile.OFF
         own_form = f"{'compiled' if is_compiled else own_spec.kernel}{', packed' if own_spec.actor.packs else ''}"
         self.not_run.append(f"rows as the job had them give other numbers by {spec.kernel} than by {own_form}")
-        match = match_findings(self.unchanged, self.evaluator.find(raw_BA))
+        match = match_findings(self.unchanged, self.evaluator.find(unchanged_BA))
         trial = OwnTrial(
             # Which part of the replay errs is not known, so this is no more than probable.
             match=replace(match, gain=min(match.gain, LIKELY_GAIN)),
@@ -262,7 +265,7 @@ class PassTrials:
         for own_pass in self.others:
             if not needs_confirmation(results):
                 break
-            other = PassTrials.open(self.repeater, own_pass, self.setting)
+            other = PassTrials.open(self.repeater, own_pass, self.settings)
             with actor.lend(other.rows, trains=other.batch.trains, random_states=other.random_states):
                 more = other.try_losses_again(actor)
             if more is not None:
@@ -272,12 +275,12 @@ class PassTrials:
 
     def try_losses_again(self, actor: TrialActor) -> list[TrialResult] | None:
         """Try other losses of this further pass; None if its forward is another one than the job's, too."""
-        raw_BA = actor.compute(feed_as_captured(self.rows))
-        if self._has_other_numbers(raw_BA, self.own_pass):
+        unchanged_BA = actor.compute(feed_as_captured(self.rows))
+        if self._has_other_numbers(unchanged_BA, self.own_pass):
             return None
-        self.unchanged = self.evaluator.find(raw_BA)
+        self.unchanged = self.evaluator.find(unchanged_BA)
         is_right = self._has_right_forward or not self._is_wrong or not self._has_judged_log_probs
-        return self._try_losses(actor, raw_BA) if all(self._gather(is_right)) else None
+        return self._try_losses(actor, unchanged_BA) if all(self._gather(is_right)) else None
 
     def _measure_logits(self, actor: TrialActor) -> LogitStatistics | None:
         """Measure whole logits; None where they do not fit, on any rank."""
@@ -296,17 +299,17 @@ class PassTrials:
 
     # Masks and positions
 
-    def _try_feeds(self, actor: TrialActor, spec: ResolvedReplay, raw_BA: Tensor) -> list[TrialResult]:
+    def _try_feeds(self, actor: TrialActor, spec: ResolvedReplay, unchanged_BA: Tensor) -> list[TrialResult]:
         """Try other masks and positions, a forward each. All ranks must call this."""
         if spec.actor.is_custom:
             self.not_run.append("a user's model makes its masks itself")
             return []
-        usual = self.evaluator.evaluate(raw_BA)
+        usual = self.evaluator.evaluate(unchanged_BA)
         if self._has_other_numbers(actor.compute(feed_by_table(self.rows)), usual):
             self.not_run.append("the model does not take its masks from transformers, so no other mask can be tried")
             return []
         config = spec.source.config
-        columns = self._gather(self.evaluator.find_parting_column(raw_BA))
+        columns = self._gather(self.evaluator.find_parting_column(unchanged_BA))
         first_column = min((column for column in columns if column is not None), default=None)
         feeds = {
             trial.name: TrialForward(cause=trial.cause, says=trial.says, try_next=trial.try_next, feed=trial.feed)
@@ -314,7 +317,7 @@ class PassTrials:
         }
         return self._run_forwards(actor, feeds)
 
-    def _try_models(self, actor: TrialActor, raw_BA: Tensor) -> list[TrialResult]:
+    def _try_models(self, actor: TrialActor, unchanged_BA: Tensor) -> list[TrialResult]:
         """Try what the model may have computed otherwise of the same rows. All ranks must call this."""
         trials = {
             trial.name: TrialForward(
@@ -329,8 +332,8 @@ class PassTrials:
                 actor.model,
                 self.rows.see(all_keys=True).to(self.repeater.world.device),
                 may_round=self._may_round,
-                differences=self.setting.model_differences,
-                suspect_id=self.evaluator.find_suspect_token(raw_BA),
+                differences=self.settings.model_differences,
+                suspect_id=self.evaluator.find_suspect_token(unchanged_BA),
             )
         }
         return self._run_forwards(actor, trials)
@@ -371,8 +374,8 @@ class PassTrials:
 
     def _find_coarsely(self, log_probs_BA: Tensor) -> list[Finding]:
         """Hold log-probs against the job's within the bounds of a coarser dtype."""
-        coarse = replace(self.setting, dtype=COARSER_DTYPE, floors={}, step_floors={})
-        return self.evaluator.find(log_probs_BA, setting=coarse)
+        coarse = replace(self.settings, dtype=COARSER_DTYPE, floors={}, step_floors={})
+        return self.evaluator.find(log_probs_BA, settings=coarse)
 
     def _is_near_in_coarser_dtype(self, log_probs_BA: Tensor) -> bool:
         """Tell whether rounding to a coarser dtype can make numbers as wrong as these."""
@@ -462,7 +465,7 @@ class PassTrials:
     @property
     def _config_keys(self) -> list[str]:
         """The settings of the config in which the job's model is another one."""
-        differences = self.setting.model_differences
+        differences = self.settings.model_differences
         return [difference.where for difference in differences if difference.kind is ModelDifferenceKind.CONFIG]
 
     # All ranks together

@@ -158,14 +158,14 @@ class Conclusion:
     recording_remarks: Sequence[RecordingRemark] | None = None
 
 
-def describe_setting(
+def make_verdict_settings(
     spec: ResolvedReplay,
     weight_checker: WeightChecker,
     world: World,
     facts: Mapping[str, object],
     model_differences: Sequence[ModelDifference],
 ) -> VerdictSettings:
-    """Return what the passes are judged in: numbers, ranks and kernels of this run, and its model."""
+    """Return the settings of this run that its passes are judged by: numbers, ranks, kernels and model."""
     source = spec.source
     dtype = str(TORCH_DTYPES[spec.actor.dtype]).removeprefix("torch.")
     kernel = {
@@ -216,7 +216,7 @@ def _find_reason_for_no_draws(spec: ResolvedReplay) -> str | None:
 def conclude(
     repeater: RunRepeater,
     passes: Sequence[PassEvidence],
-    setting: VerdictSettings,
+    settings: VerdictSettings,
     *,
     is_resumed: bool,
     ended_early: bool,
@@ -230,19 +230,19 @@ def conclude(
     All ranks must call this.
     """
     measure = repeater.spec.measure
-    setting = note_job_routes(setting, passes)
+    settings = note_job_routes(settings, passes)
     fp32_verdict: Verdict | None = None
     remarks: Pairs = []
     is_measuring = measure.noise_floor or measure.second_opinion
     if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
-        setting, fp32_verdict, remarks = _measure_rounding(repeater, passes, setting)
+        settings, fp32_verdict, remarks = _measure_rounding(repeater, passes, settings)
     passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))
-    judged_run = judge_run(passes_with_incidents, setting)
+    judged_run = judge_run(passes_with_incidents, settings)
     verdict = judged_run.name_causes()
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)
     elif measure.trials and not (is_resumed or ended_early):
-        report = run_trials(repeater, passes, verdict, setting)
+        report = run_trials(repeater, passes, verdict, settings)
         if report is not None:
             verdict = judged_run.name_causes(report)
             remarks = [*remarks, *describe_trials(report)]
@@ -262,7 +262,7 @@ def conclude(
             repeater.selection,
             repeater.spec.source,
             passes,
-            setting,
+            settings,
             verdict,
             training_remarks,
             is_whole=is_whole,
@@ -280,9 +280,9 @@ def conclude(
 
 
 def _measure_rounding(
-    repeater: RunRepeater, passes: Sequence[PassEvidence], setting: VerdictSettings
+    repeater: RunRepeater, passes: Sequence[PassEvidence], settings: VerdictSettings
 ) -> tuple[VerdictSettings, Verdict | None, Pairs]:
-    """Return `setting` with the measured rounding floors, and the fp32 verdict if one was requested.
+    """Return `settings` with the measured rounding floors, and the fp32 verdict if one was requested.
 
     The floors come from a second replay that differs in rounding alone; under --step they are measured anew for each
     pass. With dropout they hold only if both replays drew the same masks. The fp32 verdict judges a replay in fp32,
@@ -309,19 +309,19 @@ def _measure_rounding(
             if not (floors or step_floors) and rounding_floor.draws_masks(passes):
                 why_unknown = "another attention kernel draws other dropout masks"
                 remarks.append(("rounding", f"not measured: {why_unknown}"))
-                setting = replace(setting, why_no_floors=why_unknown)
+                settings = replace(settings, why_no_floors=why_unknown)
             else:
-                setting = replace(setting, floors=floors, step_floors=step_floors)
+                settings = replace(settings, floors=floors, step_floors=step_floors)
             if repeater.why_kernel_must_stay is not None:
-                setting = replace(setting, why_no_floors=repeater.why_kernel_must_stay)
+                settings = replace(settings, why_no_floors=repeater.why_kernel_must_stay)
         if spec.measure.second_opinion:
             num_passes = len(repeater.selection.inputs)
             fp32_spec = rounding_floor.make_fp32_variant(spec)
             fp32_passes = repeater.replay_inputs(fp32_spec, num_passes)
             # The fp32 replay is judged within this run's own distance from it, which is this run's rounding.
-            has_masks = rounding_floor.have_same_masks(spec, passes, fp32_spec, fp32_passes, setting.dropout)
+            has_masks = rounding_floor.have_same_masks(spec, passes, fp32_spec, fp32_passes, settings.dropout)
             floors = rounding_floor.compute_floors(passes, fp32_passes) if has_masks else {}
-            fp32_verdict = judge(fp32_passes, replace(setting, floors=floors))
+            fp32_verdict = judge(fp32_passes, replace(settings, floors=floors))
             remarks.append(("in fp32", format_verdict(fp32_verdict)[0][1]))
     except Exception as error:
         # On several ranks the others wait for this one in a collective, so the run has to end.
@@ -329,8 +329,8 @@ def _measure_rounding(
             raise
         why_unknown = describe_error(error)
         remarks.append(("rounding", f"not measured: {why_unknown}"))
-        setting = replace(setting, why_no_floors=why_unknown)
-    return setting, fp32_verdict, remarks
+        settings = replace(settings, why_no_floors=why_unknown)
+    return settings, fp32_verdict, remarks
 
 
 def describe_trials(report: TrialReport) -> Pairs:

@@ -158,10 +158,10 @@ def has_another_kernel(actor: ActorSpec, *, keeps_kernel: bool) -> bool:
 def _keep_limits(
     floors: Mapping[str, NoiseFloor], spec: ResolvedReplay, variant: ResolvedReplay
 ) -> dict[str, NoiseFloor]:
-    """Return what the floors tell of rounding that the variant does not change, as a job's other casts would.
+    """Return those floors that hold for all rounding of a job, also that by other casts, which the variant keeps.
 
-    A user's own model has no other kernel, and its rows in another order are the same numbers. In a 16-bit dtype that
-    leaves the sums of its gradients over rows, whose rounding is a part of a gradient's.
+    A user's own model has no other kernel, and its rows in another order give the same numbers, but for the sums of
+    gradients over rows in a 16-bit dtype. Their rounding is a part of a gradient's: a floor to assume at least.
     """
     if not variant.actor.is_custom or spec.actor.dtype is variant.actor.dtype is Dtype.FP32:
         return dict(floors)

@@ -26,7 +26,7 @@ from replay.runner.meter import Meter
 from replay.runner.model_comparison import find_model_differences
 from replay.runner.optimizer_state import find_job_optimizer_state
 from replay.runner.replayer import ReopenableActor
-from replay.runner.result import Run, describe_setting
+from replay.runner.result import Run, make_verdict_settings
 from replay.runner.session import Session
 from replay.runner.states import EarlierPasses, FolderStateStore, StateStore
 from replay.runner.text import Console, build_choice_table
@@ -157,7 +157,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
             console=console,
             weight_checker=weight_checker,
             model_problem=model_findings.problem,
-            setting=describe_setting(
+            settings=make_verdict_settings(
                 resolved, weight_checker, world, actor.backend.facts(), model_findings.differences
             ),
             saver=Saver(

@@ -101,7 +101,7 @@ class Session:
     console: Console | None
     weight_checker: WeightChecker
     model_problem: str | None
-    setting: VerdictSettings
+    settings: VerdictSettings
     saver: Saver
     earlier: EarlierPasses
     objective: Objective | None
@@ -124,8 +124,8 @@ class Session:
                 first_call=first_call,
                 earlier=self.earlier,
                 weight_checker=self.weight_checker,
-                dropout=self.setting.dropout,
-                config_differences=format_config_differences(self.setting.model_differences),
+                dropout=self.settings.dropout,
+                config_differences=format_config_differences(self.settings.model_differences),
                 model_problem=self.model_problem,
                 missing_parts=list_missing_parts(actor.backend.model, parts),
                 world=world,
@@ -269,12 +269,12 @@ class Session:
             selection=self.selection,
             tracker=self.watch.tracker,
             weight_checker=self.weight_checker,
-            dropout=self.setting.dropout,
+            dropout=self.settings.dropout,
         )
         return conclude(
             repeater,
             replayed.passes,
-            self.setting,
+            self.settings,
             is_resumed=self.earlier.folder is not None,
             ended_early=replayed.end_reason is not None,
         )

@@ -26,7 +26,7 @@ class TrialEvaluator:
     """
 
     own_pass: PassEvidence
-    setting: VerdictSettings
+    settings: VerdictSettings
     call: Call
     batch: MicroBatch
     prepared: ActorInputs
@@ -57,10 +57,10 @@ class TrialEvaluator:
         return PassEvidence(replace(record, result=result), recorded, replayed)
 
     def find(
-        self, log_probs_BA: Tensor, loss: float | None = None, setting: VerdictSettings | None = None
+        self, log_probs_BA: Tensor, loss: float | None = None, settings: VerdictSettings | None = None
     ) -> list[Finding]:
         record, recorded, replayed = self.evaluate(log_probs_BA, loss)
-        return [] if recorded is None else compare_pass(record, recorded, replayed, setting or self.setting)
+        return [] if recorded is None else compare_pass(record, recorded, replayed, settings or self.settings)
 
     def _list_tokens(self, log_probs_BA: Tensor) -> list[tuple[int, int, bool]]:
         """List the sampled tokens: their row, the column that predicts them, and whether their log-prob is wrong."""
@@ -68,7 +68,7 @@ class TrialEvaluator:
         claim = next((claim for claim in recorded.claims if claim.name == TOKENS), None) if recorded else None
         if recorded is None or claim is None:
             return []
-        bound = self.setting.choose_bound(TOKENS, list_dtypes(recorded, self.setting), 1, record.index)
+        bound = self.settings.choose_bound(TOKENS, list_dtypes(recorded, self.settings), 1, record.index)
         positions = read_token_positions(self.call, *self.batch.sequences_BS.shape)
         return [
             (row, column - 1, measure_difference(job_value, value) > bound)
@@ -103,7 +103,7 @@ class TrialEvaluator:
     def has_other_numbers(self, log_probs_BA: Tensor, other: PassEvidence) -> bool:
         """Tell whether the pass with these log-probs has other numbers than `other`, beyond what rounding explains."""
         record, recorded, replayed = self.evaluate(log_probs_BA)
-        dtypes = [] if recorded is None else list_dtypes(recorded, self.setting)
+        dtypes = [] if recorded is None else list_dtypes(recorded, self.settings)
         result, other_result = record.result, other.record.result
         pairs = [
             (TOKENS, number, other_number, 1)
@@ -117,6 +117,6 @@ class TrialEvaluator:
         if result.loss is not None and other_result.loss is not None:
             pairs.append((LOSS, result.loss, other_result.loss, sum(result.row_action_tokens)))
         return any(
-            measure_difference(number, other_number) > self.setting.choose_bound(name, dtypes, tokens, record.index)
+            measure_difference(number, other_number) > self.settings.choose_bound(name, dtypes, tokens, record.index)
             for name, number, other_number, tokens in pairs
         )

@@ -79,7 +79,7 @@ def find_passes_to_confirm(
 
 
 def run_trials(
-    repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict, setting: VerdictSettings
+    repeater: RunRepeater, passes: Sequence[PassEvidence], verdict: Verdict, settings: VerdictSettings
 ) -> TrialReport | None:
     """Run the first wrong forward again under hypotheses; None where that tells nothing.
 
@@ -99,7 +99,7 @@ def run_trials(
     try:
         confirming = find_passes_to_confirm(verdict, passes, index, steps=repeater.spec.measure.steps)
         others = [own_passes[other] for other in confirming]
-        return PassTrials.open(repeater, own_pass, setting, others).run()
+        return PassTrials.open(repeater, own_pass, settings, others).run()
     except Exception as error:
         # On several ranks the others wait for this one in a collective, so the run has to end.
         if repeater.world.world_size > 1:
