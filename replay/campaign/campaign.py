@@ -35,14 +35,22 @@ from replay.campaign.executor import Executor
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import InputsSpec, MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
-from replay.processes.pool import REFUSED_EXIT_CODE, Child, Machine, RunLimits, RunTasks, Task, interrupt_on_sigterm
+from replay.processes.pool import (
+    OUTPUT,
+    REFUSED_EXIT_CODE,
+    Child,
+    Machine,
+    RunLimits,
+    RunTasks,
+    Task,
+    interrupt_on_sigterm,
+)
 from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
 from replay.runlog.writer import create_folder, list_versions, refuse_other_versions
 
 FORMAT = 2
 JOURNAL = "journal.jsonl"
-OUTPUT = "output.txt"
 Plan = TypeVar("Plan")
 
 

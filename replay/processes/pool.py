@@ -69,6 +69,8 @@ Key = TypeVar("Key")
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 PROGRAM = Path(__file__).parents[1]  # for `python replay`
 REFUSED_EXIT_CODE = 2
+# The file of an attempt's folder with what its processes print.
+OUTPUT = "output.txt"
 
 
 @contextmanager
@@ -135,7 +137,7 @@ class Task:
         return cls(
             job=job.with_log_folder(logs),
             num_processes=num_processes,
-            output=logs / "output.txt",
+            output=logs / OUTPUT,
             limit=limit,
             python=python,
         )
