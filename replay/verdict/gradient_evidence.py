@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from capture.file_format.gradient_signature import GradientSignature
+from capture.file_format.name_patterns import split_name
 from replay.tolerances.job_bounds import LEAST_RMS
 from replay.verdict.gradient_samples import GradientSamples, compute_scale, compute_whole_rms
 from replay.verdict.pass_values import RecordedPass, match_parameter_name
@@ -119,7 +120,7 @@ def compare_signatures(recorded: Sequence[RecordedPass], gradient: GradientSampl
 
 def name_kind(name: str) -> str:
     """Name the kind of a parameter: its name, with * for each part that is a number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return split_name(name)[0]
 
 
 def _pair_by_parameter(

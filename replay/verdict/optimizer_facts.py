@@ -1,7 +1,7 @@
 """Tell from a recording alone how the optimizer's own count of steps goes on: whether its state was lost or left out.
 
-An optimizer counts its steps in its state, and the recording counts those that it saw. Where the two part, the state is
-another one than the steps of the recording made.
+An optimizer counts its steps in its state, and the recording counts those that it saw. Where the counts differ, the
+state is another one than the steps of the recording made.
 """
 
 from collections.abc import Iterable, Sequence
@@ -111,7 +111,7 @@ def _check_first(step: OptimizerStep) -> list[StateFact]:
     values = [value for sample in step.state for elements in sample.values.values() for value in elements]
     if counted and values and not any(values):
         return [StateFact(kind=StateFactKind.BEGINS_WITH_ZEROS, step=step.number, counted=counted)]
-    # At the first step that the recording counts no step before it explains a state.
+    # No step came before the first one that the recording counts, so none explains a state.
     if step.number == 0 and step.has_state and (counted is None or counted > 0):
         return [StateFact(kind=StateFactKind.BEGINS_WITH_STATE, step=step.number, counted=counted)]
     return []
