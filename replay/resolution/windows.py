@@ -102,7 +102,7 @@ class InputRound:
 
 
 def find_whole_window(captures: Sequence[SelectedCapture]) -> list[SelectedCapture]:
-    """Return the passes, of all ranks, behind one step of the job's optimizer; none where some are missing.
+    """Return the passes, of all ranks, whose gradients one step of the job took; none where some are missing.
 
     Passes before them whose gradients no step took, as where GradScaler found an overflow, are left out.
 

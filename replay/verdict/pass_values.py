@@ -405,7 +405,7 @@ def is_mixture(parameters: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteppedSample:
-    """Neighbouring elements of a parameter before a pass behind steps: in the job, here, and where the replay began.
+    """Neighbouring elements of a parameter, after steps, before a pass: in the job, here, and where the replay began.
 
     name   of the parameter in the replay
     dtype  that the job stored them in
@@ -433,7 +433,7 @@ class ReplayedPass:
                       drew no random numbers
     flips             of a mixture of experts, by router: the tokens whose scores here choose other experts than the job
     has_job_routes    every token went to the job's experts
-    stepped           the weights before a pass behind steps, where the job sampled them
+    stepped           the weights that the pass ran on, where the job sampled them; empty before the first step
     """
 
     token_log_probs: Sequence[float | None] = ()
