@@ -85,15 +85,28 @@ def find_outlier_factor(num_samples: int) -> float:
 
 
 def estimate_chance_beyond(factor: float, num_samples: int) -> float:
-    """Integrate, over the largest sample's size m, its density times the chance of exceeding `factor` m."""
+    """Sum up, over the largest sample's size m, its probability times the chance of exceeding `factor` m."""
+    chance = 0.0
+    for size, probability in _list_sizes(num_samples):
+        # It grows smaller with the size, and is 0 in fp64 long before the largest one.
+        beyond = math.erfc(factor * size / math.sqrt(2))
+        if not beyond:
+            break
+        chance += probability * beyond
+    return chance
+
+
+@cache
+def _list_sizes(num_samples: int) -> list[tuple[float, float]]:
+    """List the sizes that the largest of `num_samples` normal samples may have, smallest first, with probabilities."""
     step = 0.005
     sizes = [(number + 0.5) * step for number in range(int(8 / step))]
-    densities = (
-        num_samples
+    probabilities = [
+        step
+        * num_samples
         * math.erf(size / math.sqrt(2)) ** (num_samples - 1)
         * math.sqrt(2 / math.pi)
         * math.exp(-size * size / 2)
         for size in sizes
-    )
-    chances = (math.erfc(factor * size / math.sqrt(2)) for size in sizes)
-    return step * sum(density * chance for density, chance in zip(densities, chances, strict=True))
+    ]
+    return [(size, probability) for size, probability in zip(sizes, probabilities, strict=True) if probability]
