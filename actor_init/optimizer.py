@@ -89,6 +89,11 @@ def update_scale_and_rate(scaler: torch.amp.GradScaler, schedule: LambdaLR | Non
         schedule.step()
 
 
+def undo_loss_scale(gradient: Tensor, scale: float) -> Tensor:
+    """Return a gradient in fp32 without the loss scale: itself where there is nothing to do."""
+    return gradient.float() if scale == 1 else gradient.float() / scale
+
+
 def load_schedule(schedule: LambdaLR, saved: Mapping[str, Any]) -> None:
     """Load `schedule.state_dict()`. Under tp there are more groups than without, which then have all the same rate."""
     num_groups = len(schedule.base_lrs)

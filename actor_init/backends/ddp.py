@@ -36,6 +36,7 @@ from actor_init.optimizer import (
     allows_step,
     compute_total_norm,
     make_schedule,
+    undo_loss_scale,
     update_scale_and_rate,
 )
 from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
@@ -156,9 +157,11 @@ class DDPBackend(TorchBackend):
                 yield name, parameter.detach()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        # Asking for the scale waits for the device.
+        scale = self.loss_scale()
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, parameter.grad.float() / self.loss_scale()
+                yield name, undo_loss_scale(parameter.grad, scale)
 
     def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         for name, parameter in self.model.named_parameters():

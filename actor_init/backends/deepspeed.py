@@ -55,6 +55,7 @@ from actor_init.optimizer import (
     count_state_bytes,
     load_schedule,
     make_schedule,
+    undo_loss_scale,
 )
 from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
 from actor_init.saving.huggingface import write_model
@@ -379,7 +380,7 @@ def gather_gradients(model: nn.Module, loss_scale: float) -> Iterator[tuple[str,
     for name, parameter in model.named_parameters():
         gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if gradient is not None:
-            yield name, gather_over_tp(parameter, gradient).float() / loss_scale
+            yield name, undo_loss_scale(gather_over_tp(parameter, gradient), loss_scale)
 
 
 def gather_optimizer_states(engine: Any, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from actor_init.action_log_probs import action_log_probs
@@ -37,6 +38,7 @@ from actor_init.optimizer import (
     allows_step,
     compute_total_norm,
     make_schedule,
+    undo_loss_scale,
     update_scale_and_rate,
 )
 from actor_init.optimizers.build import find_outer_parameters, list_named_parameters, make_optimizer
@@ -153,10 +155,12 @@ class FSDP2Backend(TorchBackend):
             assert self.optimizer is not None
             if settings is not None:
                 settings.apply(self.optimizer, self.schedule)
-            for parameters in groups:
-                if self.spec.max_norm:
-                    clip_grads_with_norm_(parameters, self.spec.max_norm, norm)
-            self.scaler.step(self.optimizer)
+            with ChangesShards():
+                for parameters in groups:
+                    if self.spec.max_norm:
+                        # Torch scales DTensors one by one unless it is told otherwise.
+                        clip_grads_with_norm_(parameters, self.spec.max_norm, norm, foreach=True)
+                self.scaler.step(self.optimizer)
         update_scale_and_rate(self.scaler, self.schedule if step else None)
         self.model.zero_grad(set_to_none=True)
         return float(norm)
@@ -181,12 +185,14 @@ class FSDP2Backend(TorchBackend):
     def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             if name in names:
-                yield name, _gather_whole(parameter.detach())
+                yield name, _gather_whole(parameter).detach()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        # Asking for the scale waits for the device.
+        scale = self.loss_scale()
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, _gather_whole(parameter.grad).float() / self.loss_scale()
+                yield name, undo_loss_scale(_gather_whole(parameter.grad), scale)
 
     def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         for name, parameter in self.model.named_parameters():
@@ -257,5 +263,28 @@ def group_parameters_by_mesh(model: PreTrainedModel) -> list[list[nn.Parameter]]
 
 def _compute_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the norm of the gradients of parameters on one mesh: each shard counts once, and replicas count once."""
-    norm = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and gradients[0].device_mesh.size() == 1:
+        # Each operation on a DTensor takes longer than its arithmetic, and one rank holds the whole.
+        gradients = [gradient.to_local() for gradient in gradients]
+    norm = compute_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class ChangesShards(TorchDispatchMode):
+    """Within it, operations that change lists of DTensors in place do so on the shards of this rank.
+
+    Parameter, gradient and state are sharded alike, and the change of an element is of that element alone. To find how
+    the results are sharded takes DTensor, once for each such operation, as long as many steps take.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            args = tuple([_take_shard(each) for each in value] if isinstance(value, list) else value for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _take_shard(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value

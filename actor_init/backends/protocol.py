@@ -82,7 +82,8 @@ class Backend(Protocol):
         """Yield each parameter's whole gradient by name, averaged, fp32, without the loss scale; skips those without
         one.
 
-        All ranks must iterate, between the last backward of a window and `end_window`.
+        All ranks must iterate, between the last backward of a window and `end_window`, which may change what is
+        yielded: whoever keeps it copies it.
         """
         ...
 

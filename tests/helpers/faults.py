@@ -320,9 +320,9 @@ def clipped_by_local_norm(world: World) -> Iterator[None]:
     """Each rank clips by the norm of its own shards."""
     from torch.nn.utils import clip_grads_with_norm_ as clip
 
-    def clipped(parameters: Any, max_norm: float, norm: Tensor) -> None:
+    def clipped(parameters: Any, max_norm: float, norm: Tensor, *, foreach: bool) -> None:
         shards: list[Any] = [parameter.grad.to_local() for parameter in parameters]
-        clip(parameters, max_norm, torch.nn.utils.get_total_norm(shards))
+        clip(parameters, max_norm, torch.nn.utils.get_total_norm(shards), foreach=foreach)
 
     with patch("actor_init.backends.fsdp2.clip_grads_with_norm_", clipped):
         yield

@@ -76,7 +76,7 @@ class WatchedBackend:
             self._backend.backward(loss)
 
     def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
-        self._windows.append({name: gradient.cpu() for name, gradient in self._backend.gradients()})
+        self._windows.append({name: gradient.to("cpu", copy=True) for name, gradient in self._backend.gradients()})
         return self._backend.end_window(step=step, settings=settings)
 
 

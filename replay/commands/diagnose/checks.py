@@ -76,7 +76,7 @@ def gather_gradients(
     """Return a backend's gradients on the host, and the largest difference between ranks, relative to the norm."""
     on_host, differences = {}, {}
     for name, gradient in gradients:
-        on_host[name], differences[name] = gradient.cpu(), 0.0
+        on_host[name], differences[name] = gradient.to("cpu", copy=True), 0.0
         if num_ranks > 1:
             highest, lowest = gradient.clone(), gradient.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from actor_init.backends.fsdp2 import ChangesShards
+from actor_init.declarations.optimizers import find_optimizer
 from actor_init.optimizers.build import list_named_parameters, make_optimizer
 from actor_init.spec import ActorSpec
 
@@ -43,7 +45,8 @@ def take_steps(model: nn.Module, optimizers: Any) -> dict[str, Tensor]:
         weights = torch.arange(4.0)
         (model(ids + number % 2).pow(2) * weights).sum().backward()
         for optimizer in optimizers:
-            optimizer.step()
+            with ChangesShards():
+                optimizer.step()
             optimizer.zero_grad()
     found: dict[str, Any] = dict(model.named_parameters())
     return {
@@ -58,7 +61,15 @@ def step_with(spec: ActorSpec, *, mesh: Any = None) -> Mapping[str, Tensor]:
     if mesh is not None:
         fully_shard(model.wide, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return take_steps(model, [make_optimizer(spec, list_named_parameters(model), outer=OUTER)])
+    optimizer = make_optimizer(spec, list_named_parameters(model), outer=OUTER)
+    assert optimizer is not None
+    weights = take_steps(model, [optimizer])
+    if find_optimizer(spec.optimizer).is_elementwise:
+        for parameter, state in optimizer.state.items():
+            # A state that is no DTensor is saved as if it were whole.
+            moments = [value for name, value in state.items() if name != "step" and value is not None]
+            assert all(type(value) is type(parameter.data) for value in moments)
+    return weights
 
 
 if __name__ == "__main__":
@@ -66,7 +77,9 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     distances = {}
     for word in sys.argv[1:]:
-        spec = ActorSpec(backend="ddp", optimizer=word, learning_rate=1e-2)
+        # With a decay SGD's first momentum is a result, and not a tensor that was there.
+        settings: Any = {"weight_decay": 0.1} | ({"momentum": 0.9} if word == "sgd" else {})
+        spec = ActorSpec(backend="ddp", optimizer=word, learning_rate=1e-2, **settings)
         whole, sharded = step_with(spec), step_with(spec, mesh=mesh)
         distances[word] = max(float((whole[name] - sharded[name]).abs().max()) for name in whole)
     if dist.get_rank() == 0:
