@@ -272,7 +272,7 @@ def _compute_norm(parameters: list[nn.Parameter]) -> Tensor:
 
 
 class ChangesShards(TorchDispatchMode):
-    """Within it, operations that change lists of DTensors in place do so on the shards of this rank.
+    """Within it, an optimizer that changes lists of DTensors in place changes the shards of this rank.
 
     Parameter, gradient and state are sharded alike, and the change of an element is of that element alone. To find how
     the results are sharded takes DTensor, once for each such operation, as long as many steps take.
@@ -281,7 +281,10 @@ class ChangesShards(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        name = func._schema.name
+        is_in_place = func._schema.is_mutable and name.startswith(("aten::_foreach_", "aten::_fused_"))
+        # Adam divides by square roots and drops them. Other results may stay in a state, and have to be DTensors.
+        if is_in_place or name == "aten::_foreach_sqrt":
             args = tuple([_take_shard(each) for each in value] if isinstance(value, list) else value for value in args)
         return func(*args, **(kwargs or {}))
 
