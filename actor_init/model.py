@@ -64,6 +64,7 @@ class ModelSource:
     layout  how rows are fed; None: packed or padded as the spec says, and not proved
     head    how log-probs are computed; None: from whole logits
     frozen  parameters that are not trained, beside those that an adapter freezes
+    frozen_later  by the number of a forward of the job: parameters that it did not train from there on, beside those
     optimizer_state   what the optimizer begins with; None: nothing
     optimizer_groups  how the job's optimizer grouped the parameters; empty: as the spec says
     """
@@ -76,8 +77,14 @@ class ModelSource:
     layout: Layout | None = None
     head: HeadForm | None = None
     frozen: frozenset[str] = frozenset()
+    frozen_later: Mapping[int, frozenset[str]] = field(default_factory=dict)
     optimizer_groups: Sequence[ParameterGroup] = ()
     optimizer_state: AssignedState | None = None
+
+    def find_frozen_at(self, forward: int | None) -> frozenset[str]:
+        """Return what the job did not train in a forward, beside what it never trained."""
+        dated = [number for number in self.frozen_later if forward is not None and number <= forward]
+        return self.frozen_later[max(dated)] if dated else frozenset()
 
     def layout_under(self, spec: ActorSpec) -> Layout:
         """Return how rows are fed."""

@@ -13,7 +13,7 @@ from capture.record.model_facts import RawModelFacts, collect_model_facts, split
 from capture.record.trained_flags import TrainedFlags
 
 # A job that freezes other parameters again and again is followed so many times.
-_MAX_CHANGES = 16
+MAX_CHANGES = 16
 
 
 class ModelFactsTaker:
@@ -69,5 +69,5 @@ class ModelFactsTaker:
         later: dict[str, list[str]] = dict(self._latest.rest["frozen_later"])
         later[str(forward)] = format_patterns(frozen, self._latest.parameters)
         facts = replace(self._latest, rest={**self._latest.rest, "frozen_later": later})
-        self._latest = facts if len(later) < _MAX_CHANGES else None
+        self._latest = facts if len(later) < MAX_CHANGES else None
         return facts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import nn
 
 # So many modules are looked at in a pass, in turn: 20 microseconds. A model with more is seen whole in a few passes.
-_NUM_A_PASS = 64
+NUM_A_PASS = 64
 
 
 class TrainedFlags:
@@ -20,7 +20,7 @@ class TrainedFlags:
         self._names = list(with_parameters)
         self._modules = [weakref.ref(module) for module in with_parameters.values()]
         self._flags = [_read_flags(module) for module in with_parameters.values()]
-        self._step = -(-len(self._names) // _NUM_A_PASS) or 1
+        self._step = -(-len(self._names) // NUM_A_PASS) or 1
         self._num_looks = 0
 
     def have_changed(self) -> bool:

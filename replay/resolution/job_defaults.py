@@ -3,7 +3,7 @@
 The choices are dtype, packing, fused modules, accumulation, routing and the attention kernel.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,19 +18,16 @@ from actor_init.model import ModelSource, find_model
 from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, Routing, UsageError
 from actor_init.world import World, try_on_all_ranks
 from capture.facts import Setting
-from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
+from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.model_facts import read_model_facts
-from capture.file_format.name_patterns import PatternTable
 from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, ResolvedChoice
 from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
 from replay.tolerances.difference import roundoff
 from replay.verdict.pass_values import list_job_dtypes
 from replay.verdict.random_draws import RandomDraws
-from replay.verdict.weight_check import WeightChecker
 
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 PADDING_PREDICTS = "padding on the left predicts labels of the job's loss"
@@ -221,33 +218,6 @@ def find_inputs_folder(spec: InputsSpec) -> Path:
     if spec.input_file is not None:
         return find_recording_folder(spec.input_file)
     return spec.inputs if spec.inputs is not None else find_sample_folder()
-
-
-def find_frozen_in_job(spec: ReplayParts, source: ModelSource, first_call: Call | None) -> frozenset[str]:
-    """Return the names here of the parameters that were frozen when the recording began.
-
-    A plain module has no config in a file beside its captures: what the recording states of its parameters tells them.
-
-    None are returned if another number was frozen in the first pass: then the job has frozen or thawed some since. Nor
-    are any where the job had an adapter: it froze all other parameters, and if the adapter is merged into the weights
-    here, those are trained.
-    """
-    folder = find_inputs_folder(spec.inputs)
-    checker = WeightChecker(source)
-    names: Sequence[str] = read_frozen_names(folder)
-    if not names and first_call is not None:
-        names = _list_stated_frozen(folder, first_call.recording, checker.names)
-    num_frozen = None if first_call is None or first_call.weights is None else first_call.weights.num_frozen
-    if not names or num_frozen != len(names) or source.adapter is not None:
-        return frozenset()
-    return checker.translate_names(names)
-
-
-def _list_stated_frozen(folder: Path, recording: str | None, names: Collection[str]) -> list[str]:
-    """List the parameters of a model that the facts of the job's model call frozen in the first pass that trained."""
-    facts = next((facts for facts in read_model_facts(folder) if facts.recording == recording and facts.trains), None)
-    table = PatternTable({} if facts is None else facts.parameters)
-    return [name for name in names if (found := table.find(name)) is not None and not found[1]["trained"]]
 
 
 def shorten_path(path: Path) -> Path:

@@ -38,6 +38,7 @@ from replay.options.resolved import (
 )
 from replay.options.spec import InputsSpec, LossName, Passes, ReplayParts, ReplaySpec, WindowWeights
 from replay.output.text import name_some
+from replay.resolution.frozen_parameters import find_frozen_in_job
 from replay.resolution.head_choice import choose_head
 from replay.resolution.job_defaults import (
     PADDING_PREDICTS,
@@ -45,7 +46,6 @@ from replay.resolution.job_defaults import (
     apply_choices,
     choose_from_job,
     choose_job_kernel,
-    find_frozen_in_job,
     find_inputs_folder,
     find_source_on_all,
 )
@@ -86,7 +86,8 @@ def resolve(
     filled_spec = replace(spec, actor=apply_choices(spec.actor, job_choices))
 
     source = find_source_on_all(filled_spec, world)
-    source = replace(source, frozen=world.from_first(find_frozen_in_job(filled_spec, source, first_call)))
+    frozen = world.from_first(find_frozen_in_job(filled_spec, source, first_call, selection.rounds))
+    source = replace(source, frozen=frozen.always, frozen_later=frozen.later)
 
     filled_spec = replace(filled_spec, measure=replace(filled_spec.measure, loss=loss.value))
     steps = choose_steps(filled_spec, source, selection, first_call, world)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actor_init.declarations.attention import find_attention_form
+from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
 from capture.facts import Setting
@@ -34,6 +35,14 @@ MAX_NAMED_DIFFERENCES = 4
 MAX_NAMED_PARTS = 4
 # What transformers' Trainer writes into a checkpoint, with the steps that it had taken.
 TRAINER_STATE = "trainer_state.json"
+
+
+def list_frozen(source: ModelSource) -> str:
+    """Name the parameters that are not trained, in any pass and in a part of them; empty where all are."""
+    texts = [describe_frozen(source.frozen)] if source.frozen else []
+    for forward, names in sorted(source.frozen_later.items()):
+        texts.append(f"{describe_frozen(names) if names else 'no other'} from pass {forward + 1} on")
+    return "; ".join(texts)
 
 
 def explain_lost_state(step: OptimizerStep, model: str) -> str:
@@ -128,7 +137,7 @@ class Header:
         lines |= _format_config_line(self.config_differences)
         lines |= {} if self.model_problem is None else {"job model": f"not compared: {self.model_problem}"}
         lines |= _describe_adapter(resolved)
-        lines |= {"frozen": f"{describe_frozen(frozen)}, as in the job"} if (frozen := resolved.source.frozen) else {}
+        lines |= {"frozen": f"{frozen}, as in the job"} if (frozen := list_frozen(resolved.source)) else {}
         lines |= self._describe_resumption()
         lines |= self._describe_first_call()
         lines |= self._describe_optimizer()

@@ -99,6 +99,7 @@ def describe_own_model(
     parameters = {
         strip_wrappers(name): OwnParameter(
             is_frozen_by_class=id(parameter) in frozen_by_class,
+            is_followed=any(name in names for names in source.frozen_later.values()),
             may_be_fp32=any(part in name for part in in_fp32),
         )
         for name, parameter in built.named_parameters(remove_duplicate=False)

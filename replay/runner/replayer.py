@@ -371,6 +371,7 @@ class Replayer:
             loss_weight=self._choose_loss_weight(index, recorded),
             window_factor=self.window.usual_size / self.window.size,
             ends_window=ends_window,
+            untrained=self.source.find_frozen_at(call.origin.step),
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],
             has_reversed_rows=has_reversed_rows,

@@ -180,6 +180,7 @@ def make_verdict_settings(
         num_data_ranks=world.num_data_ranks,
         grad_accumulation=spec.actor.num_accumulated,
         steps=spec.actor if spec.measure.steps else None,
+        follows_frozen=bool(source.frozen_later),
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
         followed=spec.followed_settings,
         own_limit=spec.own_limit,

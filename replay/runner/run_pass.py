@@ -12,13 +12,13 @@ of the backward; those of observers after it, and before the step; those of the 
 Shape letters: B rows, A columns of the action mask (the last tokens of each row).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actor_init.attention.cudnn import refuse_inner_padding
 from actor_init.attention.kernel_choice import choose_kernel
@@ -57,6 +57,7 @@ class PassInputs:
     loss_weight          the factor on the loss in the backward
     window_factor        another one: the backend averages over the usual number of passes in a window, not over its own
     ends_window          the accumulation window ends with this pass
+    untrained            parameters that have no gradient in this window, as the job did not train them then
     takes_step           the optimizer steps at the end of this pass, and the step is measured; only with `ends_window`
     follows_step         after the measured part the optimizer follows the job's step; only with `ends_window`
     step_settings        settings of the optimizer in that step; None: as the spec says
@@ -75,6 +76,7 @@ class PassInputs:
     loss_weight: float = 1.0
     window_factor: float = 1.0
     ends_window: bool = False
+    untrained: frozenset[str] = frozenset()
     takes_step: bool = False
     follows_step: bool = False
     step_settings: StepSettings | None = None
@@ -312,6 +314,8 @@ def run_pass(
                     # A weight of 1 is left out: a product would launch one more CUDA kernel in a measured phase.
                     factor = inputs.loss_weight * inputs.window_factor
                     backend.backward(loss if factor == 1 else loss * factor)
+            if inputs.ends_window and inputs.untrained:
+                drop_gradients(backend.model, inputs.untrained)
             notifier.after_backward()
 
             if inputs.takes_step:
@@ -359,6 +363,13 @@ def run_pass_again(
     alone = replace(inputs, loss_weight=1.0, ends_window=inputs.runs_backward, takes_step=False, follows_step=False)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return run_pass(backend, alone, clock, observers)
+
+
+def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
+    """Take their gradients from some parameters, so that no norm has them and the optimizer passes them over."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.grad = None
 
 
 def _steer_routers(backend: Backend, inputs: PassInputs) -> AbstractContextManager[Mapping[str, RouterState]]:

@@ -69,6 +69,7 @@ class VerdictSettings:
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
     step_floors       under --step, by pass, how far they were apart by then
     why_no_floors     why the floors could not be measured, if they could not
+    follows_frozen    the replay trains the parameters that the job trained, step by step, though those changed
     own_limit         the norm that code of the job's own clipped to before gradients were recorded, as the replay does
     """
 
@@ -94,6 +95,7 @@ class VerdictSettings:
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
     is_dtype_typed: bool = False
+    follows_frozen: bool = False
     own_limit: float | None = None
 
     @property

@@ -396,7 +396,7 @@ def _compare_norm(
     doubt: str | None,
 ) -> Finding:
     """Compare a rank's norm of the job with the replay's, which is taken of the parameters that the job trained."""
-    num_frozen = max(compared_pass.recorded.num_frozen for compared_pass in window)
+    num_frozen = 0 if settings.follows_frozen else max(compared_pass.recorded.num_frozen for compared_pass in window)
     if num_frozen and gradient is not None and doubt is None:
         trained = find_trained_parameters(steps, num_frozen, gradient)
         if trained is None:

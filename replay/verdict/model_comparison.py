@@ -37,10 +37,12 @@ class OwnParameter:
     """What the replay knows of a parameter beside its facts.
 
     is_frozen_by_class  the model's class makes it frozen; transformers forgets that as it loads weights
+    is_followed         it is trained in the steps in which the job trained it, which are not all
     may_be_fp32         the model's class keeps it in fp32 in a model of another dtype
     """
 
     is_frozen_by_class: bool = False
+    is_followed: bool = False
     may_be_fp32: bool = False
 
 
@@ -319,7 +321,8 @@ class _Comparison:
         for name, (job, own) in pairs.items():
             known = self.own.parameters.get(name, OwnParameter())
             self._compare_hooks(ModelDifferenceKind.PARAMETER_HOOK, name, job, own)
-            says_training = self.job.trains and not self._has_unbuilt_adapter and not known.is_frozen_by_class
+            is_as_in_job = known.is_frozen_by_class or known.is_followed
+            says_training = self.job.trains and not self._has_unbuilt_adapter and not is_as_in_job
             if says_training and job["trained"] is not own["trained"]:
                 words = {True: "trained", False: "frozen"}
                 self._add(ModelDifferenceKind.FROZEN, name, job=words[job["trained"]], replay=words[own["trained"]])

@@ -7,6 +7,7 @@ samples are put together; where the replay updates the weights too (--step), the
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from actor_init.declarations.backends import list_whole_backend
 from replay.output.text import pluralise
 from replay.tolerances.difference import is_coarse
 from replay.verdict.findings import (
@@ -188,7 +189,9 @@ def _explain_changed_training(recorded: RecordedPass, settings: VerdictSettings)
     """Say that the job trained other parameters by a pass than in its first one; None where it is not known to."""
     for difference in settings.model_differences:
         if difference.forward is not None and (recorded.forward or 0) >= difference.forward:
-            return f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
+            why = f"{difference.where} is {difference.job} in the job, and the replay does not follow that"
+            others = [] if settings.steps is None else list_whole_backend(settings.steps)
+            return f"{why}. Try: --backend {others[0].value}" if others else why
     return None
 
 

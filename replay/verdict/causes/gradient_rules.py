@@ -59,7 +59,8 @@ def find_ranks_own_gradients(evidence: Evidence) -> Cause | None:
         f"{name_time(wrong.verdict)}: each rank steps with its own, of norm {norms}",
         try_next="look for parameters in no group of the wrapper, as where fully_shard was not called on the root"
         if len(names) < len(wrong.gradient.parameters)
-        else "look for no_sync, a communication hook, or parameters that the wrapper was told to ignore",
+        else "look for no_sync, a communication hook, or parameters that the wrapper was told to ignore, or that were "
+        "frozen when it was made",
         explains=(*GRADIENT_FINDINGS, WEIGHTING),
     )
 

@@ -1,11 +1,15 @@
-"""What the lines above the passes say of the optimizer with which a job began."""
+"""What the lines above the passes say of the optimizer with which a job began, and of what it did not train."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from actor_init.model import ModelSource
+from actor_init.weights import RandomWeights
 from capture.file_format.optimizer_step import OptimizerStep
-from replay.runner.header import TRAINER_STATE, explain_lost_state
+from replay.runner.header import TRAINER_STATE, explain_lost_state, list_frozen
 
 pytestmark = pytest.mark.quick
 
@@ -25,3 +29,11 @@ def test_an_optimizer_that_begins_anew_at_a_trainers_checkpoint_is_said(tmp_path
     for content in ('{"global_step": 0}', "{}", "[]", "{"):
         table.write_text(content)
         assert explain_lost_state(make_step(), str(tmp_path)) == ""
+
+
+def test_what_is_frozen_in_a_part_of_the_passes_is_named_with_its_pass() -> None:
+    source = ModelSource(config=LlamaConfig(), weights=RandomWeights(seed=0, std=0.02), name="a")
+    assert list_frozen(source) == ""
+    later = {0: frozenset({"b", "c"}), 4: frozenset[str]()}
+    source = replace(source, frozen=frozenset({"a"}), frozen_later=later)
+    assert list_frozen(source) == "a; b and 1 more from pass 1 on; no other from pass 5 on"
