@@ -41,7 +41,6 @@ from replay.runner.trial_ranks import OwnTrial, TrialForward, TrialVariant, join
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.causes.trial import (
-    WRONG,
     TrialMatch,
     TrialReport,
     TrialResult,
@@ -167,12 +166,12 @@ class PassTrials:
 
     @property
     def _is_wrong(self) -> bool:
-        return any(finding.status in WRONG for finding in self.unchanged)
+        return any(finding.is_wrong for finding in self.unchanged)
 
     @property
     def _has_right_forward(self) -> bool:
         """Do log-probs of tokens or rows agree, and is nothing wrong but the loss?"""
-        wrong = {finding.name for finding in self.unchanged if finding.status in WRONG}
+        wrong = {finding.name for finding in self.unchanged if finding.is_wrong}
         has_agreeing = any(finding.agrees and finding.name != LOSS for finding in self.unchanged)
         return has_agreeing and wrong <= {LOSS}
 

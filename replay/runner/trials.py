@@ -14,7 +14,6 @@ from replay.runner.rounding_floor import RunRepeater
 from replay.tolerances.job_bounds import LOSS
 from replay.verdict.causes.trial import (
     FORWARD_FINDINGS,
-    WRONG,
     TrialReport,
 )
 from replay.verdict.findings import VerdictSettings
@@ -34,12 +33,12 @@ def find_pass_to_try(verdict: Verdict, passes: Sequence[PassEvidence], *, steps:
         judged
         for judged in [*verdict.passes, *verdict.windows]
         if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        and any(finding.status in WRONG for finding in judged.findings)
+        and any(finding.is_wrong for finding in judged.findings)
     ]
     first = min(wrong, key=lambda judged: (judged.index, judged.is_window), default=None)
     if first is None or first.is_window:
         return None
-    if not any(finding.status in WRONG and finding.name in FORWARD_FINDINGS for finding in first.findings):
+    if not any(finding.is_wrong and finding.name in FORWARD_FINDINGS for finding in first.findings):
         return None
     has_stepped = any(record.index < first.index and record.result.grad_norm is not None for record, _, _ in passes)
     return None if steps and has_stepped else first.index
@@ -69,7 +68,7 @@ def find_passes_to_confirm(
         judged.index
         for judged in verdict.passes
         if judged.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)
-        and any(finding.status in WRONG and finding.name == LOSS for finding in judged.findings)
+        and any(finding.is_wrong and finding.name == LOSS for finding in judged.findings)
     }
     # A pass whose number is below that of the first step's last pass ran before the step.
     first_step = min((record.index for record, _, _ in passes if record.result.grad_norm is not None), default=None)

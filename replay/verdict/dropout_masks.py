@@ -186,7 +186,7 @@ def judge_masks(
     """
     if masks.said is None or not findings:
         return leave_out_other_masks(findings, [masks], settings), masks
-    is_off = any(finding.status in (FindingStatus.DIFFERS, FindingStatus.UNSETTLED) for finding in findings)
+    is_off = any(finding.is_wrong for finding in findings)
     agrees = any(finding.agrees and finding.is_evidence for finding in findings)
     if not is_off and agrees and not is_coarse(list_dtypes(recorded, settings)):
         unseen = _report_masks(masks.said, FindingStatus.NOT_JUDGED, "no number shows it")

@@ -205,6 +205,11 @@ class Finding:
         return self.status is FindingStatus.AGREES
 
     @property
+    def is_wrong(self) -> bool:
+        """Is it another number than the job's, whether or not that proves a difference?"""
+        return self.status in (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
+
+    @property
     def share_of_bound(self) -> float:
         """The difference as a share of its bound."""
         return 0.0 if self.difference is None or not self.bound else self.difference / self.bound

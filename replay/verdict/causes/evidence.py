@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 from replay.verdict.causes.cause import Cause, CauseName
 from replay.verdict.causes.trial import TrialReport
-from replay.verdict.findings import Finding, FindingStatus, VerdictSettings
+from replay.verdict.findings import Finding, VerdictSettings
 from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.outcomes import Outcome, PassVerdict
-
-WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,7 @@ class Evidence:
         for verdict in self.verdicts:
             if verdict.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED):
                 for finding in verdict.findings:
-                    if finding.status in WRONG:
+                    if finding.is_wrong:
                         yield verdict, finding
 
     def find_wrong(self, *names: str) -> tuple[PassVerdict, Finding] | None:

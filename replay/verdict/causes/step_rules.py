@@ -3,7 +3,7 @@
 from replay.output.text import pluralise
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
-from replay.verdict.causes.evidence import WRONG, CauseRule, Evidence, name_time
+from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
 from replay.verdict.optimizer_facts import StateFactKind, count_stepped_parameters, find_facts_of_ranks
 from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
@@ -65,7 +65,7 @@ def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
     if first is None:
         return False
     if first.optimizer_step is not None:
-        is_of_step = any(finding.status in WRONG and finding.name in OF_STEP for finding in first.findings)
+        is_of_step = any(finding.is_wrong and finding.name in OF_STEP for finding in first.findings)
         return first.optimizer_step > step or (first.optimizer_step == step and is_of_step)
     counts = [
         compared.recorded.num_steps_before for compared in evidence.passes if compared.record.index == first.index
@@ -160,7 +160,7 @@ def find_other_moments(evidence: Evidence) -> Cause | None:
     counts = find_other_state(evidence)
     if counts is not None and counts.name is CauseName.STEPS_SKIPPED:
         return None
-    if any(other.status in WRONG and other.name in GRADIENT_QUANTITIES for other in verdict.findings):
+    if any(other.is_wrong and other.name in GRADIENT_QUANTITIES for other in verdict.findings):
         return None
     where = "" if finding.where is None else f" ({finding.where})"
     return Cause(

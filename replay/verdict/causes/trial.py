@@ -13,7 +13,6 @@ from replay.verdict.causes.cause import CauseName
 from replay.verdict.findings import Finding, FindingStatus
 
 FORWARD_FINDINGS = (LOSS, LOG_PROBS, TOKENS, ACTION_TOKENS, TOKENS_RMS)
-WRONG = (FindingStatus.DIFFERS, FindingStatus.UNSETTLED)
 # A number that is nearer than this share of its bound is as near as can be told.
 NEAREST_SHARE = 0.01
 # A trial that puts one number right may do so by chance, the likelier the more trials there are. Of hypotheses as far
@@ -113,13 +112,13 @@ def match_findings(unchanged: Sequence[Finding], changed: Sequence[Finding]) -> 
 
     Both are of the same claims, in the same order.
     """
-    wrong = [finding for finding in unchanged if finding.status in WRONG]
+    wrong = [finding for finding in unchanged if finding.is_wrong]
     put_right = [
         finding
         for finding, other in zip(changed, unchanged, strict=True)
-        if finding.status is FindingStatus.AGREES and other.status in WRONG
+        if finding.status is FindingStatus.AGREES and other.is_wrong
     ]
-    if not put_right or any(finding.status in WRONG for finding in changed):
+    if not put_right or any(finding.is_wrong for finding in changed):
         return TrialMatch(agrees=False)
     farthest = max(finding.share_of_bound for finding in wrong)
     left = max(finding.share_of_bound for finding in put_right)
@@ -136,8 +135,8 @@ def match_coarse_findings(unchanged: Sequence[Finding], changed: Sequence[Findin
     Those bounds alone would let much pass. So each number that is wrong has to come much nearer to the job's, too: it
     lies on the coarser dtype's values. One that a tie rounded the other way is as far as the dtype's spacing.
     """
-    pairs = [(other, finding) for other, finding in zip(unchanged, changed, strict=False) if other.status in WRONG]
-    if not pairs or any(finding.status in WRONG for finding in changed):
+    pairs = [(other, finding) for other, finding in zip(unchanged, changed, strict=False) if other.is_wrong]
+    if not pairs or any(finding.is_wrong for finding in changed):
         return TrialMatch(agrees=False)
     gain = min((other.difference or 0.0) / max(finding.difference or 0.0, NEAREST) for other, finding in pairs)
     if gain < COARSE_GAIN:
