@@ -55,7 +55,8 @@ class PassInputs:
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
-    window_factor        another one: the backend averages over the usual number of passes in a window, not over its own
+    window_factor        a further factor: the backend averages over the usual number of passes of a window, and this
+                         one may have another number
     ends_window          the accumulation window ends with this pass
     untrained            parameters that have no gradient in this window, as the job did not train them then
     takes_step           the optimizer steps at the end of this pass, and the step is measured; only with `ends_window`

@@ -131,7 +131,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
        pass whose numbers agree had the job's masks.
     4. Judge the gradient of each window. Under dropout that needs point 3: the gradient is comparable if all passes of
        the window had the job's masks.
-    5. Where a finer dtype than the job's was typed, nothing is REPRODUCED: its rounding hides more than this replay's.
+    5. Where a finer dtype than the job's was typed, nothing is REPRODUCED: the job's rounding hides more than the
+       replay's.
     6. Choose the outcome of the run: DIFFERS if any pass or gradient differs, else UNSETTLED if any is unsettled, else
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
