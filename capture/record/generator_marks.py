@@ -27,7 +27,7 @@ CPU_KIND = "cpu_kind"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorSnapshot:
-    """The states of torch's generators where a forward ends."""
+    """The states of torch's generators where a forward begins or ends."""
 
     cpu: Tensor
     cuda: Tensor | None

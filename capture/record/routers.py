@@ -74,5 +74,5 @@ def _holds_any(name: str, others: dict[str, nn.Module]) -> bool:
 
 
 def _is_inside(inner: str, outer: str) -> bool:
-    """Tell whether the module called `inner` is `outer`'s descendant, or `outer` itself."""
+    """Tell whether the module called `inner` is inside the one called `outer`."""
     return inner != outer and (outer == "" or inner.startswith(f"{outer}."))
