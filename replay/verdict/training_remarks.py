@@ -89,9 +89,25 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
         [(recorded, step.gradients.samples) for recorded, step in steps if step.gradients is not None],
         least=SAME_ON_RANKS,
     )
+    gradients = min(filter(None, (gradients, _find_other_norms(steps))), default=None)
     differences = [("weights before", weights), ("gradients, which were not averaged, in", gradients)]
     by_step = sorted((difference[0], what, difference[1]) for what, difference in differences if difference is not None)
     return [("ranks", f"the job's ranks had different {what} step {step}: {text}") for step, what, text in by_step]
+
+
+def _find_other_norms(steps: Sequence[tuple[RecordedPass, OptimizerStep]]) -> tuple[int, str] | None:
+    """Find the first gradient of a whole parameter whose norm is another one on two ranks, as samples are found."""
+    seen: dict[tuple[int, str], tuple[int | None, float]] = {}
+    for recorded, step in steps:
+        compared = set(recorded.weights.compared)
+        for signature in step.signatures:
+            if signature.is_part or match_parameter_name(signature.name, compared) is None:
+                continue
+            rank, norm = seen.setdefault((step.number, signature.name), (recorded.rank, signature.norm))
+            if relative_difference(norm, signature.norm) > SAME_ON_RANKS:
+                norms = f"{norm:.6g} on rank {rank} and {signature.norm:.6g} on rank {recorded.rank}"
+                return step.number + 1, f"that of {signature.name} has a norm of {norms}"
+    return None
 
 
 def _find_difference_of_ranks(

@@ -1,0 +1,38 @@
+"""Ranks that hold one model should have one gradient: what their signatures say where no sample shows it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from replay.verdict.judge import PassEvidence
+from replay.verdict.pass_values import WeightComparison
+from replay.verdict.training_remarks import _compare_ranks
+from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_window, scale_gradients
+
+pytestmark = pytest.mark.quick
+
+SOUND = draw_gradients()
+
+
+def compare(*ranks: Mapping[str, Sequence[float]], compared: Sequence[str] = NAMES) -> list[str]:
+    """What is said of ranks that signed these gradients, given the parameters that were compared with this model's."""
+    weights = WeightComparison(compared=tuple(compared))
+    passes = [
+        PassEvidence(each.record, replace(each.recorded, weights=weights), each.replayed)
+        for each in make_window(ranks, SOUND)
+    ]
+    return [text for _, text in _compare_ranks(passes)]
+
+
+def test_ranks_with_one_gradient_have_no_remark() -> None:
+    assert compare(SOUND, scale_gradients(SOUND, 1.0001)) == []
+
+
+def test_a_parameter_whose_gradient_is_each_ranks_own_is_named() -> None:
+    own = scale_gradients(SOUND, 1.5, only="layers.1.mlp")
+    [text] = compare(SOUND, own)
+    expected = "the job's ranks had different gradients, which were not averaged, in step 1: that of model.layers.1.mlp"
+    assert text.startswith(expected)
+    # A rank of a tensor-parallel job holds other parts, whose shapes are not this model's.
+    assert compare(SOUND, own, compared=NAMES[:1]) == []
