@@ -127,7 +127,8 @@ def feed_by_table(rows: CapturedRows) -> Feed:
 
 MEND_MASK = "mend the attention mask that the job's model makes or is given"
 MEND_DOCUMENTS = (
-    "give the job's model position_ids that restart and no attention_mask, or a kernel that reads cu_seq_lens"
+    "give the job's model position_ids that restart and no attention_mask, with use_cache=False (a cache hides the "
+    "documents from transformers), or a kernel that reads cu_seq_lens"
 )
 
 

@@ -22,7 +22,7 @@ from replay.verdict.causes.factors import (
     find_uniform_factor,
     may_come_of_reduction,
 )
-from replay.verdict.causes.model_rules import GRADIENT_KINDS
+from replay.verdict.causes.model_rules import GRADIENT_KINDS, describe_model_difference
 from replay.verdict.causes.wrong_gradient import (
     GRADIENT_FINDINGS,
     SAME_RATIO,
@@ -94,6 +94,18 @@ def find_scaled_loss(evidence: Evidence) -> Cause | None:
         return None
     if explain_loss_scale(factor) and clips_under_scale(window):
         return name_early_clipping(factor, verdict)
+    num_tokens = sum(compared.recorded.num_tokens for compared in window)
+    divisors = {compared.recorded.divisor for compared in window}
+    divisor = divisors.pop() if len(divisors) == 1 else None
+    if divisor is not None and math.isclose(factor, num_tokens / divisor, rel_tol=1e-4):
+        return Cause(
+            name=CauseName.GRADIENTS_SCALED,
+            sureness=Sureness.IS,
+            sentence=f"the job's loss is divided by {divisor:g} tokens (num_items_in_batch), and {num_tokens} of the "
+            f"step have one, {name_time(verdict)}",
+            try_next="count the labels that the model's shift leaves: those behind each row's first token",
+            explains=(*GRADIENT_FINDINGS, WEIGHTING),
+        )
     num_passes = len(window)
     usual_number = max(map(len, evidence.windows))
     if num_passes < usual_number and math.isclose(factor, num_passes / usual_number, rel_tol=1e-3):
@@ -236,14 +248,17 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
     cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
     # What the recording states of the model may explain it better.
-    is_stated = any(difference.kind in GRADIENT_KINDS for difference in evidence.settings.model_differences)
-    is_stated |= find_redrawn_masks(evidence) is not None
+    stated = [each for each in evidence.settings.model_differences if each.kind in GRADIENT_KINDS]
+    is_stated = bool(stated) or find_redrawn_masks(evidence) is not None
+    ordered = sorted(off, key=lambda name: off[name].difference or 0.0, reverse=True)
     return Cause(
         name=CauseName.GRADIENTS_CHANGED,
         sureness=Sureness.IS if wrong.is_sure(off.values(), is_off=True) and not is_stated else Sureness.PROBABLY,
-        sentence=f"the gradient of {name_parameters(list(off), list(parameters))} is not that of the loss, "
+        sentence=f"the gradient of {name_parameters(ordered, list(parameters))} is not that of the loss, "
         f"{name_time(wrong.verdict)}: that of {name} is {how}{cosine}; the others are the loss's",
-        try_next="look for a hook on these parameters, or for an autograd function of the job's own on the way to them",
+        try_next=f"see whether it comes of this: {describe_model_difference(stated[0])}"
+        if stated
+        else "look for a hook on these parameters, or for an autograd function of the job's own on the way to them",
         explains=GRADIENT_FINDINGS,
     )
 

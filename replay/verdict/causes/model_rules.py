@@ -295,6 +295,8 @@ def find_other_masks(evidence: Evidence) -> Cause | None:
         sentence=f"{text}, {name_time(verdict)}",
         try_next="call model.train() before each pass that trains, and so after each evaluation"
         if JOB_IN_EVAL_MODE in text
+        else "look for noise that the job adds: NEFTune on the embeddings (neftune_noise_alpha), dropout of its own"
+        if not evidence.settings.dropout
         else "compare the dropout settings of the config with those of the job's modules, and their train mode",
         explains=(MASKS, *ALL_FINDINGS),
     )

@@ -85,6 +85,28 @@ def test_a_factor_that_is_the_losss_share_of_all_positions_is_a_mean_over_paddin
     assert cause.sureness is (Sureness.PROBABLY if is_padding else Sureness.IS)
 
 
+def test_a_loss_that_is_divided_by_tokens_without_a_loss_is_told_from_a_factor() -> None:
+    """As transformers' Trainer counts labels that its model's shift leaves out."""
+    window = make_window([scale_gradients(SOUND, 277 / 279)], SOUND)
+    window = [replace(each, recorded=replace(each.recorded, num_tokens=277, divisor=279.0)) for each in window]
+    [cause] = find_causes(make_gradient_evidence(window))
+    assert cause.sentence.startswith(
+        "the job's loss is divided by 279 tokens (num_items_in_batch), and 277 of the step"
+    )
+
+
+def test_changed_gradients_lead_to_what_the_recording_states() -> None:
+    stated = ModelDifference(
+        kind=ModelDifferenceKind.FORWARD, where="model.layers.*.mlp.gate", job="own.py:fused_gate", replay=None
+    )
+    evidence = make_gradient_evidence(make_window([{**SOUND, Q_PROJ: OTHER[Q_PROJ]}], SOUND))
+    evidence = replace(evidence, settings=replace(evidence.settings, model_differences=[stated]))
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (CauseName.GRADIENTS_CHANGED, Sureness.PROBABLY)
+    assert cause.try_next is not None
+    assert "own.py:fused_gate" in cause.try_next
+
+
 def test_a_sound_gradient_has_no_cause() -> None:
     causes = find_causes(make_gradient_evidence(make_window([SOUND], SOUND)))
     # Though the evidence says that its norm differs, nothing is known about why.
