@@ -114,7 +114,7 @@ class Call:
     outputs      what the forward gave: `loss` (the forward's), `noted_loss` (the loop's), `grad_norm`,
                  `token_log_probs` at `choose_sampled_tokens`; longer outputs as `<name>_row_sums` and
                  `<name>_crc32`, and `log_probs` and `output` also as `<name>_values`, flat, of `<name>_shape`;
-                 `logits_dtype`, `loss_dtype`
+                 `logits_dtype`, `loss_dtype`; `loss_function`, autograd's name of what made the loss
     random       the generators' states before the pass, for `restore_random_states`
     random_after marks of the states of torch's generators where the forward ended
     training     whether the model was in training mode, and the parts of it that were not as the rest

@@ -28,7 +28,12 @@ from capture.record.parameter_sampler import RawSamples
 from capture.record.pass_store import PassStore, RecordingEnded, WriterItem
 from capture.record.recording_id import choose_recording_id
 from capture.record.retention import PassSelector, RetentionSettings
-from capture.record.rng_and_outputs import describe_dtypes, find_outputs, sort_noted_values
+from capture.record.rng_and_outputs import (
+    describe_loss_function,
+    describe_outputs,
+    find_outputs,
+    sort_noted_values,
+)
 from capture.record.route_recorder import RouteRecorder
 from capture.record.snapshot import PassNotes, PassOutputs, RecordingClock, RecordingOpened, SnapshotMaker
 from capture.record.step_window import StepPart, StepWindow
@@ -233,6 +238,8 @@ class Recorder:
         try:
             forward = self.num_seen - 1
             outputs, plain = sort_noted_values({"noted_loss": loss, "grad_norm": grad_norm, "log_probs": log_probs})
+            if self.retention.reproduce:
+                plain |= describe_loss_function(loss)
             if outputs or plain:
                 self._writer.queue_small_item(PassOutputs.begin_copy(forward, outputs, plain))
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -443,16 +450,16 @@ class Recorder:
     ) -> PassOutputs | None:
         """Begin to copy what is kept of a pass that ends; None if that is nothing."""
         forward, outputs = self.num_seen - 1, find_outputs(output, with_rows=self.retention.reproduce)
-        dtypes: dict[str, str] = {}
+        plain: dict[str, str] = {}
         if self.retention.reproduce:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._update_window(lambda window: window.watch_loss(forward, loss))
             if (token_log_probs := self._maker.compute_log_probs(output)) is not None:
                 outputs["token_log_probs"] = token_log_probs
-            dtypes = describe_dtypes(output, loss)
+            plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes
         if not has_any or is_capturing_graph(outputs):
             return None
-        return PassOutputs.begin_copy(forward, outputs, dtypes, settings, weights, random_after, routes)
+        return PassOutputs.begin_copy(forward, outputs, plain, settings, weights, random_after, routes)

@@ -54,6 +54,14 @@ _TOKEN_OUTPUTS = ("log_probs", "output")
 _MAX_TOKEN_VALUES = 65_536
 # Outputs of which every value is kept, and nothing else: they have few.
 _SMALL_OUTPUTS = ("token_log_probs",)
+# Nodes of autograd that pass a loss on, summed over tokens, scaled, cast, or added to another: torch's, DDP's and
+# DeepSpeed's.
+_PASSING_NODES = (
+    *("AddBackward", "DivBackward", "MeanBackward", "MulBackward", "NegBackward", "SumBackward", "ToCopyBackward"),
+    *("AliasBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward", "ViewBackward"),
+    *("_DDPSinkBackward", "PreBackwardFunctionForModuleBackward"),
+)
+_MAX_NODES = 16
 
 # Shapes: B rows, S tokens, V vocabulary, N sampled tokens.
 
@@ -265,13 +273,35 @@ def find_outputs(output: Any, *, with_rows: bool) -> dict[str, Tensor]:
     return {"output": output} if output.ndim == 2 and with_rows else {}
 
 
-def describe_dtypes(output: Any, loss: Tensor | None) -> dict[str, str]:
-    """Return the dtypes of logits and loss: they tell more of a job's arithmetic than the dtype of its weights."""
+def describe_outputs(output: Any, loss: Tensor | None) -> dict[str, str]:
+    """Return the dtypes of logits and loss, and the function that made the loss.
+
+    The dtypes tell more of a job's arithmetic than that of its weights.
+    """
     logits = output.get("logits") if isinstance(output, dict) else None
     tensors = {"logits_dtype": logits, "loss_dtype": loss}
-    return {
+    dtypes = {
         name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items() if isinstance(tensor, Tensor)
     }
+    return dtypes | describe_loss_function(loss)
+
+
+def describe_loss_function(loss: Any) -> dict[str, str]:
+    """Name autograd's node of the function that made a loss, behind those that scale, add up or cast it.
+
+    Such as `NllLossBackward0`, or `CompiledFunctionBackward` of what torch.compile has compiled. A loss without a
+    graph has none.
+    """
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        return {}
+    node, output_number = loss.grad_fn, loss.output_nr
+    for _ in range(_MAX_NODES):
+        inputs = [(function, number) for function, number in node.next_functions if function is not None]
+        if not node.name().startswith(_PASSING_NODES) or not inputs:
+            break
+        # A wrapper's function returns as many tensors as it is given.
+        node, output_number = inputs[output_number if output_number < len(inputs) else 0]
+    return {"loss_function": node.name()}
 
 
 def sort_noted_values(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float | str]]:

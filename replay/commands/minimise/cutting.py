@@ -219,7 +219,7 @@ class _Cutter:
 
 def _cut_outputs(call: Call, cut: Cut, cutter: _Cutter) -> dict[str, Any]:
     outputs: dict[str, Any] = {
-        name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype")
+        name: value for name, value in call.outputs.items() if name in ("logits_dtype", "loss_dtype", "loss_function")
     }
     outputs |= _cut_token_log_probs(call, cut, cutter)
     mask = call.micro_batch().action_mask_BA
