@@ -14,6 +14,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 
 from actor_init.attention.ring import sum_over_ring
 from actor_init.declarations.attention import list_forms
+from actor_init.head.compiled_loss import compute_compiled_log_probs
 from actor_init.head.head_patch import patch_head
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import DocumentBorders
@@ -26,7 +27,7 @@ _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     """Return fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
 
-    With `inputs.head` they are computed inside the model's head, in chunks. Else logits are computed for every token,
+    By what `inputs.head` says they may be computed inside the model's head. Else logits are computed for every token,
     as trainers do, so that time and memory match theirs; only the logits that predict an action token are converted to
     fp32. Raises UsageError for a model whose head is not as `inputs.head` says.
     """
@@ -54,11 +55,11 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
         "use_cache": False,
     }
     with mask_context:
-        chunked = inputs.head is not None and inputs.head.in_chunks
+        has_logits = inputs.head is None or inputs.head.is_whole
         log_probs_N = (
-            _compute_in_chunks(model, inputs, arguments)
-            if chunked
-            else _compute_from_logits(model(**arguments).logits, inputs)
+            _compute_from_logits(model(**arguments).logits, inputs)
+            if has_logits
+            else _compute_in_head(model, inputs, arguments)
         )
     flat = log_probs_N.new_zeros(inputs.action_mask_BA.numel()).index_put((inputs.slot_N,), log_probs_N)
     if inputs.ring is not None:
@@ -66,7 +67,7 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     return flat.view(inputs.action_mask_BA.shape)
 
 
-def _compute_in_chunks(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
+def _compute_in_head(model: Callable[..., Any], inputs: ActorInputs, arguments: dict[str, Any]) -> Tensor:
     assert inputs.head is not None
     kept_logits = inputs.kept_logits
     with patch_head(
@@ -90,6 +91,8 @@ def _compute_from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
     # Under tensor parallelism the head may be sharded on the vocabulary.
     if isinstance(logits, DTensor):
         return compute_sharded_log_probs(logits, inputs.predictor_N, inputs.target_ids_N)
+    if inputs.head is not None and inputs.head.compiled is not None:
+        return compute_compiled_log_probs(logits, inputs.predictor_N, inputs.target_ids_N, inputs.head.compiled)
     logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
     return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
 

@@ -1,6 +1,7 @@
-"""Compile transformer blocks with torch.compile, one graph per kind of block, and count the graphs."""
+"""Compile transformer blocks and the loss with torch.compile, one graph per kind of block, and count the graphs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch._dynamo.config
@@ -10,10 +11,11 @@ from torch._dynamo.utils import counters
 from actor_init.option_words import Compile, CompileLengths, UsageError
 from capture.facts import Setting
 
-# Dynamo's names of all arguments of a block's forward, except self.
-BLOCK_ARGUMENTS = r"L\['(?!self'\]).*"
+# Dynamo's names of all arguments of a block's forward, except self; those of a loss begin with `loss_`.
+BLOCK_ARGUMENTS = r"L\['(?!self'\]|loss_).*"
 # Dynamo's default of 8 would leave layers uncompiled where each has a graph of its own.
 MAX_GRAPHS_PER_BLOCK = 64
+ResultT = TypeVar("ResultT")
 
 
 def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = CompileLengths.DYNAMIC) -> None:
@@ -36,7 +38,11 @@ def compile_blocks(blocks: Iterable[nn.Module], *, lengths: CompileLengths = Com
     if lengths is CompileLengths.DYNAMIC:
         _fuse_norms_at_any_length()
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False if lengths is CompileLengths.STATIC else None)
+        block.forward = compile_function(block.forward, lengths)
+
+
+def compile_function(function: Callable[..., ResultT], lengths: CompileLengths) -> Callable[..., ResultT]:
+    return torch.compile(function, dynamic=False if lengths is CompileLengths.STATIC else None)
 
 
 def _fuse_norms_at_any_length() -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from actor_init.option_words import Head
+from actor_init.option_words import CompileLengths, Head
 
 # Functions that take each logit by itself, and plain numbers.
 FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -19,6 +19,11 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "float": Tensor.float,
 }
 GIB = 1 << 30
+KIND_WORDS = {
+    Head.WHOLE: "whole logits",
+    Head.CHUNKS: "log-probs in chunks",
+    Head.LIGER: "log-probs by Liger's fused loss",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,20 +44,38 @@ class LogitStep:
 class HeadForm:
     """How log-probs are computed.
 
-    kind         whole logits, or chunks of tokens
+    kind         whole logits, chunks of tokens, or Liger's fused loss; the last two make no whole logits
     why          why this kind
     steps        what the model does to the head's logits, in order; not looked at for whole logits
     chunk_bytes  logits of a chunk; None: chosen by device
+    compiled     the lengths that the loss of whole logits is compiled for; None: it is not compiled
     """
 
     kind: Head = Head.CHUNKS
     why: str = ""
     steps: tuple[LogitStep, ...] = ()
     chunk_bytes: int | None = None
+    compiled: CompileLengths | None = None
 
     @property
-    def in_chunks(self) -> bool:
-        return self.kind is Head.CHUNKS
+    def is_whole(self) -> bool:
+        return self.kind is Head.WHOLE
+
+    def find_soft_cap(self) -> float | None:
+        """Return the c of steps that are c * tanh(logits / c); None for steps that change no value.
+
+        Raises ValueError, with the steps in words, for all others.
+        """
+        match [step for step in self.steps if step.function != "float"]:
+            case []:
+                return None
+            case [
+                LogitStep(function="div", numbers=(cap,)),
+                LogitStep(function="tanh"),
+                LogitStep(function="mul", numbers=(same,)),
+            ] if cap == same:
+                return cap
+        raise ValueError(", ".join(step.describe() for step in self.steps))
 
     def choose_chunk_bytes(self, device: torch.device) -> int:
         """Return the bytes of a chunk's logits, on a GPU a 32nd of its memory at most.
@@ -78,9 +101,8 @@ class HeadForm:
 
     def describe(self) -> str:
         """Return the form in words, with the reason."""
-        words = "whole logits"
-        if self.in_chunks:
-            words = f"log-probs in chunks{''.join(f', {step.describe()}' for step in self.steps)}"
+        words = ", ".join([KIND_WORDS[self.kind], *(step.describe() for step in self.steps)])
+        words += ", the loss compiled" if self.compiled is not None else ""
         return f"{words} ({self.why})" if self.why else words
 
 

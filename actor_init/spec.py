@@ -201,7 +201,7 @@ class ActorSpec:
     )
     head: Head = option(
         Head.AUTO,
-        "Log-probs of whole logits or of chunks of tokens. auto: as the job's loss; if unknown, whole where they fit.",
+        "Whole logits, chunks of tokens, or Liger's fused loss. auto: as the job; if unknown, whole where they fit.",
     )
     kernels: Kernels = option(
         Kernels.AUTO,

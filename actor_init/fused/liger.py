@@ -80,6 +80,35 @@ def liger_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return turned
 
 
+def compute_liger_losses(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    soft_cap: float | None,
+    *,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the fp32 cross entropy [N] of each token, and the gradients of hidden states, weight and bias if each
+    loss has a gradient of 1.
+
+    It calls what Liger's fused linear cross entropy calls for a sum; its own loss of each token computes everything
+    once more in backward.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    # Whether gradients are computed is read off the tensors.
+    loss_N, *_, hidden_gradient, weight_gradient, bias_gradient = fused_linear_cross_entropy_forward(
+        hidden_NH.detach().requires_grad_(needs_gradient),
+        weight_VH.detach().requires_grad_(needs_gradient and weight_VH.requires_grad),
+        target_N,
+        bias=bias_V,
+        reduction="none",
+        softcap=soft_cap,
+    )
+    return loss_N, hidden_gradient, weight_gradient, bias_gradient
+
+
 def choose_bound(dtype: torch.dtype) -> float:
     """Choose the bound for one of DTYPES."""
     return FP32_BOUND if dtype is torch.float32 else BF16_BOUND

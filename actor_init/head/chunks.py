@@ -132,7 +132,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_N: Tensor, entropy_gradient_N: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.method is BackwardMethod.GRADIENTS_IN_FORWARD:
-            return (*_scale_gradients(ctx.saved_tensors, ctx.dtypes, gradient_N), None, None)
+            return (*scale_gradients(ctx.saved_tensors, ctx.dtypes, gradient_N), None, None)
         hidden_TH, weight_VH, bias_V, logits_NV, max_N, log_sum_N, entropy_N = ctx.saved_tensors
         head = _ChunkedHead(hidden_TH, weight_VH, bias_V, ctx.form, ctx.request)
         gradients = _GradientSums(head, ctx.needs_gradient)
@@ -346,7 +346,7 @@ def _has_fp32_products() -> bool:
     return TorchVersion(torch.__version__) >= FP32_PRODUCTS_SINCE
 
 
-def _scale_gradients(
+def scale_gradients(
     gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...], gradient_N: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Multiply gradients, computed for 1, by the gradient that all log-probs have, by NaN if they differ, and round."""

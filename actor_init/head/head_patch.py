@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from transformers import PreTrainedModel
 
 from actor_init.head.chunks import LogProbRequest, compute_log_probs
+from actor_init.head.liger_head import compute_liger_log_probs
 from actor_init.model_form import HeadForm
 from actor_init.option_words import Head, UsageError
 from actor_init.parallel.split_linear import sum_gradient
@@ -104,7 +105,10 @@ def patch_head(
         # Under DDP parameters are fp32, whatever dtype the forward computes in.
         dtype = hidden_TH.dtype
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        patched.log_probs_N, patched.entropy_N = compute_log_probs(hidden_TH, weight, bias, form, request)
+        if form.kind is Head.LIGER:
+            patched.log_probs_N = compute_liger_log_probs(hidden_TH, weight, bias, form, request)
+        else:
+            patched.log_probs_N, patched.entropy_N = compute_log_probs(hidden_TH, weight, bias, form, request)
         patched.samples = hidden_TH.new_tensor(SAMPLES).view(1, -1, 1)
         samples: Tensor = _Samples.apply(patched.log_probs_N, patched.samples)
         if group is None:

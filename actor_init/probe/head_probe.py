@@ -30,7 +30,6 @@ from actor_init.probe.packing_probe import (
 )
 from actor_init.probe.small_config import VOCABULARY, make_small_configs
 from actor_init.spec import ActorSpec, Compile, Head
-from actor_init.world import World
 
 # Relative to the norm. fp32's rounding gives up to 4e-7, a logit scale that is left out 0.1 or more.
 BOUND = 1e-4
@@ -42,12 +41,6 @@ IDENTITY_STEPS = [LogitStep(function=name, numbers=(number,)) for name, number i
 
 class NotInChunksError(Exception):
     """Raised for a model whose log-probs cannot be computed from its head alone. The message says why."""
-
-
-def probe_head_on_first(source: ModelSource, world: World) -> HeadForm:
-    """Return what `probe_head` finds on rank 0. All ranks must call this."""
-    form: HeadForm = world.from_first(probe_head(source.config, world.device) if world.rank == 0 else None)
-    return form
 
 
 def probe_head(config: PretrainedConfig, device: torch.device) -> HeadForm:

@@ -1,26 +1,29 @@
 """Choose how log-probs come from the model's head: as the job computed its loss, where its captures show it.
 
 A model that returned logits made them of all tokens at once. One that returned a loss and no logits had a loss in
-chunks of tokens. Where nothing shows which, whole logits are taken if they fit, by a prediction from bytes.
+chunks of tokens, or Liger's. Where nothing shows which, whole logits are taken if they fit, by a prediction from bytes.
 """
 
 import os
+import shutil
 from dataclasses import replace
 
 import torch
 
 from actor_init.declarations.backends import find_declaration
+from actor_init.fused.liger import find_liger_lack
 from actor_init.model import ModelSource
 from actor_init.model_form import HeadForm
 from actor_init.optimizer import TORCH_DTYPES
-from actor_init.probe.head_probe import explain_whole_head, probe_head_on_first
-from actor_init.spec import ActorSpec, Compile, Head, UsageError
-from actor_init.world import World
+from actor_init.probe import head_probe
+from actor_init.probe.head_probe import explain_whole_head
+from actor_init.spec import ActorSpec, Compile, CompileLengths, Head, UsageError
+from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
 from replay.options.option_parsing import spell_setting
 from replay.options.resolved import HEAD, ChosenBy, ResolvedChoice
-from replay.options.spec import MeasureSpec
+from replay.options.spec import MeasureSpec, ReplayParts, is_objective
 from replay.output.text import format_gibibytes
 from replay.profiling.memory_advice import compute_declared_bytes
 from replay.profiling.profile_records import HolderKind
@@ -33,8 +36,8 @@ FP32_BYTES = 4
 
 
 def choose_head(
+    spec: ReplayParts,
     actor: ActorSpec,
-    measure: MeasureSpec,
     source: ModelSource,
     selection: Selection,
     first_call: Call | None,
@@ -50,34 +53,52 @@ def choose_head(
 
     All ranks must call this, and get the same. Raises UsageError for what was typed and cannot be had.
     """
+    liger_lack = next(filter(None, world.gather(find_liger_lack(world.device))), None)
     needs_whole = explain_whole_head(actor, source) or why_whole_logits
-    choice: ResolvedChoice
-    if actor.head is not Head.AUTO:
-        choice = ResolvedChoice(setting=HEAD, value=actor.head, by=ChosenBy.TYPED)
-        why = spell_setting(Setting("head", actor.head))
-    else:
-        choice = (
-            _choose_whole(actor, needs_whole, why_whole_logits)
-            if needs_whole
-            else world.from_first(
-                _choose_from_job(first_call) or _choose_by_bytes(actor, measure, source, selection, world)
-                if world.rank == 0
-                else None
-            )
-        )
-        why = choice.why
-    if choice.value is Head.WHOLE:
-        return HeadForm(kind=Head.WHOLE, why=why), choice
-    form = HeadForm(kind=Head.WHOLE, why=needs_whole) if needs_whole else probe_head_on_first(source, world)
-    if form.in_chunks:
-        return replace(form, why=why), choice
-    if choice.by is ChosenBy.TYPED:
-        raise UsageError(
-            Setting("head", actor.head),
-            f"is no form of this run, which has whole logits: {form.why}",
-            f"Try: {Setting('head', Head.WHOLE)}",
-        )
-    return form, replace(choice, value=Head.WHOLE, by=ChosenBy.MODEL, why=form.why)
+
+    def choose() -> tuple[HeadForm, ResolvedChoice]:
+        if actor.head is not Head.AUTO:
+            choice = ResolvedChoice(setting=HEAD, value=actor.head, by=ChosenBy.TYPED)
+        elif needs_whole:
+            choice = _choose_whole(actor, needs_whole, why_whole_logits)
+        else:
+            choice = _choose_from_job(first_call) or _choose_by_bytes(actor, spec.measure, source, selection, world)
+        if choice.value is not Head.WHOLE:
+            form = HeadForm(kind=Head.WHOLE, why=needs_whole)
+            form = form if needs_whole else head_probe.probe_head(source.config, world.device)
+            choice = _allow(choice, form, _find_liger_obstacle(spec.measure, actor, form, liger_lack))
+            if choice.value is not Head.WHOLE:
+                return replace(form, kind=choice.value, why=_explain(choice)), choice
+        compiled, lack = _choose_loss_compiler(actor, choice.by, first_call, world.device)
+        why = f"{_explain(choice)}, which it is not here: {lack}" if lack else _explain(choice)
+        return HeadForm(kind=Head.WHOLE, why=why, compiled=compiled), choice
+
+    return decide_on_first_rank(world, choose)
+
+
+def _explain(choice: ResolvedChoice) -> str:
+    return choice.why or spell_setting(Setting("head", choice.value))
+
+
+def _allow(choice: ResolvedChoice, form: HeadForm, liger_obstacle: tuple[ChosenBy, str] | None) -> ResolvedChoice:
+    """Return the choice of chunks or of Liger's loss, or of what has to be in its place.
+
+    form  what the model allows: chunks, or whole logits alone
+
+    Raises UsageError for what was typed and cannot be had.
+    """
+    is_typed, setting = choice.by is ChosenBy.TYPED, Setting("head", choice.value)
+    if form.is_whole:
+        if is_typed:
+            why = f"is no form of this run, which has whole logits: {form.why}"
+            raise UsageError(setting, why, f"Try: {setting.with_value(Head.WHOLE)}")
+        return replace(choice, value=Head.WHOLE, by=ChosenBy.MODEL, why=form.why)
+    if choice.value is Head.CHUNKS or liger_obstacle is None:
+        return choice
+    by, lack = liger_obstacle
+    if is_typed:
+        raise UsageError(setting, lack, f"Try: {setting.with_value(Head.CHUNKS)}")
+    return replace(choice, value=Head.CHUNKS, by=by, why=f"{choice.why}, which {lack}")
 
 
 def _choose_whole(actor: ActorSpec, needs_whole: str, why_whole_logits: str) -> ResolvedChoice:
@@ -95,10 +116,62 @@ def _choose_from_job(first_call: Call | None) -> ResolvedChoice | None:
     outputs = first_call.outputs if first_call is not None else {}
     # Log-probs of single tokens are recorded of logits alone.
     if "logits_dtype" in outputs or "token_log_probs" in outputs:
-        return ResolvedChoice(setting=HEAD, value=Head.WHOLE, by=ChosenBy.JOB, why="the job's model returned logits")
-    if "loss_dtype" in outputs:
-        why = "the job's model returned a loss without logits"
-        return ResolvedChoice(setting=HEAD, value=Head.CHUNKS, by=ChosenBy.JOB, why=why)
+        why = "the job's model returned logits"
+        why += ", and its loss was compiled" if _had_compiled_loss(first_call) else ""
+        return ResolvedChoice(setting=HEAD, value=Head.WHOLE, by=ChosenBy.JOB, why=why)
+    if "loss_dtype" not in outputs:
+        return None
+    if _read_loss_function(first_call).startswith("Liger"):
+        return ResolvedChoice(setting=HEAD, value=Head.LIGER, by=ChosenBy.JOB, why="the job's loss is Liger's")
+    why = "the job's model returned a loss without logits"
+    return ResolvedChoice(setting=HEAD, value=Head.CHUNKS, by=ChosenBy.JOB, why=why)
+
+
+def _read_loss_function(first_call: Call | None) -> str:
+    return str(first_call.outputs.get("loss_function", "")) if first_call is not None else ""
+
+
+def _had_compiled_loss(first_call: Call | None) -> bool:
+    return _read_loss_function(first_call).startswith("CompiledFunction")
+
+
+def _choose_loss_compiler(
+    actor: ActorSpec, by: ChosenBy, first_call: Call | None, device: torch.device
+) -> tuple[CompileLengths | None, str]:
+    """Return the lengths that a loss of whole logits is compiled for, None if it is not, and why the job's is not here.
+
+    It is compiled where blocks are, and where the job's was. Where ranks share the vocabulary their exchange stays
+    outside a graph, and so does all of the loss.
+    """
+    is_job_s = by is ChosenBy.JOB and _had_compiled_loss(first_call)
+    if actor.parallel.tp > 1 and find_declaration(actor.backend).splits_head:
+        return None, f"{spell_setting(Setting('tp', actor.parallel.tp))} splits it" if is_job_s else ""
+    if actor.compile is Compile.BLOCKS:
+        return actor.compile_lengths, ""
+    if is_job_s and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return None, "no C++ compiler was found"
+    return CompileLengths.DYNAMIC if is_job_s else None, ""
+
+
+def _find_liger_obstacle(
+    measure: MeasureSpec, actor: ActorSpec, form: HeadForm, lack: str | None
+) -> tuple[ChosenBy, str] | None:
+    """Return what is against Liger's loss, and who decides so; None if it can be had.
+
+    lack  why a rank's device has no Liger
+    """
+    if lack is not None:
+        return ChosenBy.MACHINE, lack
+    if is_objective(measure.loss):
+        loss = spell_setting(Setting("loss", measure.loss))
+        return ChosenBy.OPTION, f"gives each log-prob the same gradient, and {loss} does not"
+    if actor.parallel.tp > 1:
+        tp = spell_setting(Setting("tp", actor.parallel.tp))
+        return ChosenBy.OPTION, f"takes the whole vocabulary on a rank, and {tp} splits it"
+    try:
+        form.find_soft_cap()
+    except ValueError as error:
+        return ChosenBy.MODEL, f"does not know what the model does to its logits ({error})"
     return None
 
 

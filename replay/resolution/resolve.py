@@ -116,7 +116,7 @@ def resolve(
     why_whole_logits = explain_whole_logits(filled_spec, objective)
     source = replace(source, layout=layout)
     head, head_choice = choose_head(
-        actor, filled_spec.measure, source, selection, first_call, world, why_whole_logits=why_whole_logits
+        filled_spec, actor, source, selection, first_call, world, why_whole_logits=why_whole_logits
     )
     actor, source = replace(actor, head=head_choice.value), replace(source, head=head)
     # `named_actor.attention` is the chosen kernel's word, if it has one. `actor.attention` is still `auto` if neither

@@ -111,7 +111,7 @@ class Reruns:
         analysis = OutOfMemoryAnalysis(
             actor=self._actor_to_advise,
             measure=self.spec.measure,
-            has_whole_logits=head is None or not head.in_chunks,
+            has_whole_logits=head is None or head.is_whole,
             world=self.world,
             config=self.source.config,
             inputs=self.inputs,
@@ -126,7 +126,7 @@ class Reruns:
         if actor.head is not Head.WHOLE:
             return actor
         needs_whole = self.spec.why_whole_logits or explain_whole_head(actor, source)
-        can_chunk = not needs_whole and probe_head(source.config, self.world.device).in_chunks
+        can_chunk = not needs_whole and not probe_head(source.config, self.world.device).is_whole
         return actor if can_chunk else replace(actor, head=Head.AUTO)
 
     def _profile_slowest_pass(self, records: Sequence[PassRecord]) -> tuple[Profile | None, str]:

@@ -126,7 +126,7 @@ class TrialActor:
         Where logits are computed whole, no more are asked for at once than a pass may have.
         """
         feed = feed_as_captured(self.rows)
-        if self.head is not None and self.head.in_chunks:
+        if self.head is not None and not self.head.is_whole:
             return self._run(feed, self.head, predictor_N, target_N)
         size = max(len(self.rows.prepared.predictor_N), MIN_TARGETS_AT_ONCE)
         # Every rank runs as many forwards, since a backend may gather weights in them.

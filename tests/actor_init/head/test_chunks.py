@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,15 @@ from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig, PreTrai
 from actor_init.action_log_probs import action_log_probs
 from actor_init.adapters import Adapter
 from actor_init.head.chunks import LogProbRequest, choose_chunk_size, compute_log_probs
+from actor_init.head.liger_head import compute_liger_log_probs
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource, make_random_weights
 from actor_init.model_form import HeadForm, LogitStep
 from actor_init.probe.head_probe import explain_whole_head, probe_head
 from actor_init.probe.packing_probe import build_small_model, make_one_document
-from actor_init.spec import ActorSpec, Compile, ParallelSpec, UsageError
+from actor_init.spec import ActorSpec, Compile, Head, ParallelSpec, UsageError
 from replay.command_line.cli import main as replay_main
+from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.sharded import SIZES
 
 T, N, H, V = 60, 53, 6, 40
@@ -35,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gradients in forward": {"chunk_bytes": SMALL, "has_uniform_gradient": True},
     "logits recomputed in backward": {"chunk_bytes": SMALL},
     "logits recomputed in backward, entropies": {"chunk_bytes": SMALL, "with_entropies": True},
+    "Liger's": {"chunk_bytes": None, "has_uniform_gradient": True, "kind": Head.LIGER},
 }
 CPU = torch.device("cpu")
 
@@ -64,6 +68,10 @@ class Case:
 
     def run(self, form: HeadForm, request: LogProbRequest) -> tuple[Tensor, Tensor | None]:
         hidden_TH, weight_VH, bias_V = self.leaves
+        if form.kind is Head.LIGER:
+            on_a_cpu = liger_on_a_cpu() if hidden_TH.device.type == "cpu" else nullcontext()
+            with on_a_cpu:
+                return compute_liger_log_probs(hidden_TH, weight_VH, bias_V, form, request), None
         return compute_log_probs(hidden_TH, weight_VH, bias_V, form, request)
 
     def loss(self, log_probs_N: Tensor, entropy_N: Tensor | None) -> Tensor:
@@ -93,7 +101,8 @@ def test_numbers_are_those_of_whole_logits_in_fp64(
 ) -> None:
     """A bf16 logit is rounded to 2**-9 of itself, and so is each gradient."""
     case, settings = Case(dtype, device), dict(METHODS[method])
-    form = HeadForm(steps=steps, chunk_bytes=settings.pop("chunk_bytes"))
+    kind, chunk_bytes = settings.pop("kind", Head.CHUNKS), settings.pop("chunk_bytes")
+    form = HeadForm(kind=kind, steps=steps, chunk_bytes=chunk_bytes)
     log_probs_N, entropy_N = case.run(form, case.request(**settings))
     gradients = torch.autograd.grad(case.loss(log_probs_N, entropy_N), case.leaves)
     expected_N, expected_entropy_N, expected_gradients = case.compute_in_fp64(
@@ -150,10 +159,11 @@ def test_nothing_of_the_size_of_logits_is_made(method: str, steps: tuple[LogitSt
     assert largest.elements == N * V
 
 
-def test_gradients_that_are_not_all_the_same_as_was_said_are_not_silently_wrong() -> None:
+@pytest.mark.parametrize("kind", [Head.CHUNKS, Head.LIGER])
+def test_gradients_that_are_not_all_the_same_as_was_said_are_not_silently_wrong(kind: Head) -> None:
     case = Case()
     request = case.request(has_uniform_gradient=True)
-    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), request)
+    log_probs_N, _ = case.run(HeadForm(kind=kind, chunk_bytes=SMALL), request)
     factors_N = torch.ones(N).index_fill(0, torch.tensor([3]), 2.0)
     gradients = torch.autograd.grad((factors_N * log_probs_N).sum(), case.leaves)
     assert all(bool(gradient.isnan().any()) for gradient in gradients)
@@ -169,13 +179,15 @@ def test_a_second_backward_is_refused(has_uniform_gradient: bool) -> None:
         torch.autograd.grad(log_probs_N.sum(), case.leaves)
 
 
-@pytest.mark.parametrize("has_uniform_gradient", [False, True])
-def test_no_log_prob_is_wanted_of_a_rank(has_uniform_gradient: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "has_uniform_gradient"), [(Head.CHUNKS, False), (Head.CHUNKS, True), (Head.LIGER, True)]
+)
+def test_no_log_prob_is_wanted_of_a_rank(kind: Head, has_uniform_gradient: bool) -> None:
     """A ring's slice may have none; its gradients are zeros, which the other ranks' are added to."""
     case = Case()
     none = torch.zeros(0, dtype=torch.long)
     request = replace(case.request(has_uniform_gradient=has_uniform_gradient), predictor_N=none, target_N=none)
-    log_probs_N, _ = case.run(HeadForm(chunk_bytes=SMALL), request)
+    log_probs_N, _ = case.run(HeadForm(kind=kind, chunk_bytes=SMALL), request)
     gradients = torch.autograd.grad(log_probs_N.sum(), case.leaves)
     assert [float(gradient.abs().sum()) for gradient in gradients] == [0.0] * 3
 

@@ -62,7 +62,8 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     lengths = [record.input.fed_tokens for record in records[:4]]
     assert len(records) == 8
     assert len(set(lengths)) == 4  # of two rows each: more or fewer documents would make another graph
-    assert {name: result["num_graphs"] for name, result in found.items()} == {
+    # of the blocks, and as many of the loss
+    assert {name: result["num_graphs"] / 2 for name, result in found.items()} == {
         "off": 0,
         "automatic": 2,
         "dynamic": 1,
@@ -70,9 +71,10 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
         "buckets": 2,
         "multiple": len({-(-length // 64) for length in lengths}),
     }
-    assert sum(found["static"]["recompilations"].values()) == 3
-    (guard,) = found["automatic"]["recompilations"]
-    assert "size mismatch at index N. expected N, actual N" in guard
+    assert sum(found["static"]["recompilations"].values()) == 2 * 3
+    guards = found["automatic"]["recompilations"]
+    assert len(guards) == 2
+    assert all("size mismatch at index N. expected N, actual N" in guard for guard in guards)
     assert found["dynamic"]["recompilations"] == {}
     assert found["multiple"]["fed_tokens"] == sum(-(-length // 64) * 64 for length in lengths)
     first, second = choose_lengths(lengths, 2)

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,15 +16,20 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from actor_init.compiling import compile_function
+from actor_init.head import compiled_loss as compiled_loss_module
+from actor_init.model_form import KIND_WORDS, HeadForm, LogitStep
 from actor_init.spec import Head, UsageError
 from actor_init.world import World
-from capture import recording
+from capture import note, recording
 from replay.command_line.cli import main as replay_main
 from replay.options.resolved import HEAD, ChosenBy, ResolvedChoice
 from replay.profiling.profile_records import HolderKind
 from replay.resolution import head_choice
 from replay.resolution.resolve import choose_loss, resolve
 from replay.resolution.selection import read_first_call, select
+from tests.helpers.liger_on_a_cpu import liger_on_a_cpu, losses
+from tests.helpers.replay_worker import graphs_alone
 from tests.helpers.typed import spec_of
 
 SIZES: dict[str, Any] = {
@@ -107,6 +114,20 @@ def autocast_loss(model: Any, ids_BS: Tensor) -> Tensor:
         return model_loss(model, ids_BS)
 
 
+def noted_loss(model: Any, ids_BS: Tensor) -> Tensor:
+    loss = own_loss(model, ids_BS)
+    note(loss=loss)
+    return loss
+
+
+def compiled_loss(model: Any, ids_BS: Tensor) -> Tensor:
+    """As torchtitan: the loss function is compiled, and the model is not called with labels."""
+    compute = torch.compile(compute_own_loss, backend="aot_eager")
+    loss: Tensor = compute(model(input_ids=ids_BS, use_cache=False).logits, ids_BS)
+    note(loss=loss * 1.0)
+    return loss
+
+
 def trl_sft_loss(model: Any, ids_BS: Tensor) -> Tensor:
     """As TRL's SFTTrainer: the Trainer passes the number of labels, and the logits are looked at for its metrics."""
     num_labels = torch.tensor(ids_BS[:, 1:].numel())
@@ -128,14 +149,38 @@ def actor_loss(model: Any, ids_BS: Tensor) -> Tensor:
     return loss
 
 
-def patch_forward(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    patched: Any = model
-    patched.forward = compute_chunked_loss.__get__(model)
+def patch_forward(forward: Callable[..., Any]) -> LlamaForCausalLM:
+    model: Any = make_model()
+    model.forward = forward.__get__(model)
+    assert isinstance(model, LlamaForCausalLM)
     return model
 
 
+class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+    """What autograd sees of Liger's loss: a function of this name, whose gradients are computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, label_N: Tensor) -> Tensor:
+        loss_N, *gradients, _ = losses(hidden_ND, weight_VD, None, label_N, None, needs_gradient=True)
+        ctx.save_for_backward(*gradients)
+        return loss_N.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD = ctx.saved_tensors
+        return gradient * hidden_ND, gradient * weight_VD, None
+
+
+def compute_liger_s_loss(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+    """The forward that Liger puts in the place of a model's: a loss, and no logits."""
+    hidden_ND = model.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state[:, :-1].flatten(0, 1)
+    label_N = labels[:, 1:].flatten()
+    total = LigerFusedLinearCrossEntropyFunction.apply(hidden_ND, model.lm_head.weight, label_N)
+    return CausalLMOutputWithPast(loss=total / len(label_N))
+
+
 def compile_whole(model: LlamaForCausalLM) -> nn.Module:
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="aot_eager")
     assert isinstance(compiled, nn.Module)
     return compiled
 
@@ -146,6 +191,7 @@ class Job:
     make       makes the model that it calls
     reproduce  as for a recording
     form       the form that is right for it
+    compiled   its loss is
     """
 
     def __init__(
@@ -156,8 +202,10 @@ class Job:
         by: ChosenBy = ChosenBy.JOB,
         *,
         reproduce: bool = True,
+        compiled: bool = False,
     ) -> None:
         self.make, self.loss_of, self.form, self.by, self.reproduce = make, loss_of, form, by, reproduce
+        self.compiled = compiled
 
     def record(self, folder: Path) -> float:
         """Record one step of two passes, and return the loss of the first."""
@@ -180,10 +228,14 @@ JOBS = {
     "labels, autocast": Job(make_model, autocast_loss, Head.WHOLE),
     "own cross entropy": Job(make_model, own_loss, Head.WHOLE),
     "own cross entropy of a tensor": Job(LogitsAlone, lambda model, ids: compute_own_loss(model(ids), ids), Head.WHOLE),
+    "own cross entropy, noted": Job(make_model, noted_loss, Head.WHOLE),
+    "compiled loss, noted": Job(make_model, compiled_loss, Head.WHOLE, compiled=True),
     "TRL's SFT": Job(make_model, trl_sft_loss, Head.WHOLE),
     "TRL's GRPO": Job(make_model, trl_grpo_loss, Head.WHOLE),
-    "compiled model": Job(lambda: compile_whole(make_model()), model_loss, Head.WHOLE),
-    "loss in chunks": Job(lambda: patch_forward(make_model()), model_loss, Head.CHUNKS),
+    "compiled model": Job(lambda: compile_whole(make_model()), model_loss, Head.WHOLE, compiled=True),
+    "loss in chunks": Job(lambda: patch_forward(compute_chunked_loss), model_loss, Head.CHUNKS),
+    # No Liger runs on a CPU, so chunks have to do.
+    "Liger's loss": Job(lambda: patch_forward(compute_liger_s_loss), model_loss, Head.CHUNKS, ChosenBy.MACHINE),
     "log-probs of an actor": Job(PolicyActor, actor_loss, Head.WHOLE, ChosenBy.MACHINE),
     "outputs not recorded": Job(make_model, model_loss, Head.WHOLE, ChosenBy.MACHINE, reproduce=False),
 }
@@ -215,6 +267,46 @@ def test_the_form_is_the_job_s(name: str, folders: dict[str, Path], world: World
     form, choice = choose(world, folders[name])
     assert (form.kind, choice.value, choice.by) == (JOBS[name].form, JOBS[name].form, JOBS[name].by)
     assert form.why == choice.why != ""
+    assert (form.compiled is not None) == JOBS[name].compiled
+
+
+def test_liger_s_loss_is_taken_where_it_can_be_had(folders: dict[str, Path], world: World) -> None:
+    folder = folders["Liger's loss"]
+    form, choice = choose(world, folder)
+    assert choice.why == "the job's loss is Liger's, which has no CPU kernels"
+    with liger_on_a_cpu():
+        form, choice = choose(world, folder)
+        assert (form.kind, choice.by) == (Head.LIGER, ChosenBy.JOB)
+        assert form.describe() == "log-probs by Liger's fused loss (the job's loss is Liger's)"
+        form, choice = choose(world, folder, "--loss", "dpo")
+        assert (form.kind, choice.by) == (Head.CHUNKS, ChosenBy.OPTION)
+        assert (
+            choice.why
+            == "the job's loss is Liger's, which gives each log-prob the same gradient, and --loss dpo does not"
+        )
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("", "has no CPU kernels"),
+        ("--loss dpo", "gives each log-prob the same gradient, and --loss dpo does not"),
+        ("--backend fsdp2 --tp 2", "takes the whole vocabulary on a rank, and --tp 2 splits it"),
+    ],
+)
+def test_liger_s_loss_is_refused_where_it_cannot_be_had(
+    typed: str, why: str, folders: dict[str, Path], world: World
+) -> None:
+    lend = liger_on_a_cpu() if typed else nullcontext()
+    with lend, pytest.raises(UsageError, match=f"head='liger' {why}. Try: head='chunks'"):
+        choose(world, folders["labels through the model"], "--head", "liger", *typed.split())
+
+
+def test_liger_s_loss_knows_no_scale_of_logits() -> None:
+    scaled = HeadForm(kind=Head.LIGER, steps=(LogitStep(function="mul", numbers=(0.125,)),))
+    actor, measure = spec_of(["--backend", "fsdp2"]).actor, spec_of([]).measure
+    obstacle = head_choice._find_liger_obstacle(measure, actor, scaled, None)
+    assert obstacle == (ChosenBy.MODEL, "does not know what the model does to its logits (mul 0.125)")
 
 
 @pytest.mark.parametrize(("spare", "form"), [(1, Head.WHOLE), (0, Head.CHUNKS)])
@@ -275,7 +367,7 @@ def test_a_model_that_has_no_chunks_keeps_whole_logits_and_says_so(
 
 
 @pytest.mark.usefixtures("one_world", "proofs_once")
-@pytest.mark.parametrize("name", ["labels through the model", "own cross entropy", "loss in chunks"])
+@pytest.mark.parametrize("name", ["labels through the model", "own cross entropy", "loss in chunks", "Liger's loss"])
 def test_each_form_gives_the_job_s_numbers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The job's loss is torch's of the job's own model, and its gradients are recorded: the verdict judges them."""
     inputs, model = tmp_path / "inputs", make_model()
@@ -283,16 +375,38 @@ def test_each_form_gives_the_job_s_numbers(name: str, tmp_path: Path, capsys: py
     model.save_pretrained(tmp_path / "model")
     loss = job.record(inputs)
     shared = ["--backend", "ddp", "--inputs", str(inputs), "--model", str(tmp_path / "model"), "--verdict", "strict"]
-    for typed, words in (
-        ("auto", "whole logits (the job" if job.form is Head.WHOLE else "log-probs in chunks (the job"),
-        ("whole", "whole logits (--head whole)"),
-        ("chunks", "log-probs in chunks (--head chunks)"),
-    ):
+    job_form = Head.LIGER if name == "Liger's loss" else job.form
+    for typed in ("auto", "whole", "chunks", "liger"):
+        words = KIND_WORDS[job_form if typed == "auto" else Head(typed)]
+        words += " (the job" if typed == "auto" else f" (--head {typed})"
         logs = tmp_path / typed
-        assert replay_main([*shared, "--head", typed, "--log-folder", str(logs)]) == 0
+        with liger_on_a_cpu():
+            assert replay_main([*shared, "--head", typed, "--log-folder", str(logs)]) == 0
         assert f"head       {words}" in capsys.readouterr().out
         [run], [lines] = logs.glob("*/run.json"), logs.glob("*/rank0.jsonl")
         written = json.loads(run.read_text())
         assert written["facts"]["head"].startswith(words)
         assert written["verdict"]["outcome"] == "REPRODUCED"
         assert json.loads(lines.read_text().splitlines()[0])["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.usefixtures("one_world", "proofs_once")
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [("compiled loss, noted", ""), ("own cross entropy", "--compile"), ("own cross entropy", "--trace")],
+)
+def test_a_loss_is_compiled_where_the_job_s_was_and_where_blocks_are(
+    name: str, typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    loss = JOBS[name].record(tmp_path / "inputs")
+    words = ["--backend", "fsdp2", "--inputs", str(tmp_path / "inputs"), "--model", str(tmp_path / "model")]
+    words += [*typed.split(), "--verdict", "strict", "--log-folder", str(tmp_path / "logs")]
+    with graphs_alone(), patch.object(compiled_loss_module, "compile_function", wraps=compile_function) as compiles:
+        compiled_loss_module._compile_losses.cache_clear()
+        assert replay_main(words) == 0
+    is_compiled = typed != "--trace"
+    assert compiles.called == is_compiled
+    assert ("whole logits, the loss compiled (" in capsys.readouterr().out) == is_compiled
+    [lines] = (tmp_path / "logs").glob("*/rank0.jsonl")
+    assert json.loads(lines.read_text().splitlines()[0])["loss"] == pytest.approx(loss, rel=1e-6)
