@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.name_patterns import split_name
 from replay.tolerances.job_bounds import LEAST_RMS
-from replay.verdict.gradient_samples import GradientSamples, compute_scale, compute_whole_rms
+from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.pass_values import RecordedPass, match_parameter_name
 
 WHOLE = "all parameters"
@@ -171,7 +171,7 @@ def measure_signature_distances(gradient: GradientSamples, other: GradientSample
     squares: dict[str, list[float]] = {}
     for (name, start), values in gradient.signatures.items():
         other_values, scale = other.signatures.get((name, start), ()), compute_scale(gradient, name)
-        is_known = gradient.norms[name] > LEAST_RMS * compute_whole_rms(gradient) * math.sqrt(gradient.sizes[name])
+        is_known = gradient.norms[name] > LEAST_RMS * gradient.whole_rms * math.sqrt(gradient.sizes[name])
         if is_known and len(values) == len(other_values) and _can_divide((*values, *other_values), scale):
             pairs = zip(values, other_values, strict=True)
             squares.setdefault(name, []).extend(((own - another) / scale) ** 2 for own, another in pairs)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -13,7 +14,8 @@ from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LEAST_RMS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Without slots, for the property that is computed once.
+@dataclass(frozen=True, kw_only=True)
 class GradientSamples:
     """The gradient at the end of a window, of every parameter that has one.
 
@@ -27,6 +29,11 @@ class GradientSamples:
     sizes: Mapping[str, int]
     values: Mapping[tuple[str, int], tuple[float, ...]]
     signatures: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def whole_rms(self) -> float:
+        """The root mean square of all parameters' gradients together."""
+        return math.sqrt(sum(norm * norm for norm in self.norms.values()) / max(sum(self.sizes.values()), 1))
 
     def compute_rms(self, name: str) -> float:
         """Compute the root mean square of one parameter's gradient."""
@@ -84,11 +91,6 @@ def fetch_together(tensors: Sequence[Tensor]) -> list[tuple[float, ...]]:
     return fetched
 
 
-def compute_whole_rms(gradient: GradientSamples) -> float:
-    """Compute the root mean square of all parameters' gradients together."""
-    return math.sqrt(sum(norm * norm for norm in gradient.norms.values()) / max(sum(gradient.sizes.values()), 1))
-
-
 def compute_scale(gradient: GradientSamples, name: str) -> float:
     """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    return max(gradient.compute_rms(name), LEAST_RMS * compute_whole_rms(gradient))
+    return max(gradient.compute_rms(name), LEAST_RMS * gradient.whole_rms)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from replay.tolerances.difference import absolute_difference
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
 from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
-from replay.verdict.gradient_samples import compute_whole_rms
 from replay.verdict.pass_values import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
 
 # States that are averages of squares: they are off by twice what the gradients are.
@@ -31,9 +30,7 @@ def compare_states(
     gradient_bound = settings.choose_bound(GRADIENT, dtypes, 1, index)
     gradients = [replayed.gradient for _, replayed in passes]
     # A gradient that is nothing but rounding has a state that is nothing else.
-    least = LEAST_RMS * max(
-        (compute_whole_rms(gradient) for gradient in gradients if gradient is not None), default=0.0
-    )
+    least = LEAST_RMS * max((gradient.whole_rms for gradient in gradients if gradient is not None), default=0.0)
     findings: list[Finding] = []
     for recorded, replayed in passes:
         step, elements = recorded.step_after, replayed.state

@@ -5,9 +5,9 @@ not matter how the actor shards them, and nothing has to be gathered.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
@@ -22,13 +22,25 @@ from replay.verdict.pass_values import DifferingElement, WeightComparison, list_
 SampleT = TypeVar("SampleT", Sample, GradientSignature, StateSample)
 
 
+class WeightElements(NamedTuple):
+    """Neighbouring elements of a weight, and its dtype as captures name it."""
+
+    dtype: str
+    values: Sequence[float]
+
+    @classmethod
+    def from_tensor(cls, elements: Tensor) -> Self:
+        return cls(str(elements.dtype).removeprefix("torch."), elements.double().tolist())
+
+
 class WeightChecker:
     """Compares the job's samples of its weights with one model's weights."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
         # The captures of a recording sample a parameter at one place, so each place is read once for all of them.
-        self._elements: dict[tuple[str, int, int], Tensor | None] = {}
+        self._elements: dict[tuple[str, int, int], WeightElements | None] = {}
+        self._names: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -81,18 +93,23 @@ class WeightChecker:
     def read_initial_values(self, samples: Mapping[str, Sample]) -> dict[str, list[float]]:
         """Read the elements of the samples from where this model's weights come from; those that can be read so."""
         found = {name: self._read_elements(name, sample) for name, sample in samples.items()}
-        return {name: values.double().tolist() for name, values in found.items() if values is not None}
+        return {name: list(elements.values) for name, elements in found.items() if elements is not None}
 
-    def _read_elements(self, name: str, sample: Sample) -> Tensor | None:
+    def _read_elements(self, name: str, sample: Sample) -> WeightElements | None:
         """Read the elements of a sample, which has the parameter's shape; None where they cannot be read alone."""
         place = name, sample.start, len(sample.values)
         if place not in self._elements:
-            self._elements[place] = self._source.weights.sample(name, sample.shape, *place[1:])
+            found = self._source.weights.sample(name, sample.shape, *place[1:])
+            self._elements[place] = None if found is None else WeightElements.from_tensor(found)
         return self._elements[place]
 
     def _match_name(self, sample: Sample | GradientSignature | StateSample) -> str | None:
         """Find this model's name of a sampled parameter, which has to have the same shape."""
-        return next((name for name in list_inner_names(sample.name) if self._shapes.get(name) == sample.shape), None)
+        key = sample.name, sample.shape
+        if key not in self._names:
+            inner_names = list_inner_names(sample.name)
+            self._names[key] = next((name for name in inner_names if self._shapes.get(name) == sample.shape), None)
+        return self._names[key]
 
     def _explain_doubt(self, recorded: ParameterSamples, foreign: list[str], has_compared: bool) -> str | None:
         """Say why equal samples do not prove equal weights; None if they do.
@@ -114,12 +131,10 @@ class WeightChecker:
         return None
 
 
-def find_first_differing_weight(sample: Sample, replayed: Tensor) -> DifferingElement | None:
+def find_first_differing_weight(sample: Sample, replayed: WeightElements) -> DifferingElement | None:
     """Find the first value that differs at all, or, in two dtypes, by more than rounding to bf16 or fp16."""
-    has_same_dtype = sample.dtype == str(replayed.dtype).removeprefix("torch.")
-    pairs = zip(sample.values, replayed.double().tolist(), strict=True)
-    for position, (job_value, replay_value) in enumerate(pairs):
-        is_same = _is_equal if has_same_dtype else is_equal_but_for_dtype
+    is_same = _is_equal if sample.dtype == replayed.dtype else is_equal_but_for_dtype
+    for position, (job_value, replay_value) in enumerate(zip(sample.values, replayed.values, strict=True)):
         if not is_same(job_value, replay_value):
             index = sample.start + position
             return DifferingElement(name=sample.name, index=index, recorded=job_value, replayed=replay_value)
