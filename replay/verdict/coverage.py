@@ -36,9 +36,21 @@ def measure_coverage(
         num_passes=len(pass_verdicts),
         num_judged=len(whole),
         num_forward_judged=len(with_forward) - len(whole),
-        num_steps=sum(bool(list_steps(window)) or window[-1].record.index in judged_ends for window in windows),
+        num_steps=max(_count_steps(windows), len(judged_ends)),
         num_steps_judged=len(judged_ends),
     )
+
+
+def _count_steps(windows: Sequence[Sequence[ComparedPass]]) -> int:
+    """Count the steps that the job is known to have taken behind these passes; a pass may go into no step."""
+    before = {
+        number
+        for window in windows
+        for compared in window
+        if (number := compared.recorded.num_steps_before) is not None
+    }
+    recorded = {step.number for window in windows for step in list_steps(window)}
+    return len(recorded | (before - {max(before, default=0)}))
 
 
 def _is_judged(verdict: PassVerdict, quantities: Sequence[str]) -> bool:

@@ -78,7 +78,7 @@ class Coverage:
     num_judged          those of which everything that training uses was judged: of a pass that trains the forward and
                         the gradient of its window, of any other pass the forward
     num_forward_judged  those that train and whose forward alone was judged
-    num_steps           windows of passes that train, behind which a step was recorded, or a gradient's norm
+    num_steps           steps that the job is known to have taken behind the passes that train
     num_steps_judged    those whose gradient was judged
     """
 

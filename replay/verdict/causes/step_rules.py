@@ -56,7 +56,10 @@ def find_other_state(evidence: Evidence) -> Cause | None:
         CauseName.STEPS_SKIPPED: "look for steps that are taken twice, or left out, in the job's loop",
         CauseName.OPTIMIZER_STATE: "load the optimizer's state with the weights; or --optimizer-state PATH here",
     }
-    return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=advice[name], explains=EXPLAINED)
+    try_next = advice[name]
+    if fact.kind is StateFactKind.LOST:
+        try_next = "keep the optimizer, and add parameters by add_param_group; or load its state into the new one"
+    return Cause(name=name, sureness=Sureness.IS, sentence=fact.describe(), try_next=try_next, explains=EXPLAINED)
 
 
 def _is_followed_by_wrong_number(evidence: Evidence, step: int) -> bool:
