@@ -31,16 +31,14 @@ def find_window_to_take_apart(verdict: Verdict, passes: Sequence[PassEvidence]) 
     """
     first = verdict.first
     is_sure = any(cause.sureness is Sureness.IS for cause in verdict.causes)
-    if first is None or not first.is_window or is_sure or verdict.outcome is Outcome.CANNOT_TELL:
+    if first is None or first.first_index is None or is_sure or verdict.outcome is Outcome.CANNOT_TELL:
         return []
     if not any(finding.name in (*GRADIENT_QUANTITIES, WEIGHTING) for finding in first.findings):
         return []
-    ends = sorted({record.index for record, _, _ in passes if record.result.grad_norm is not None})
-    begin = max((end for end in ends if end < first.index), default=-1)
     members = [
         record
         for record, _, _ in passes
-        if begin < record.index <= first.index and record.input.trains and record.error is None
+        if first.first_index <= record.index <= first.index and record.input.trains and record.error is None
     ]
     num_passes = len({(record.index, record.data_rank) for record in members})
     return sorted({record.index for record in members}) if 1 < num_passes <= MAX_PASSES else []

@@ -92,12 +92,10 @@ def _replay(campaign: Campaign[ComparePlan], variant: Variant, number: int, num_
 
 def make_traced_spec(spec: ReplaySpec, run: Run) -> ReplaySpec:
     """Return the spec of a run that replays, traced, the window of the first wrong pass, or of the first pass."""
-    verdict = run.verdict
-    end = verdict.first.index if verdict is not None and verdict.first is not None else 0
-    indices = [end]
-    if verdict is not None and verdict.first is not None and verdict.first.is_window:
-        ends = [record.index for record in run.records if record.result.grad_norm is not None and record.index < end]
-        indices = list(range(max(ends, default=-1) + 1, end + 1))
+    first = None if run.verdict is None else run.verdict.first
+    last_index = 0 if first is None else first.index
+    first_index = last_index if first is None or first.first_index is None else first.first_index
+    indices = range(first_index, last_index + 1)
     picked = spec.inputs.picked_numbers
     numbers = [str(index if picked is None else picked[index]) for index in indices]
     return replace(
