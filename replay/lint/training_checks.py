@@ -11,6 +11,7 @@ from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
 from replay.verdict.causes.cause import CauseName
+from replay.verdict.pass_values import RecordedPass
 from replay.verdict.step_remarks import list_step_remarks
 from replay.verdict.training_remarks import LABEL, SAME_ON_RANKS
 
@@ -35,6 +36,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_schedule(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
+    yield from _check_random_states(subject)
     yield from _check_precision(subject)
     yield from _check_reduction(subject)
     yield from _check_missing_passes(subject)
@@ -149,6 +151,29 @@ def _check_mode(subject: LintSubject) -> Iterator[LintRemark]:
     if parts:
         text = f"parts of the model were in eval mode while it trained: {name_some(list(parts), _MAX_NAMED)}"
         yield LintRemark(topic="dropout", text=text, weight=Weight.FACT, cause=CauseName.DROPOUT)
+
+
+def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where passes of different steps drew the same random numbers: they began with one random state.
+
+    Passes of one step may share a state on purpose, as where a part of a batch is computed again.
+    """
+    by_state: dict[tuple[int | None, frozenset[tuple[str, bytes]]], list[RecordedPass]] = {}
+    for recorded in subject.trained:
+        if recorded.draws is not None and recorded.draws.has_moved:
+            state = frozenset(recorded.draws.before.items())
+            by_state.setdefault((recorded.rank, state), []).append(recorded)
+    repeated = [passes for passes in by_state.values() if len({recorded.num_steps_before for recorded in passes}) > 1]
+    if repeated:
+        total = sum(len(passes) for passes in by_state.values())
+        number = sum(map(len, repeated))
+        forwards = ", ".join(str(recorded.forward) for recorded in repeated[0][:_MAX_NAMED])
+        yield LintRemark(
+            topic="dropout",
+            text=f"{number} of {pluralise(total, 'pass')} that drew random numbers began with the random state of a "
+            f"pass of another step, as forwards {forwards} did: masks repeat. Does something seed inside the loop?",
+            weight=Weight.NO_TRAINING,
+        )
 
 
 def _check_precision(subject: LintSubject) -> Iterator[LintRemark]:

@@ -8,6 +8,7 @@ import torch
 
 from capture.file_format.optimizer_state import StateSample
 from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.random_draws import RandomDraws
 from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
 
 pytestmark = pytest.mark.quick
@@ -85,6 +86,23 @@ def test_dropout_that_a_model_in_eval_mode_does_not_do_is_said() -> None:
     assert say(make_passes(2, training={"model": True, "parts": []}), dropout=["attn_pdrop"]) == []
     texts = say(make_passes(2, training={"model": True, "parts": ["h.0"]}), dropout=["attn_pdrop"])
     assert texts == ["dropout: parts of the model were in eval mode while it trained: h.0"]
+
+
+def test_passes_of_different_steps_that_draw_the_same_random_numbers_are_said() -> None:
+    def say_of_states(*states: tuple[bytes, bytes], steps: tuple[int, ...] = (0, 1, 2)) -> list[str]:
+        passes = [
+            replace(recorded, num_steps_before=step, draws=RandomDraws(before={"cpu": before}, after={"cpu": after}))
+            for recorded, step, (before, after) in zip(make_passes(), steps, states, strict=True)
+        ]
+        return [text for text in say(passes) if text.startswith("dropout")]
+
+    assert say_of_states((b"a", b"b"), (b"b", b"c"), (b"c", b"d")) == []
+    assert say_of_states((b"a", b"b"), (b"c", b"d"), (b"a", b"b")) == [
+        "dropout: 2 of 3 passes that drew random numbers began with the random state of a pass of another step, as "
+        "forwards 0, 2 did: masks repeat. Does something seed inside the loop?"
+    ]
+    assert say_of_states((b"a", b"a"), (b"a", b"a"), (b"a", b"a")) == []  # nothing was drawn
+    assert say_of_states((b"a", b"b"), (b"c", b"d"), (b"a", b"b"), steps=(0, 1, 0)) == []
 
 
 @pytest.mark.parametrize(
