@@ -272,6 +272,8 @@ def _describe_recordings(
         }
         for reason, count in recorder.not_recorded.items():
             counts[f"training pass{'es' * (count > 1)} not recorded ({reason})"] = count
+        if number := recorder.num_unseen_steps:
+            counts[f"step{'s' * (number > 1)} of the optimizer without a forward of it"] = number
         others = "".join(f", {count} {description}" for description, count in counts.items() if count)
         passes = "1 pass" if recorder.num_written == 1 else f"{recorder.num_written} passes"
         return f"capture: {passes} of {name}{others}, in {recorder.folder}"

@@ -1,6 +1,7 @@
 """Write and read that a rank closed its recording, after how many passes: `end_rank<r>_<time>.json`.
 
-A rank of several writes it, and one that could not record some of the job's training passes.
+A rank of several writes it, and one that could not record some of the job's training passes or did not see the forward
+before a step.
 
 A rank that was killed, or that still hangs, has none. So of a job that hung it tells which rank's loop was over, and of
 a recording that a limit cut short how many passes there were.
@@ -31,6 +32,8 @@ class EndRecord:
     opened, time  when the recording began and when it ended: ISO 8601, UTC
     not_recorded  number of training passes that no replay could make from their arguments, by the reason
     recording     the recording's id, as its captures have it; None: not known
+    num_unseen_steps  steps of an optimizer of the model that no forward of it came before, since the step before
+    unseen_after  the forward after which the first of these came
     """
 
     rank: int
@@ -42,6 +45,8 @@ class EndRecord:
     time: str
     not_recorded: Mapping[str, int] = field(default_factory=dict)
     recording: str | None = None
+    num_unseen_steps: int = 0
+    unseen_after: int | None = None
 
 
 _FIELD_TYPES: dict[str, type | UnionType] = {
@@ -54,7 +59,11 @@ _FIELD_TYPES: dict[str, type | UnionType] = {
     "time": str,
     "not_recorded": dict,
     "recording": str | None,
+    "num_unseen_steps": int,
+    "unseen_after": int | None,
 }
+# Files of earlier versions lack these.
+_LATER = {"recording": None, "num_unseen_steps": 0, "unseen_after": None}
 assert _FIELD_TYPES.keys() == {field.name for field in fields(EndRecord)}
 
 
@@ -89,7 +98,7 @@ def _read_end_record(path: Path) -> EndRecord:
             content: Any = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{path.name}: cannot be read: {error}. Delete the file or copy it again") from None
-    values: dict[str, Any] = {"recording": None, **content} if isinstance(content, dict) else {}
+    values: dict[str, Any] = {**_LATER, **content} if isinstance(content, dict) else {}
     if (
         values.pop("format", None) == FORMAT
         and values.keys() == _FIELD_TYPES.keys()

@@ -125,6 +125,7 @@ class OptimizerStep:
     grad_norm         global norm before clipping, where the job computed one
     is_part_of_norm   `grad_norm` is that of this rank's shards: the squares of all ranks add up
     max_norm          norm that the job clipped to
+    unapplied_norm    norm that it was to clip to when none of the parameters had a gradient
     num_clipped       number of parameters that were clipped by that norm; None: all
     is_unclipped      False: some clipping was not seen or came before the last pass, so `gradients` may be shorter
     clips_early       True: gradients were clipped, with a limit, before the last of these passes
@@ -150,6 +151,7 @@ class OptimizerStep:
     grad_norm: float | None = None
     is_part_of_norm: bool = False
     max_norm: float | None = None
+    unapplied_norm: float | None = None
     num_clipped: int | None = None
     is_unclipped: bool = True
     clips_early: bool = False
@@ -200,7 +202,7 @@ class OptimizerStep:
     def check(self) -> None:
         """Check the types of all values. Raises ValueError."""
         numbers = [self.number, *self.passes, *self.state_steps, self.num_schedule_steps]
-        floats = [self.grad_norm, self.max_norm, *self.shares]
+        floats = [self.grad_norm, self.max_norm, self.unapplied_norm, *self.shares]
         is_right = (
             all(type(number) is int and number >= 0 for number in numbers)
             and len(self.shares) == len(self.passes)
@@ -247,6 +249,7 @@ def merge_steps(first: OptimizerStep, second: OptimizerStep) -> OptimizerStep:
         grad_norm=with_norm.grad_norm,
         is_part_of_norm=with_norm.is_part_of_norm,
         max_norm=with_norm.max_norm,
+        unapplied_norm=second.unapplied_norm if first.unapplied_norm is None else first.unapplied_norm,
         num_clipped=with_norm.num_clipped,
         is_unclipped=first.is_unclipped and second.is_unclipped,
         clips_early=first.clips_early or second.clips_early,

@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.01
 class RecordingEnded:
     """Says that a recording was closed.
 
-    It is queued on a rank of several, and where some training passes were not recorded.
+    It is queued on a rank of several, and where training passes were not recorded or forwards not seen.
     """
 
     num_passes: int
@@ -47,6 +47,8 @@ class RecordingEnded:
     phase: str
     opened: str
     not_recorded: Mapping[str, int]
+    num_unseen_steps: int
+    unseen_after: int | None
 
     def make_record(self, rank: int, recording_id: str) -> EndRecord:
         return EndRecord(
@@ -59,6 +61,8 @@ class RecordingEnded:
             time=utc_now(),
             not_recorded=self.not_recorded,
             recording=recording_id,
+            num_unseen_steps=self.num_unseen_steps,
+            unseen_after=self.unseen_after,
         )
 
 

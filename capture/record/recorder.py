@@ -104,6 +104,7 @@ class Recorder:
     num_skipped  passes that cannot be replayed from their arguments: with a key-value cache of earlier tokens, and
                  forwards inside a CUDA graph capture
     not_recorded numbers of training passes among the skipped ones, by the reason
+    num_unseen_steps  steps that the model's optimizer took without a forward of the model since the step before
     num_not_kept passes that the settings leave out: by number, kind or limit, or because newer ones took their place
                  in the flight recorder
     failure      why recording stopped before `close`, or None
@@ -126,6 +127,7 @@ class Recorder:
         self.retention = retention
         self.num_seen = 0
         self.num_skipped = 0
+        self.num_unseen_steps = 0
         self.not_recorded: Counter[str] = Counter()
         self.rank, self.world_size = read_rank_and_world_size()
         self.position = JobPosition()
@@ -133,6 +135,7 @@ class Recorder:
         self._was_in_process_group = False
         self._num_not_selected = 0
         self._is_closed = False
+        self._unseen_after: int | None = None
         self._process_id = os.getpid()
         self._last_queued_forward: int | None = None
         self._next_notes: PassNotes | None = None
@@ -275,7 +278,7 @@ class Recorder:
         self._forward_hooks.remove()
         self._optimizer_hooks.remove()
         self._route_recorder.remove()
-        if (self.world_size > 1 and self.num_seen) or self.not_recorded:
+        if (self.world_size > 1 and self.num_seen) or self.not_recorded or self.num_unseen_steps:
             window, phase = self._maker.window, self.position.phase
             self._writer.queue_small_item(
                 RecordingEnded(
@@ -285,6 +288,8 @@ class Recorder:
                     phase="after backward" if phase == "in backward" else phase,
                     opened=self.opened,
                     not_recorded=dict(self.not_recorded),
+                    num_unseen_steps=self.num_unseen_steps,
+                    unseen_after=self._unseen_after,
                 )
             )
         self._writer.close(max_seconds=MAX_FLUSH_SECONDS)
@@ -340,7 +345,9 @@ class Recorder:
         part = self._update_window(lambda window: window.begin_step(optimizer))
         if part is not None:
             self._writer.queue_small_item(part)
-        if self._maker.window is not None and self._maker.window.has_stepped:
+        window = self._maker.window
+        if window is not None and window.has_stepped:
+            self.num_unseen_steps, self._unseen_after = window.num_unseen_steps, window.unseen_after
             self._enter_phase("in the optimizer's step")
 
     def after_step(self) -> None:

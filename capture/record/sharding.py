@@ -290,3 +290,23 @@ def _find_offset_and_stride(indices: Sequence[int], local: Tensor) -> tuple[int,
     """Return the offset of an element, and the stride along the last dimension."""
     strides = local.stride()
     return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1
+
+
+def copy_local_norm(norm: Any) -> tuple[Tensor | None, bool]:
+    """Copy what this rank has of a norm, and tell whether that is a part: then the squares of all ranks add up.
+
+    A norm over shards may be unreduced (DTensor). Computing the whole norm would take a collective.
+    """
+    if not isinstance(norm, Tensor) or norm.numel() != 1:
+        return None, False
+    local: Any = norm.detach()
+    placements: Sequence[Any] = getattr(norm, "placements", ())
+    partial_axes = [axis for axis, placement in enumerate(placements) if placement.is_partial()]
+    if hasattr(local, "_local_tensor"):
+        local = local._local_tensor
+    local_norm: Tensor = local.reshape(1).clone()
+    if partial_axes:
+        num_parts = math.prod(norm.device_mesh.size(axis) for axis in partial_axes)  # type: ignore[attr-defined]
+        # Ranks that have the same part would be added up more than once.
+        local_norm *= math.sqrt(num_parts / torch.distributed.get_world_size())
+    return local_norm, bool(partial_axes)

@@ -25,6 +25,7 @@ from capture.record.engine_gradients import (
 from capture.record.gradient_signer import GradientSigner, RawSignatures
 from capture.record.host_copy import copy_to_host, is_capturing_graph
 from capture.record.parameter_sampler import ParameterSampler, RawSamples
+from capture.record.sharding import copy_local_norm
 from capture.record.state_sampler import RawState, StateSampler
 
 # So many groups of an optimizer have their settings kept.
@@ -116,12 +117,17 @@ class _Clipping:
 class StepWindow:
     """Follows the passes and steps of one model, in the job's thread. Its methods may raise.
 
-    number       that of the next step
+    number            that of the next step
+    num_unseen_steps  steps that an optimizer took anew after one, with gradients and without a forward between them:
+                      the job called another module, or stepped twice on one gradient
+    unseen_after      the forward after which the first of them came
     on_backward  is called with the number of a pass when its loss is differentiated
     """
 
     def __init__(self, sampler: ParameterSampler) -> None:
         self.number = 0
+        self.num_unseen_steps = 0
+        self.unseen_after: int | None = None
         self.on_backward: Callable[[int], None] = lambda forward: None
         self._sampler = sampler
         self._signer = GradientSigner(sampler)
@@ -143,8 +149,12 @@ class StepWindow:
         self._watched_passes: set[int] = set()
         self._has_recorded_pass = False
         self._clipping: _Clipping | None = None
+        # The limit of a clipping that found no gradient.
+        self._unapplied_norm: float | None = None
         self._was_clipped_before_last_pass = False
         self._has_stepped = False
+        # What has stepped, and on which parameters.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         # Names of the parameters whose gradients are in the parts of the step so far.
         self._sampled_names: set[str] = set()
         # Names of the parameters whose signatures are in these parts, and whether the gradients of this step are to be
@@ -198,6 +208,9 @@ class StepWindow:
         if not self._sampler.has_any_of(ids):
             return
         limit = float(max_norm) if isinstance(max_norm, int | float) else None
+        if all(parameter.grad is None for parameter in parameters):
+            self._unapplied_norm = None if limit == math.inf else limit
+            return
         num_clipped = None if len(ids) >= self._sampler.num_trained else len(ids)
         if earlier is not None and self._is_clipping_up_to_date:
             self._clipping = replace(earlier, max_norm=limit, num_clipped=num_clipped)
@@ -239,13 +252,25 @@ class StepWindow:
         trains_model, engine = self._find_relation(optimizer)
         if not trains_model:
             return None
+        wrapper = None if engine is None else engine()
+        # DeepSpeed calls one optimizer for its partitions one after the other.
+        if self._passes and wrapper is None and self._steps_again(optimizer):
+            if any(value.grad is not None for group in optimizer.param_groups for value in group["params"]):
+                self.num_unseen_steps += 1
+                self.unseen_after = self._passes[-1] if self.unseen_after is None else self.unseen_after
+            return None
         if not self._has_stepped:
             self._has_stepped = True
             self.number += 1
         if not self._has_recorded_pass:
             return None
-        wrapper = None if engine is None else engine()
         return self._make_part(optimizer) if wrapper is None else self._make_engine_part(optimizer, wrapper)
+
+    def _steps_again(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer has stepped on the same parameters since the latest pass."""
+        key = tuple((len(group["params"]), id(group["params"][0])) for group in _list_groups(optimizer))
+        is_known, self._stepped[optimizer] = self._stepped.get(optimizer) == key, key
+        return is_known
 
     @torch.no_grad()
     def _make_engine_part(self, optimizer: Optimizer, wrapper: Any) -> StepPart:
@@ -275,6 +300,7 @@ class StepWindow:
             passes=tuple(self._passes),
             shares=(None,) * len(self._passes),
             max_norm=engine_gradients.max_norm,
+            unapplied_norm=self._unapplied_norm,
             is_unclipped=engine_gradients.can_undo_clipping,
             optimizer=type(optimizer).__name__,
             library=name_library(optimizer),
@@ -334,6 +360,7 @@ class StepWindow:
             without_gradient=tuple(without_gradient),
             is_part_of_norm=clipping is not None and clipping.is_part_of_norm,
             max_norm=None if clipping is None else clipping.max_norm,
+            unapplied_norm=self._unapplied_norm,
             num_clipped=None if clipping is None else clipping.num_clipped,
             is_unclipped=(optimizer_hooks.SEES_ALL_CLIPPING or clipping is not None) and not clips_early,
             clips_early=clips_early,
@@ -472,23 +499,3 @@ def _copy_part(
         others=copies,
         copy_events=copy_events,
     )
-
-
-def copy_local_norm(norm: Any) -> tuple[Tensor | None, bool]:
-    """Copy what this rank has of a norm, and tell whether that is a part: then the squares of all ranks add up.
-
-    A norm over shards may be unreduced (DTensor). Computing the whole norm would take a collective.
-    """
-    if not isinstance(norm, Tensor) or norm.numel() != 1:
-        return None, False
-    local: Any = norm.detach()
-    placements: Sequence[Any] = getattr(norm, "placements", ())
-    partial_axes = [axis for axis, placement in enumerate(placements) if placement.is_partial()]
-    if hasattr(local, "_local_tensor"):
-        local = local._local_tensor
-    local_norm: Tensor = local.reshape(1).clone()
-    if partial_axes:
-        num_parts = math.prod(norm.device_mesh.size(axis) for axis in partial_axes)  # type: ignore[attr-defined]
-        # Ranks that have the same part would be added up more than once.
-        local_norm *= math.sqrt(num_parts / torch.distributed.get_world_size())
-    return local_norm, bool(partial_axes)

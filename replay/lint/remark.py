@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from capture.file_format.end_record import EndRecord
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.pass_values import RecordedPass
 
@@ -51,6 +52,7 @@ class LintSubject:
     config_differences  of the model folder and the job
     code_differences    of the job's model and the replay's, besides settings, that no cause of the verdict tells
     not_recorded        numbers of training passes that the recording could not keep, by the reason
+    ends                how ranks closed the recording, of those that wrote it
     """
 
     passes: Sequence[RecordedPass]
@@ -65,6 +67,7 @@ class LintSubject:
     config_differences: Sequence[str] = ()
     code_differences: Sequence[str] = ()
     not_recorded: Mapping[str, int] = field(default_factory=dict)
+    ends: Sequence[EndRecord] = ()
 
     @property
     def trained(self) -> list[RecordedPass]:

@@ -28,12 +28,14 @@ _MIN_SUMS = 16
 
 def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     """Check the steps and parameters of a recording."""
+    yield from _check_unseen_steps(subject)
     for text in list_step_remarks(subject.passes, is_whole=subject.is_whole, is_stillness_told=False):
         yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
     yield from _check_config(subject)
     yield from _check_code(subject)
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
+    yield from _check_clipping(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
     yield from _check_random_states(subject)
@@ -43,6 +45,36 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _list_frozen(subject)
     yield from _list_decay(subject)
     yield from _list_dtypes(subject)
+
+
+def _check_unseen_steps(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the optimizer stepped on gradients of no forward that the recorder saw."""
+    ends = [end for end in subject.ends if end.num_unseen_steps]
+    if ends:
+        number = max(end.num_unseen_steps for end in ends)
+        first = min(end.unseen_after or 0 for end in ends)
+        yield LintRemark(
+            topic="steps",
+            text=f"the optimizer stepped {pluralise(number, 'time')} without a recorded forward, first after forward "
+            f"{first}: the job called another module than the recorded one, as the one inside a wrapper, or stepped "
+            "twice on one gradient",
+            weight=Weight.NO_TRAINING,
+        )
+
+
+def _check_clipping(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where the job clipped when there was no gradient, and nothing else clipped to that norm in that step."""
+    steps = {step.number: step for step in _list_steps(subject)}
+    idle = [step for step in steps.values() if step.unapplied_norm not in (None, step.max_norm)]
+    if idle:
+        engine = "" if idle[0].max_norm is None else f"; the gradient was clipped to {idle[0].max_norm:g} elsewhere"
+        yield LintRemark(
+            topic="clipping",
+            text=f"clipping to a norm of {idle[0].unapplied_norm:g} found no gradient in {len(idle)} of "
+            f"{pluralise(len(steps), 'step')} and changed nothing: it came before the backward, or an engine holds the "
+            f"gradients{engine}",
+            weight=Weight.NO_TRAINING,
+        )
 
 
 def _check_config(subject: LintSubject) -> Iterator[LintRemark]:
@@ -88,8 +120,8 @@ def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
         number, norms = next(iter(differing.items()))
         each = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
         yield LintRemark(
-            topic="ranks",
-            text=f"each rank had a gradient norm of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
+            topic="gradient norms",
+            text=f"each rank had one of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
             f"as in step {number + 1}: {each}",
             weight=Weight.NO_TRAINING,
             cause=CauseName.NOT_REDUCED,

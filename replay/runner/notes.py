@@ -1,10 +1,12 @@
 """Say what the checks of `replay/lint` remark on the replayed passes: all in run.json, a few on the console."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from actor_init.model import ModelSource, strip_config
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
+from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.micro_batch import CaptureError
 from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
 from replay.lint.remark import LintSubject
@@ -63,6 +65,7 @@ def list_notes(
             if not verdict.causes and (difference.kind in COMPUTED_KINDS or difference.forward is not None)
         ],
         not_recorded=selection.not_recorded,
+        ends=_read_ends(folder, passes),
     )
     typed = "" if inputs.recording is None else f" {spell_setting(Setting('recording', inputs.recording))}"
     found = lint(subject)
@@ -73,3 +76,13 @@ def list_notes(
         command=f"replay inspect {shorten_path(folder)}{typed}",
     )
     return [RecordingRemark(topic=remark.topic, text=remark.text, cause=remark.cause) for remark in found], notes
+
+
+def _read_ends(folder: Path, passes: Sequence[PassEvidence]) -> list[EndRecord]:
+    """Read how the ranks of these passes' recording closed it; none where that cannot be read."""
+    ids = {recorded.recording for _, recorded, _ in passes if recorded is not None}
+    try:
+        return [end for end in read_end_records(folder) if end.recording in ids]
+    except CaptureError:
+        # `replay inspect` names the file.
+        return []

@@ -257,6 +257,9 @@ def conclude(
     recording_remarks: Sequence[RecordingRemark] | None = None
     if not is_resumed:
         is_whole = not ended_early and repeater.selection.is_whole
+        job_end = describe_job_end(repeater.selection, find_inputs_folder(repeater.spec.inputs))
+        # A job that broke off may not have come to its first step.
+        is_whole = is_whole and not job_end
         training_remarks = list_training_remarks(passes, verdict, is_whole=is_whole)
         recording_remarks, notes = list_notes(
             repeater.spec.inputs,
@@ -268,7 +271,6 @@ def conclude(
             training_remarks,
             is_whole=is_whole,
         )
-        job_end = describe_job_end(repeater.selection, find_inputs_folder(repeater.spec.inputs))
         remarks = [
             *job_end,
             *training_remarks,

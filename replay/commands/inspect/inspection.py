@@ -373,7 +373,11 @@ def inspect_folder(folder: Path, recording: int | None = None) -> Inspection:
         last_time=totals.last_time,
         versions=sorted(totals.versions),
         recordings=[describe_recording(recording, totals.steps_by_id) for recording in recordings],
-        linting=lint_recording(folder, checked, not_recorded) if checked is not None else None,
+        linting=None
+        if checked is None
+        else lint_recording(
+            folder, checked, not_recorded, has_failed=any(each.incident.ends_job for each in incidents)
+        ),
         kinds=[kind.summarize(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,
         unreplayable=totals.unreplayable,

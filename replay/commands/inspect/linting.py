@@ -8,6 +8,7 @@ from pathlib import Path
 from actor_init.dropout_settings import find_acting_dropouts
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs, read_frozen_names
 from capture.file_format.capture_file import read_call
+from capture.file_format.end_record import read_end_records
 from capture.file_format.folder_layout import parse_rank
 from capture.file_format.folder_recordings import FolderRecording
 from capture.file_format.listing import CaptureLocation, format_ranges, locate_captures
@@ -36,25 +37,31 @@ class Linting:
     read: str
 
 
-def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mapping[str, int]) -> Linting:
+def lint_recording(
+    folder: Path, recording: FolderRecording, not_recorded: Mapping[str, int], *, has_failed: bool
+) -> Linting:
     """Check the first passes of each rank, MAX_CHECKED in all.
 
     not_recorded  numbers of training passes that the recording could not keep, by the reason
+    has_failed    an error or a signal ended a job of the folder
     """
+    ids = set(recording.ids)
     captures = _choose_captures(recording)
     passes = [recorded for capture in captures if (recorded := _read_pass(capture)) is not None]
     try:
         config = read_actor_config(folder) or {}
         frozen, adapters = read_frozen_names(folder), read_adapter_configs(folder)
+        ends = [end for end in read_end_records(folder) if end.recording in ids]
     except CaptureError:
         # The inspection names the file that cannot be read.
-        config, frozen, adapters = {}, [], {}
+        config, frozen, adapters, ends = {}, [], {}, []
     padding_id, end_ids, vocabulary = read_config_ids(config)
     # Which settings act is asked only if it matters, since it builds the model.
     is_in_eval = any(mode is not None and (not mode["model"] or mode["parts"]) for mode in (p.training for p in passes))
     subject = LintSubject(
         passes=passes,
-        is_whole=len(passes) == recording.num_passes,
+        # A job that failed may not have come to its first step.
+        is_whole=len(passes) == recording.num_passes and not has_failed,
         padding_id=padding_id,
         end_ids=end_ids,
         vocabulary=vocabulary,
@@ -63,6 +70,7 @@ def lint_recording(folder: Path, recording: FolderRecording, not_recorded: Mappi
         has_router_loss=has_router_loss(config),
         has_adapter=bool(adapters),
         not_recorded=not_recorded,
+        ends=ends,
     )
     return Linting(recording=recording.number, remarks=lint(subject), read=_describe_passes(captures, recording))
 

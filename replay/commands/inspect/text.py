@@ -100,7 +100,7 @@ def list_lint_remarks(inspection: Inspection) -> Pairs:
         return []
     remarks = [(remark.topic, remark.text) for remark in inspection.linting.remarks]
     which = f" of recording {inspection.linting.recording}" if len(inspection.recordings) > 1 else ""
-    return [("checked", f"{inspection.linting.read}{which}"), *remarks] if remarks else []
+    return [("checked", f"{inspection.linting.read}{which}{'' if remarks else ': no remark'}"), *remarks]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
     recording                             begun  passes  steps  ranks  files
             1  2026-11-21T11:20:04.571116+00:00      20      4   0, 1     20
 
-    What checks of the latest recording's first passes say comes next, if they say something:
+    What checks of the latest recording's first passes say comes next, or `no remark`:
 
     checked    all 20 passes
     labels     12 of 340 labels are of padding, outside the attention mask

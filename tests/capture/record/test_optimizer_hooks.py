@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import Call, read_call
+from capture.file_format.end_record import read_end_records
 from capture.file_format.gradient_signature import MAX_SIGNATURE_ELEMENTS, GradientSignature
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens, merge_steps, parse_numbers
 from capture.folder_tools.redact import TokenRedaction, redact_folder
@@ -29,7 +30,7 @@ from capture.record import optimizer_hooks
 from capture.record.optimizer_hooks import OptimizerHooks, RunningStepHook
 from capture.record.parameter_sampler import NUM_PER_STEP, ParameterSampler
 from capture.record.recorder import Recorder
-from capture.record.step_window import copy_local_norm
+from capture.record.sharding import copy_local_norm
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stepping_job import MAX_NORM, NUM_BATCHES
 from tests.trainers.common import make_batches, make_model
@@ -589,6 +590,51 @@ def test_what_was_clipped_before_the_last_pass_is_said_to_be(tmp_path: Path) -> 
     assert first.grad_norm is not None
     assert first.grad_norm > norm
     assert (second.is_unclipped, second.grad_norm) == (False, None)
+
+
+@pytest.mark.parametrize(("limit", "said"), [(0.01, 0.01), (math.inf, None)])
+def test_a_clipping_that_finds_no_gradient_is_none_and_its_limit_is_kept(
+    limit: float, said: float | None, tmp_path: Path
+) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with recording(model, tmp_path, reproduce=True):
+        for clips_early in (True, False):
+            loss = compute_loss(model)
+            if clips_early:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    early, later = read_steps(tmp_path)
+    assert (early.unapplied_norm, early.max_norm, early.grad_norm, early.clips_early) == (said, None, None, False)
+    assert_samples_are(early, compute_gradients(compute_loss), rel=0)
+    assert later.unapplied_norm is None
+
+
+def test_steps_without_a_forward_of_the_recorded_model_are_counted(tmp_path: Path) -> None:
+    """As where a loop calls the module inside a wrapper from some step on: no hook sees these forwards."""
+    model = Model()
+    optimizer = torch.optim.Adam(model.embedding.parameters(), lr=0.1)
+    other = torch.optim.Adam(model.layers.parameters(), lr=0.1)
+    with recording(model, tmp_path, reproduce=True) as recorder:
+        for forward in (model, model.forward, model.forward, model):
+            optimizer.zero_grad()
+            other.zero_grad()
+            forward(IDS_BS)["loss"].backward()
+            optimizer.step()
+            if forward is model:
+                other.step()
+        assert recorder.num_unseen_steps == 2
+        # Without a gradient nothing is trained.
+        optimizer.zero_grad()
+        optimizer.step()
+    assert recorder.num_unseen_steps == 2
+    [end] = read_end_records(tmp_path)
+    assert (end.num_unseen_steps, end.unseen_after) == (2, 0)
+    first, second = read_steps(tmp_path)
+    assert (first.has_state, first.state_steps) == (False, ())
+    assert second.state_steps == (1, 3)
 
 
 def test_a_norm_that_was_measured_before_the_last_pass_is_no_clipping(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from capture.file_format.end_record import EndRecord
 from capture.file_format.optimizer_state import StateSample
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
@@ -39,6 +40,28 @@ def test_passes_that_go_into_no_step_are_said_if_they_are_more_than_a_step_takes
     assert text.startswith("trained: the last 3 of 5 training passes go into no step: the job took none after step 2")
 
 
+def test_clipping_that_found_no_gradient_is_said() -> None:
+    said = (
+        "clipping: clipping to a norm of 0.5 found no gradient in 1 of 2 steps and changed nothing: it came before the "
+        "backward, or an engine holds the gradients"
+    )
+
+    def say_of(**values: Any) -> list[str]:
+        return say([make_pass(step=make_step(**values)), make_pass(number=1)])
+
+    assert say_of(unapplied_norm=0.5) == [said]
+    assert say_of(unapplied_norm=0.5, max_norm=1.0) == [f"{said}; the gradient was clipped to 1 elsewhere"]
+    assert say_of(unapplied_norm=0.5, max_norm=0.5) == say_of(max_norm=0.5) == []
+
+
+def test_steps_without_a_recorded_forward_are_said() -> None:
+    known: dict[str, Any] = {"world_size": 2, "num_passes": 4, "num_steps": 2, "place": "", "opened": "", "time": ""}
+    ends = [EndRecord(rank=rank, num_unseen_steps=3, unseen_after=3 + rank, **known) for rank in (0, 1)]
+    [text] = say(make_passes(), ends=ends)
+    assert text.startswith("steps: the optimizer stepped 3 times without a recorded forward, first after forward 3: ")
+    assert say(make_passes(), ends=[EndRecord(rank=0, **known)]) == []
+
+
 def test_a_rate_of_0_is_said() -> None:
     step = make_step(settings=({"lr": 0.0, "num_parameters": 1},))
     assert say(make_passes(1, step=step)) == ["trained: the learning rate was 0 in the 1 recorded step"]
@@ -50,9 +73,7 @@ def test_ranks_with_gradient_norms_of_their_own_are_said() -> None:
 
     assert say_of_norms(1.09, 1.0900001) == []
     assert say_of_norms(1.09, 0.71, is_part_of_norm=True) == []
-    said = (
-        "ranks: each rank had a gradient norm of its own in 1 of 1 step, as in step 1: 1.09 on rank 0, 0.71 on rank 1"
-    )
+    said = "gradient norms: each rank had one of its own in 1 of 1 step, as in step 1: 1.09 on rank 0, 0.71 on rank 1"
     assert say_of_norms(1.09, 0.71) == [said]
 
 

@@ -53,3 +53,26 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
     said = capsys.readouterr().out
     assert "checked    all 3 passes\ntrained    the learning rate was 0" in said
     assert "\npadding    6 of 6 rows" in said
+
+
+def test_a_job_that_broke_off_is_not_said_to_lack_steps(
+    tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path)
+
+    def run_job() -> None:
+        with recording(model, tmp_path / "captures", reproduce=True):
+            for batch in make_batches(2):
+                model(**batch).loss.backward()
+            raise ValueError(f"the norm\nin {tmp_path} is wrong")
+
+    with pytest.raises(ValueError, match="the norm"):
+        run_job()
+    replay_captures(tmp_path, tmp_path / "logs", *FP32)
+    said = capsys.readouterr().out
+    assert "job        broke off on rank 0, forward 1 (after backward): ValueError: the norm" in said
+    assert "\ntrained" not in said
+    assert replay_main(["inspect", str(tmp_path / "captures")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("incident   rank 0, forward 1, ")
+    assert "checked    all 2 passes: no remark\n" in said
