@@ -120,8 +120,8 @@ def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
         number, norms = next(iter(differing.items()))
         each = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
         yield LintRemark(
-            topic="gradient norms",
-            text=f"each rank had one of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
+            topic="ranks",
+            text=f"each rank had a gradient norm of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
             f"as in step {number + 1}: {each}",
             weight=Weight.NO_TRAINING,
             cause=CauseName.NOT_REDUCED,

@@ -76,6 +76,14 @@ def count_stepped_parameters(steps: Sequence[OptimizerStep], num_trainable: int)
     return None if not stepped or max(stepped) >= num_trainable or min(stepped) == 0 else max(stepped)
 
 
+def read_step_count(step: OptimizerStep) -> int | None:
+    """Return how many steps the state had counted before a step; None where it counts none, or was not recorded.
+
+    Of several counts it is the largest: experts that no token took count fewer steps than the others.
+    """
+    return max(step.state_steps, default=0 if step.has_state is False else None)
+
+
 def find_state_facts(steps: Iterable[OptimizerStep]) -> list[StateFact]:
     """Find what the counts of one rank's steps show, in the order of the steps.
 

@@ -24,6 +24,7 @@ from replay.verdict.gradient_findings import (
     group_into_windows,
     list_step_differences,
 )
+from replay.verdict.optimizer_facts import read_step_count
 from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.stepped_weights import compare_stepped_weights
@@ -273,10 +274,11 @@ def find_miscounted_steps(
         ),
         None,
     )
-    if following is None or not step.state_steps or not following.state_steps:
+    if following is None:
         return []
-    # Experts that no token took count fewer steps than the others.
-    counted, counted_later = max(step.state_steps), max(following.state_steps)
+    counted, counted_later = read_step_count(step), read_step_count(following)
+    if counted is None or counted_later is None:
+        return []
     return [report_miscounted_steps(step.number, counted, counted_later)] if counted_later > counted + 1 else []
 
 

@@ -5,7 +5,12 @@ from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.model_rules import FORWARD_FINDINGS
-from replay.verdict.optimizer_facts import StateFactKind, count_stepped_parameters, find_facts_of_ranks
+from replay.verdict.optimizer_facts import (
+    StateFactKind,
+    count_stepped_parameters,
+    find_facts_of_ranks,
+    read_step_count,
+)
 from replay.verdict.pass_values import MOVED, OPTIMIZER, OPTIMIZER_STATE
 
 # A step that is another one explains the weights after it, and every number of later passes.
@@ -81,8 +86,8 @@ def find_repeated_steps(evidence: Evidence) -> Cause | None:
     by_number: dict[int, int] = {}
     for compared in evidence.passes:
         step = compared.recorded.step_after
-        if step is not None and step.state_steps:
-            by_number[step.number] = max(step.state_steps)
+        if step is not None and (count := read_step_count(step)) is not None:
+            by_number[step.number] = count
     counts = [by_number[number] for number in sorted(by_number)]
     numbers = sorted(by_number)
     advances = {

@@ -73,7 +73,9 @@ def test_ranks_with_gradient_norms_of_their_own_are_said() -> None:
 
     assert say_of_norms(1.09, 1.0900001) == []
     assert say_of_norms(1.09, 0.71, is_part_of_norm=True) == []
-    said = "gradient norms: each rank had one of its own in 1 of 1 step, as in step 1: 1.09 on rank 0, 0.71 on rank 1"
+    said = (
+        "ranks: each rank had a gradient norm of its own in 1 of 1 step, as in step 1: 1.09 on rank 0, 0.71 on rank 1"
+    )
     assert say_of_norms(1.09, 0.71) == [said]
 
 

@@ -32,14 +32,20 @@ pytestmark = pytest.mark.quick
 SOUND = draw_gradients()
 
 
-def make_steps(counts: Sequence[tuple[int, ...]], left_out: Sequence[int] = ()) -> Evidence:
+def make_steps(
+    counts: Sequence[tuple[int, ...]], left_out: Sequence[int] = (), *, begins_with_state: bool = True
+) -> Evidence:
     """Passes of which each ends a step before which the optimizer had counted so many; some are in no step."""
     passes = []
     for index, state_steps in enumerate(counts):
         [compared] = make_window([SOUND], SOUND, index=index)
         step = compared.recorded.step_after
         assert step is not None
-        step = None if index in left_out else replace(step, has_state=True, state_steps=state_steps)
+        step = (
+            None
+            if index in left_out
+            else replace(step, has_state=begins_with_state or index > 0, state_steps=state_steps)
+        )
         passes.append(replace(compared, recorded=replace(compared.recorded, step_after=step)))
     return replace(make_forward_evidence(LOSS), passes=passes)
 
@@ -69,6 +75,15 @@ def test_uneven_counts_of_the_last_recorded_step_may_be_of_steps_behind_it(
     assert cause is not None
     assert (cause.name, cause.sureness) == (name, sureness)
     assert (find_other_moments(evidence) is None) is (name is CauseName.STEPS_SKIPPED)
+
+
+def test_an_optimizer_without_a_state_had_counted_no_step() -> None:
+    assert find_repeated_steps(make_steps([(), (2,), (4,)])) is None
+    evidence = make_steps([(), (2,), (4,)], begins_with_state=False)
+    cause = find_repeated_steps(evidence)
+    assert cause is not None
+    assert "it has counted 0 before step 1 and 4 before step 3" in cause.sentence
+    assert find_miscounted_steps([evidence.passes[0]], evidence.passes, SETTINGS)
 
 
 @pytest.mark.parametrize("counts", [[(0,), (1,), (2,)], [(0,), (2,)], [(0,), (2,), (3,)], [(), (), ()]])
