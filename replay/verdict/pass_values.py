@@ -36,6 +36,7 @@ MISSING_GRADIENT = "gradient"
 # The output of a capture that holds the row and the column of each of its `token_log_probs`, in one list.
 TOKEN_POSITIONS_KEY = "token_log_probs_places"
 ROUTER_LOSS_DOUBT = "it holds the routers' auxiliary loss, which the replay does not compute"
+NOTED_LOSS = "the loss was noted by the loop"
 NEXT_TOKENS = "the labels are the next tokens already"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
@@ -205,8 +206,8 @@ def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
         stored_as = loss_dtype if isinstance(loss_dtype, str) and loss_dtype in FLOATS else None
         claims.append(Claim(name=LOSS, values=[value], num_tokens=num_tokens, doubt=doubt, stored_as=stored_as))
     if isinstance(value := call.outputs.get("noted_loss"), float) and all(claim.doubt for claim in claims):
-        why = "the loss was noted by the loop, which may have another objective than the replay's"
-        claims.append(Claim(name=LOSS, values=[value], doubt=f"{why} --loss {loss}"))
+        why = f"{NOTED_LOSS}, which may have another objective than the replay's --loss {loss}"
+        claims.append(Claim(name=LOSS, values=[value], doubt=why))
     return claims
 
 

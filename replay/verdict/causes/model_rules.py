@@ -22,7 +22,7 @@ from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, OPTIMIZER_STATE
+from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
 
 Kind = ModelDifferenceKind
 FORWARD_FINDINGS = (LOSS, TOKENS, TOKENS_RMS, LOG_PROBS, ACTION_TOKENS)
@@ -272,6 +272,14 @@ def find_other_loss_function(evidence: Evidence) -> Cause | None:
     if {finding.name for finding in wrong} != {LOSS}:
         return None
     loss = wrong[0]
+    if loss.doubt is not None and loss.doubt.startswith(NOTED_LOSS):
+        return Cause(
+            name=CauseName.OBJECTIVE,
+            sureness=Sureness.MAY_BE,
+            sentence=f"{loss.doubt}, {name_time(first)}",
+            try_next="--loss with the job's objective, which policy is by default without --passes all",
+            explains=ALL_FINDINGS,
+        )
     return Cause(
         name=CauseName.OBJECTIVE,
         sureness=Sureness.PROBABLY,

@@ -7,7 +7,10 @@ import pytest
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
+from replay.verdict.findings import FindingStatus
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
+from replay.verdict.outcomes import Outcome
+from replay.verdict.pass_values import NOTED_LOSS
 from tests.replay.verdict.causes.made_evidence import make_forward_evidence
 
 pytestmark = pytest.mark.quick
@@ -54,3 +57,18 @@ def test_where_nothing_is_known_it_says_so() -> None:
     [cause] = find_causes(evidence)
     assert (cause.name, cause.sureness) == (CauseName.MODEL_CODE, Sureness.MAY_BE)
     assert "nothing that was recorded says why" in cause.sentence
+
+
+def test_a_loss_of_the_loops_own_objective_is_no_other_function_of_the_models() -> None:
+    """As where a policy's job is replayed with --passes all, which is of means of log-probs."""
+    evidence = make_forward_evidence(LOSS)
+    [verdict] = evidence.verdicts
+    doubt = f"{NOTED_LOSS}, which may have another objective than the replay's --loss stand-in"
+    findings = [
+        replace(each, status=FindingStatus.UNSETTLED, doubt=doubt) if each.name == LOSS else each
+        for each in verdict.findings
+    ]
+    evidence = replace(evidence, verdicts=[replace(verdict, outcome=Outcome.UNSETTLED, findings=findings)])
+    cause = find_causes(evidence)[0]
+    assert (cause.name, cause.sureness) == (CauseName.OBJECTIVE, Sureness.MAY_BE)
+    assert cause.sentence.startswith(NOTED_LOSS)
