@@ -44,6 +44,7 @@ from capture.file_format.atomic_write import HOST_DIGEST, read_bytes, write_atom
 from capture.file_format.folder_layout import is_in_segment
 from capture.file_format.micro_batch import (
     ID_NAMES,
+    LOSS_TARGETS,
     CaptureError,
     MicroBatch,
     Origin,
@@ -161,7 +162,13 @@ class Call:
         batch = micro_batch_from_call(
             tensors, self.call_facts, trains=self.trains, origin=self.origin, left_out=self.left_out
         )
-        return replace(batch, has_noted_mask=ACTION_MASK not in self.tensors and ACTION_MASK in tensors)
+        targets = self.notes.get(LOSS_TARGETS)
+        fits = targets is not None and targets.shape == batch.sequences_BS.shape
+        return replace(
+            batch,
+            has_noted_mask=ACTION_MASK not in self.tensors and ACTION_MASK in tensors,
+            loss_targets_BS=targets.long() if targets is not None and fits else None,
+        )
 
     def count(self) -> Counts | None:
         """Count rows and tokens; None for a call with embeddings in the place of token ids. Raises CaptureError."""

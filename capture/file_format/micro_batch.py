@@ -24,6 +24,10 @@ EMBEDDINGS_REASON = (
 ID_NAMES = ("sequences", "input_ids")
 EMBEDDINGS_NAME = "inputs_embeds"
 SHIFT_LABELS = "shift_labels"
+# What a recording notes of a loss that the model does not compute: the token that the loss is of at each position that
+# predicts one, int32 [rows, tokens], IGNORED_LABEL where it has no gradient; the gradient of that token's logit, fp32
+# [rows, tokens]; and which share of the logits' gradient is not of a log-prob's form, one number.
+LOSS_TARGETS, LOSS_GRADIENTS, LOSS_MISFIT = "loss_targets", "loss_gradients", "loss_misfit"
 NOTED_SHAPES = "a number, [rows], [rows / 2] for pairs, or [rows, up to as many as a row has tokens]"
 
 
@@ -61,6 +65,8 @@ class MicroBatch:
     attention_mask_BS True where a token is real
     action_mask_BA    True where one of a row's last A tokens was generated; A < S. None if the model was not given one
     labels_BS         int64 target ids, -100 where none; not shifted. None if the model was not given any
+    loss_targets_BS   ids that the job's loss is of, int64, each at the token that predicts it, -100 where none: taken
+                      from the gradient of the logits; None if that was not recorded
     extra_tensors     every other tensor argument by name, as it came
     call_facts        every other argument by name: None, bool, int, float, str, or lists and dicts of these
     left_out          arguments that could not be kept: name to type, as `processor: mine.ImageProcessor`
@@ -76,6 +82,7 @@ class MicroBatch:
     attention_mask_BS: Tensor
     action_mask_BA: Tensor | None = None
     labels_BS: Tensor | None = None
+    loss_targets_BS: Tensor | None = None
     extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     call_facts: Mapping[str, object] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -162,6 +169,14 @@ def with_shift_labels_as_labels(batch: MicroBatch) -> MicroBatch:
     labels_BS = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
     extra = {name: tensor for name, tensor in batch.extra_tensors.items() if name != SHIFT_LABELS}
     return replace(batch, labels_BS=labels_BS, extra_tensors=extra)
+
+
+def with_loss_targets_as_labels(batch: MicroBatch) -> MicroBatch:
+    """Return the same micro-batch with the targets of the job's loss as its labels, and without its action mask."""
+    if (next_BS := batch.loss_targets_BS) is None:
+        return batch
+    labels_BS = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
+    return replace(batch, labels_BS=labels_BS, action_mask_BA=None)
 
 
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:

@@ -20,7 +20,14 @@ from capture.file_format.actor_config import (
 )
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.listing import list_captures, list_segment_files
-from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, CaptureError
+from capture.file_format.micro_batch import (
+    IGNORED_LABEL,
+    LOSS_GRADIENTS,
+    LOSS_MISFIT,
+    LOSS_TARGETS,
+    SHIFT_LABELS,
+    CaptureError,
+)
 from capture.file_format.optimizer_step import OptimizerStep
 from capture.folder_tools.convert import FolderWriter, make_empty_folder
 
@@ -126,6 +133,7 @@ def _redact_call(call: Call, tokens: TokenRedaction, config: Mapping[str, Any] |
         notes={
             name: note if name.startswith(GEOMETRY_NAMES) else torch.zeros_like(note)
             for name, note in call.notes.items()
+            if name not in (LOSS_TARGETS, LOSS_GRADIENTS, LOSS_MISFIT)
         },
         origin=replace(call.origin, model_name=None),
         outputs={},

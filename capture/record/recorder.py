@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from capture.record.forward_hooks import ForwardHooks
 from capture.record.generator_marks import GeneratorSnapshot
 from capture.record.host_copy import is_capturing_graph
 from capture.record.job_facts import is_in_process_group, prepare_folder, read_rank_and_world_size
+from capture.record.logit_gradient import watch_logits
 from capture.record.observer import JobPosition, RecordingObserver, TrainingPhase
 from capture.record.optimizer_hooks import OptimizerHooks
 from capture.record.parameter_sampler import RawSamples
@@ -252,6 +254,12 @@ class Recorder:
         except Exception as error:
             self._writer.stop(error)
 
+    def _note_targets(self, forward: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Note what the gradient of a pass's logits tells, in the job's backward. A pass that is gone gets nothing."""
+        if self._is_closed or self.failure is not None or self._last_queued_forward != forward:
+            return
+        self._writer.queue_small_task(PassNotes.begin_copy(forward, tensors))
+
     def note_next(self, **tensors: Any) -> None:
         """Note tensors for the pass that comes next, as `note` does for the latest."""
         if self._is_closed or self.failure is not None or os.getpid() != self._process_id:
@@ -462,8 +470,14 @@ class Recorder:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._update_window(lambda window: window.watch_loss(forward, loss))
-            if (token_log_probs := self._maker.compute_log_probs(output)) is not None:
-                outputs["token_log_probs"] = token_log_probs
+            pass_logits = self._maker.take_logits(output)
+            if pass_logits is not None and pass_logits.log_probs is not None:
+                outputs["token_log_probs"] = pass_logits.log_probs
+            # A loss that the model does not compute shows in the gradient of its logits alone.
+            is_loss_outside = loss is None and not self._maker.has_labels
+            if pass_logits is not None and is_loss_outside and pass_logits.logits.requires_grad:
+                on_gradient = partial(self._note_targets, forward)
+                watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.stop)
             plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes

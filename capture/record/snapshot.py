@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capture.file_format.micro_batch import ID_NAMES, Origin
+from capture.file_format.micro_batch import ID_NAMES, SHIFT_LABELS, Origin
 from capture.file_format.safe_unpickler import type_name
 from capture.file_format.tensor_codec import Output, TrainingMode, can_encode
 from capture.record.background_writer import warn
@@ -137,6 +137,15 @@ def _make_tensor(value: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassLogits:
+    """The logits [B, S, V] and token ids [B, S] of a pass, and log-probs of a few tokens; None of rows of one token."""
+
+    logits: Tensor
+    ids: Tensor
+    log_probs: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassOutputs:
     """What came out of the pass `forward`: plain values, and tensors on the host once `copy_events` have happened.
 
@@ -222,6 +231,7 @@ class SnapshotMaker:
         self._gradient_sync = GradientSyncReader(model) if reproduce else None
         self.window = None if self._sampler is None else StepWindow(self._sampler)
         self._ids_BS: Tensor | None = None
+        self.has_labels = False
         # Whether the running pass is the first one after an optimizer step; None if its weights
         # are not sampled at its end.
         self._begins_window: bool | None = None
@@ -257,6 +267,7 @@ class SnapshotMaker:
             settings |= self._gradient_sync.read()
         if self._compute_dtype is not None:
             settings |= self._compute_dtype.begin((trains, settings["autocast"]))
+        self.has_labels = any(name in arguments.tensors for name in ("labels", SHIFT_LABELS))
         self._ids_BS = next((arguments.tensors[name] for name in ID_NAMES if name in arguments.tensors), None)
         to_copy = arguments.tensors if weights is None else {**arguments.tensors, _SAMPLES: weights.values}
         tensors, copy_events = copy_to_host(to_copy)
@@ -296,10 +307,10 @@ class SnapshotMaker:
         on_cuda, self._draws_on_cuda = self._draws_on_cuda, None
         return None if on_cuda is None else take_generator_snapshot(on_cuda=on_cuda)
 
-    def compute_log_probs(self, output: Any) -> Tensor | None:
-        """Compute log-probs of a few tokens of the latest pass, which ends with `output`.
+    def take_logits(self, output: Any) -> PassLogits | None:
+        """Find the logits of the latest pass, which ends with `output`; None if there are none.
 
-        A failure is one warning, and the end of log-probs; the pass is still recorded.
+        A failure is one warning, and the end of what is made of logits; the pass is still recorded.
         """
         ids_BS, self._ids_BS = self._ids_BS, None
         if ids_BS is None or not self._keeps_log_probs:
@@ -308,7 +319,7 @@ class SnapshotMaker:
             logits = find_logits(output, ids_BS, self._vocabulary_sizes)
             if logits is None or is_capturing_graph({"logits": logits}):
                 return None
-            return compute_token_log_probs(logits, ids_BS)
+            return PassLogits(logits=logits, ids=ids_BS, log_probs=compute_token_log_probs(logits, ids_BS))
         except Exception as error:
             self._keeps_log_probs = False
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")

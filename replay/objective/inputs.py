@@ -64,7 +64,7 @@ class RecordedForObjective:
     sequence_BA      number of the sequence that each of a row's last tokens is in: its row, or its document where rows
                      hold several
     num_sequences    in the micro-batch
-    has_action_mask  something says which tokens the loss is over: an action mask, or labels
+    has_action_mask  something says which tokens the loss is over: an action mask, labels, or the gradient of logits
     num_job_ranks    ranks of the job
     source           name of the capture
     """
@@ -89,6 +89,7 @@ class RecordedForObjective:
             (find_documents(batch).is_first_BS.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.sequences_BS)
         )
         num_tokens = batch.sequences_BS.shape[1]
+        says_tokens = (batch.action_mask_BA, batch.labels_BS, batch.loss_targets_BS)
         num_actions = num_tokens - 1 if batch.action_mask_BA is None else batch.action_mask_BA.shape[1]
         return cls(
             tensors={**call.tensors, **call.notes},
@@ -96,7 +97,7 @@ class RecordedForObjective:
             left_out=call.left_out,
             sequence_BA=sequence_BS[:, num_tokens - num_actions :],
             num_sequences=int(sequence_BS.max()) + 1,
-            has_action_mask=batch.action_mask_BA is not None or batch.labels_BS is not None,
+            has_action_mask=any(tensor is not None for tensor in says_tokens),
             num_job_ranks=call.origin.world_size or 1,
             source=batch.origin.source,
         )

@@ -3,7 +3,7 @@
 An objective's module defines a `Formula`: its loss, what it needs of a capture, and its words for the header.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,7 +16,13 @@ from actor_init.custom.user_file import UserFunction
 from actor_init.inputs.packing import ActorInputs
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
+from capture.file_format.micro_batch import (
+    LOSS_MISFIT,
+    CaptureError,
+    MicroBatch,
+    with_loss_targets_as_labels,
+    with_shift_labels_as_labels,
+)
 from replay.objective.inputs import (
     ADVANTAGES,
     OLD_LOG_PROBS,
@@ -27,7 +33,9 @@ from replay.objective.inputs import (
 )
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.policy import POLICY
+from replay.options.declarations.recorded import RECORDED
 from replay.options.spec import USER_LOSS_PATTERN, LossName, ObjectiveSpec, ReplayParts, is_objective
+from replay.tolerances.difference import is_coarse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +203,8 @@ def select_loss_tokens(loss: str, batch: MicroBatch) -> MicroBatch:
     sft drops the captured action mask, so that the loss is over the labels, or over every real token if there are
     none. A job's objective is of a row's own tokens, so that `shift_labels` are labels there.
     """
+    if loss == RECORDED.name:
+        return with_loss_targets_as_labels(batch)
     if is_objective(loss):
         return with_shift_labels_as_labels(batch)
     return replace(batch, action_mask_BA=None) if name_loss(loss, batch) == LossName.SFT else batch
@@ -208,14 +218,36 @@ def name_loss(loss: str, batch: MicroBatch) -> str:
     return LossName.SFT if has_labels else LossName.STAND_IN
 
 
-def name_noted_objective(call: Call, batch: MicroBatch) -> str | None:
-    """Name the objective whose loss the job noted of a pass, with what it is computed from; None where it did not."""
-    if not call.trains or not isinstance(call.outputs.get("noted_loss"), float):
+# Which share of the gradient of a pass's logits may not be of the form that a loss of log-probs gives it: what rounding
+# of the gradient's entries makes of their sum.
+MAX_MISFIT, MAX_COARSE_MISFIT = 1e-4, 4e-3
+
+
+def is_of_log_probs(call: Call, dtypes: Sequence[str]) -> bool:
+    """Tell whether the job's loss depends on its logits through the log-probs of its targets alone.
+
+    Not where fp16 was in use: the loss may have been scaled, by a number that is not recorded with the pass.
+
+    dtypes  in which the job computed
+    """
+    misfit = call.notes.get(LOSS_MISFIT)
+    if misfit is None or "float16" in dtypes:
+        return False
+    return float(misfit) <= (MAX_COARSE_MISFIT if is_coarse(dtypes) else MAX_MISFIT)
+
+
+def name_noted_objective(call: Call, batch: MicroBatch, dtypes: Sequence[str]) -> str | None:
+    """Name the objective whose loss the job noted of a pass, with what it is computed from; else RECORDED, where the
+    gradient of the logits tells all of the loss; else None.
+    """
+    if not call.trains:
         return None
     names = call.tensors.keys() | call.notes.keys()
     has_needs = all(any(name in names for name in need) for need in (ADVANTAGES, OLD_LOG_PROBS))
     has_tokens = batch.action_mask_BA is not None or batch.labels_BS is not None
-    return POLICY.name if has_needs and has_tokens else None
+    if has_needs and has_tokens and isinstance(call.outputs.get("noted_loss"), float):
+        return POLICY.name
+    return RECORDED.name if batch.loss_targets_BS is not None and is_of_log_probs(call, dtypes) else None
 
 
 def padding_may_predict(spec: ReplayParts) -> bool:

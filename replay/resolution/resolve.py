@@ -21,6 +21,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
 from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
+from replay.options.declarations.recorded import RECORDED
 from replay.options.option_parsing import format_error_with_flags, list_options
 from replay.options.resolved import (
     ATTENTION,
@@ -169,6 +170,8 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
     noted, obstacle = selection.noted_objective, _find_noted_loss_obstacle(spec)
     if noted is not None and obstacle is None:
         why = "it noted its loss, advantages and old log-probs"
+        if noted == RECORDED.name:
+            why = "it computes its loss from the model's logits, whose gradient was recorded"
         return ResolvedChoice(setting=LOSS, value=noted, by=ChosenBy.JOB, why=why)
     try:
         named = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())

@@ -27,7 +27,7 @@ from replay.output.text import describe_unreplayable, explain_unrecorded, join_l
 from replay.resolution.job_windows import note_window_sizes
 from replay.resolution.windows import InputRound, JobPass, SelectedCapture, WindowOrder
 from replay.runlog.run_file import RunInputs, UnusedFile
-from replay.verdict.pass_values import read_divisor
+from replay.verdict.pass_values import list_job_dtypes, read_divisor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +208,7 @@ def _describe_job_pass(call: Call, batch: MicroBatch, num_tokens: int) -> JobPas
         num_steps_before=call.optimizer_step,
         step=None if call.step is None else call.step.drop_elements(),
         loss_per_mean=1.0 if not divisor else num_tokens / divisor,
-        objective=name_noted_objective(call, batch),
+        objective=name_noted_objective(call, batch, list_job_dtypes(call)),
     )
 
 

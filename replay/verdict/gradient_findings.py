@@ -304,6 +304,8 @@ def _format_forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
 
 def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say why a different gradient would prove nothing; None if it would prove a difference."""
+    if all(compared_pass.recorded.has_job_weights_of_tokens for compared_pass in window):
+        return None
     if any(compared_pass.loss is None or not compared_pass.loss.is_evidence for compared_pass in window):
         return "the gradient is of the job's objective, which the replay may not compute"
     if any(share is None for step in steps for share in step.shares):

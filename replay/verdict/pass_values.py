@@ -21,6 +21,7 @@ from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBa
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
 from replay.objective.objective import name_loss, select_loss_tokens
+from replay.options.declarations.recorded import RECORDED
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
@@ -120,6 +121,7 @@ class RecordedPass:
     draws             the random numbers that the forward drew; None where their end was not recorded
     training          which parts of the model were in training mode; None where that was not recorded
     tokens            traits of the tokens; None where they were not read
+    has_job_weights_of_tokens  the replay's loss weighs each token's log-prob as the job's gradient did
     """
 
     rank: int | None
@@ -141,6 +143,7 @@ class RecordedPass:
     draws: RandomDraws | None = None
     training: TrainingMode | None = None
     tokens: TokenTraits | None = None
+    has_job_weights_of_tokens: bool = False
 
 
 def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
@@ -173,6 +176,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         draws=RandomDraws.from_call(call),
         training=call.training,
         tokens=read_token_traits(call, batch),
+        has_job_weights_of_tokens=loss == RECORDED.name,
     )
 
 
@@ -212,6 +216,9 @@ def _claim_losses(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
 
 
 def _claim_losses_of_objective(call: Call, batch: MicroBatch, loss: str) -> list[Claim]:
+    # The gradient tells the weights of the log-probs, and not the value of the loss.
+    if loss == RECORDED.name:
+        return []
     if isinstance(value := call.outputs.get("noted_loss"), float):
         return [Claim(name=LOSS, values=[value], doubt=_doubt_action_mask(batch))]
     if isinstance(value := call.outputs.get("loss"), float):

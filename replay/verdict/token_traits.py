@@ -100,6 +100,8 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
     labels_BS, has_shifted = batch.shift_labels, True
     if labels_BS is None:
         labels_BS, has_shifted = batch.labels_BS, False
+    if labels_BS is None:
+        labels_BS, has_shifted = batch.loss_targets_BS, True
     # Each beside the token that it is of.
     own_BS = labels_BS
     if own_BS is not None and has_shifted:

@@ -3,8 +3,9 @@
 from replay.options.declarations.declaration import ObjectiveDeclaration
 from replay.options.declarations.dpo import DPO
 from replay.options.declarations.policy import POLICY
+from replay.options.declarations.recorded import RECORDED
 
-OBJECTIVES: dict[str, ObjectiveDeclaration] = {objective.name: objective for objective in (POLICY, DPO)}
+OBJECTIVES: dict[str, ObjectiveDeclaration] = {objective.name: objective for objective in (POLICY, DPO, RECORDED)}
 
 
 def list_objectives_with(option: str) -> list[str]:

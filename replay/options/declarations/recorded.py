@@ -1,0 +1,9 @@
+"""Declare the job's own loss, as the gradient of its logits tells it."""
+
+from replay.options.declarations.declaration import ObjectiveDeclaration
+
+RECORDED = ObjectiveDeclaration(
+    name="recorded",
+    formula="replay.objective.recorded:RECORDED",
+    help="each token's log-prob, weighed as the job's gradient weighed it",
+)
