@@ -2,10 +2,11 @@
 
 Where a loss depends on the logits z of a position through the log-prob of one token y alone, its gradient there is
 w (softmax(z) - onehot(y)), w being minus the derivative by that log-prob. Then y has the entry of the largest size, as
-large as all others together, and they have the other sign. So with the gradient of that one logit a replay has the
-gradient of the job's loss, whatever computed it: cross entropy in the job's own loop, the loss of a policy, and others.
+large as all others together, which have the other sign, and they are as the probabilities are. So with the gradient of
+that one logit a replay has the gradient of the job's loss, whatever computed it: cross entropy in the job's own loop,
+the loss of a policy, and others.
 
-Shape letters: B rows, S tokens, V vocabulary.
+Shape letters: B rows, S tokens, N sampled positions, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
+from capture.record.rng_and_outputs import find_sampled_positions
 
 
 def watch_logits(
@@ -24,32 +26,36 @@ def watch_logits(
 ) -> None:
     """Call `on_gradient` in the job's backward, with what is noted of the pass; `on_error` if that cannot be computed.
 
-    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is 1, and a later note counts.
+    Where a job differentiates the same logits twice, LOSS_MISFIT of the second note is nan, and a later note counts.
     """
+    rows_N, _, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    # The job may let go of its logits before the backward. These few are kept until then.
+    sampled_NV = logits_BSV.detach()[rows_N, before_N]
     num_calls = 0
 
     def take(gradient_BSV: Tensor | None) -> None:
-        nonlocal num_calls
+        nonlocal num_calls, sampled_NV
         # DDP passes all outputs through one function, also logits that nobody differentiates.
         if gradient_BSV is None:
             return
         num_calls += 1
         try:
-            on_gradient(compute_targets(gradient_BSV.detach(), ids_BS, is_whole=num_calls == 1))
+            note = compute_targets(gradient_BSV.detach(), ids_BS)
+            misfit = compute_misfit(gradient_BSV.detach()[rows_N, before_N], sampled_NV)
+            on_gradient({**note, LOSS_MISFIT: misfit if num_calls == 1 else torch.full_like(misfit, torch.nan)})
         except Exception as error:
             on_error(error)
+        sampled_NV = sampled_NV[:0]
 
     logits_BSV.register_hook(take)
 
 
 @torch.no_grad()
-def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor, *, is_whole: bool = True) -> dict[str, Tensor]:
-    """Return LOSS_TARGETS, LOSS_GRADIENTS and LOSS_MISFIT of the gradient of a pass's logits.
+def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor) -> dict[str, Tensor]:
+    """Return LOSS_TARGETS and LOSS_GRADIENTS of the gradient of a pass's logits.
 
-    Where two entries are of one size, the row's own next token is the target. No entry of the vocabulary's size is
-    made, and nothing waits for the device.
-
-    is_whole  False: other gradients of these logits were seen before, so this one tells nothing, and LOSS_MISFIT is 1
+    Where two entries are of one size, the row's own next token is the target. No tensor of the gradient's size is made,
+    and nothing waits for the device.
     """
     least_BS, least_id_BS = gradient_BSV.min(dim=-1)
     most_BS, most_id_BS = gradient_BSV.max(dim=-1)
@@ -60,11 +66,24 @@ def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor, *, is_whole: bool = Tr
     of_next_BS = gradient_BSV.gather(-1, next_BS[..., None])[..., 0]
     is_next_BS = (of_next_BS == least_BS) | (of_next_BS == most_BS)
     target_BS = torch.where(is_next_BS, next_BS, target_BS)
-    value_BS = torch.where(is_next_BS, of_next_BS, value_BS).float()
-    sizes_BS = torch.linalg.vector_norm(gradient_BSV, ord=1, dim=-1, dtype=torch.float32)
-    misfit = (sizes_BS - 2 * value_BS.abs()).abs().sum() / sizes_BS.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    value_BS = torch.where(is_next_BS, of_next_BS, value_BS)
     return {
         LOSS_TARGETS: torch.where(value_BS == 0, IGNORED_LABEL, target_BS).int(),
-        LOSS_GRADIENTS: value_BS,
-        LOSS_MISFIT: misfit if is_whole else torch.ones_like(misfit),
+        LOSS_GRADIENTS: value_BS.float(),
     }
+
+
+@torch.no_grad()
+def compute_misfit(gradient_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """Return which share of the gradient of some positions' logits is of another form than that above, one number.
+
+    The share is of the entries' sizes, added up. It is nan where no position has a gradient.
+    """
+    if len(logits_NV) != len(gradient_NV):
+        return gradient_NV.new_full((), torch.nan, dtype=torch.float32)
+    gradient_NV, chances_NV = gradient_NV.float(), logits_NV.float().softmax(dim=-1)
+    targets_N1 = gradient_NV.abs().argmax(dim=-1, keepdim=True)
+    values_N1 = gradient_NV.gather(-1, targets_N1)
+    doubts_N1 = (1 - chances_NV.gather(-1, targets_N1)).clamp(min=torch.finfo(torch.float32).eps)
+    fitting_NV = (-values_N1 / doubts_N1 * chances_NV).scatter(-1, targets_N1, values_N1)
+    return (gradient_NV - fitting_NV).abs().sum() / gradient_NV.abs().sum()

@@ -90,7 +90,7 @@ def compute_token_log_probs(logits_BSV: Tensor, ids_BS: Tensor) -> Tensor | None
     """
     if logits_BSV.shape[1] < 2:
         return None
-    rows_N, columns_N, before_N = _find_indices(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
+    rows_N, columns_N, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
     logits_BSV = logits_BSV.detach()
     ids_N = ids_BS[rows_N, columns_N].long()
     known_N = ids_N.clamp(0, logits_BSV.shape[2] - 1)
@@ -107,8 +107,11 @@ def _compute_log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
     return -nn.functional.cross_entropy(logits_NV.float(), ids_N, reduction="none")
 
 
-def _find_indices(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the row, the column and the column before of each sampled token, on the device."""
+def find_sampled_positions(num_rows: int, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the row, the column and the column before of each sampled token [N], on the device.
+
+    The logits at the column before predict the token.
+    """
     key = num_rows, num_tokens, device
     if key not in _indices:
         positions = [(row, column, column - 1) for row, column in choose_sampled_tokens(num_rows, num_tokens)]

@@ -151,20 +151,44 @@ class Objective:
     def describe(self, *, is_noted: bool = False) -> str:
         """Describe the objective for the header. Of one that the job noted the settings are defaults."""
         settings = self.formula.describe(self.spec)
-        if is_noted:
+        if is_noted and self.loss != RECORDED.name:
             return f"{self.loss}, as the job noted it; by default {', '.join(settings)}"
         return ", ".join([self.loss, *settings])
 
 
-def measure_loss_sensitivity(loss: Tensor, log_probs_BA: Tensor) -> float:
-    """Measure how far the loss moves if each log-prob moves by 1, each in the worst direction.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbWeights:
+    """What the log-probs weigh in a pass's loss: minus its derivatives by them.
 
-    A mean of log-probs has 1: the verdict's bound on a loss is made for that, and grows with it.
+    total  their sum, 1 for a negated mean of log-probs
+    size   the sum of their sizes: how far the loss moves if each log-prob moves by 1, each in the worst direction
+    least, most  of the log-probs that weigh something
+    """
+
+    total: float = 1.0
+    size: float = 1.0
+    least: float = 0.0
+    most: float = 0.0
+
+
+def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeights:
+    """Measure what the log-probs weigh; of a loss without a graph, as if it were their mean.
+
+    The verdict's bound on a loss is made for a mean, and grows with the size.
     """
     if not loss.requires_grad:
-        return 1.0
+        return LogProbWeights()
     (gradient,) = torch.autograd.grad(loss, log_probs_BA, retain_graph=True, allow_unused=True)
-    return 1.0 if gradient is None else float(gradient.abs().sum())
+    if gradient is None:
+        return LogProbWeights()
+    weights_BA = -gradient.detach()
+    not_zero = weights_BA != 0
+    least, most = (
+        torch.where(not_zero, weights_BA, torch.inf).min(),
+        torch.where(not_zero, weights_BA, -torch.inf).max(),
+    )
+    numbers = torch.stack([weights_BA.sum(), weights_BA.abs().sum(), least, most]).tolist()
+    return LogProbWeights(total=numbers[0], size=numbers[1], least=numbers[2], most=numbers[3])
 
 
 def describe_loss(objective: Objective | None, spec: ReplayParts, first: Call | None, *, is_noted: bool) -> str:
@@ -220,7 +244,7 @@ def name_loss(loss: str, batch: MicroBatch) -> str:
 
 # Which share of the gradient of a pass's logits may not be of the form that a loss of log-probs gives it: what rounding
 # of the gradient's entries makes of their sum.
-MAX_MISFIT, MAX_COARSE_MISFIT = 1e-4, 4e-3
+MAX_MISFIT, MAX_COARSE_MISFIT = 1e-4, 1e-2
 
 
 def is_of_log_probs(call: Call, dtypes: Sequence[str]) -> bool:

@@ -5,6 +5,7 @@ probes of a small copy tell what the model allows. Else it is what the model, th
 else the default. Rank 0 chooses, and the others get what it chose; files and attention kernel are checked on each rank.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
@@ -18,7 +19,7 @@ from actor_init.spec import ActorSpec, Attention, Dtype, Kernels, TpPlan
 from actor_init.world import World, decide_on_first_rank
 from capture.facts import Setting
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import CaptureError
+from capture.file_format.micro_batch import LOSS_MISFIT, CaptureError
 from replay.objective.objective import Objective, name_loss
 from replay.options.declarations import list_objectives_with
 from replay.options.declarations.recorded import RECORDED
@@ -185,6 +186,11 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
     why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
         why = "the first input cannot be read"
+    elif noted is None and math.isfinite(misfit := float(first_call.notes.get(LOSS_MISFIT, math.nan))):
+        why = (
+            f"{misfit:.2%} of the gradient of the job's logits is not what a loss of log-probs gives them: "
+            "label smoothing, a temperature, an entropy or a loss scale does"
+        )
     return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why=why)
 
 

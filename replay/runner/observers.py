@@ -20,7 +20,7 @@ from actor_init.world import World
 from capture.file_format.gradient_signature import GradientSignature
 from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import Sample
-from replay.objective.objective import measure_loss_sensitivity
+from replay.objective.objective import LogProbWeights, measure_log_prob_weights
 from replay.output.text import join_lines
 from replay.runlog import gradient_sketches
 from replay.runlog.records import CompilationSection, PassRecord
@@ -130,16 +130,16 @@ class TraceObserver(PassObserver):
             self._trace.end_window()
 
 
-class LossSensitivityObserver(PassObserver):
-    """Measures how far the loss moves if every log-prob moves by 1, for the verdict's bound on it."""
+class LogProbWeigher(PassObserver):
+    """Measures what the log-probs weigh in the loss."""
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset({RankPhase.FORWARD})
 
     def __init__(self) -> None:
-        self.loss_sensitivity = 1.0
+        self.weights = LogProbWeights()
 
     def after_forward(self, log_probs_BA: Tensor, loss: Tensor) -> None:
-        self.loss_sensitivity = measure_loss_sensitivity(loss, log_probs_BA)
+        self.weights = measure_log_prob_weights(loss, log_probs_BA)
 
 
 class GradientSampler(PassObserver):
@@ -248,7 +248,7 @@ class RunObservers:
     compilation: CompilationCounter
     trace: TraceObserver | None
     position: PositionMarker
-    loss_sensitivity: LossSensitivityObserver | None
+    log_prob_weigher: LogProbWeigher | None
     gradient: GradientSampler | None
     sketch: GradientSketcher | None
     loss_check: LossCheck | None
@@ -261,7 +261,7 @@ class RunObservers:
             self.compilation,
             self.trace,
             self.position,
-            self.loss_sensitivity,
+            self.log_prob_weigher,
             self.gradient,
             self.sketch,
             self.loss_check,

@@ -18,7 +18,13 @@ from actor_init.world import World
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import MicroBatch, with_rows_reversed
 from replay.objective.inputs import ObjectiveInputs, RecordedForObjective
-from replay.objective.objective import Objective, compute_negated_mean, padding_may_predict, select_loss_tokens
+from replay.objective.objective import (
+    LogProbWeights,
+    Objective,
+    compute_negated_mean,
+    padding_may_predict,
+    select_loss_tokens,
+)
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import ResolvedReplay
 from replay.options.spec import WindowWeights
@@ -37,8 +43,8 @@ from replay.runner.observers import (
     FirstUseObserver,
     GradientSampler,
     GradientSketcher,
+    LogProbWeigher,
     LossCheck,
-    LossSensitivityObserver,
     OptimizerStateSampler,
     PositionMarker,
     RunObservers,
@@ -290,10 +296,10 @@ class Replayer:
         self.window.count_pass(runs_backward=inputs.runs_backward)
         cost = self.follower.note_pass(inputs, self.actor.backend, outcome.cost)
 
-        sensitivity_observer, gradient_sampler = run_observers.loss_sensitivity, run_observers.gradient
+        weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
         replayed = replace(
             self._collect_log_probs(outcome, inputs, call, batch),
-            loss_sensitivity=sensitivity_observer.loss_sensitivity if sensitivity_observer is not None else 1.0,
+            weights=weigher.weights if weigher is not None else LogProbWeights(),
             gradient=gradient_sampler.samples if gradient_sampler is not None else None,
             state=state_sampler.samples if state_sampler is not None else {},
             draws=generators.draws,
@@ -334,7 +340,7 @@ class Replayer:
             compilation=CompilationCounter(),
             trace=TraceObserver(self.trace) if self.trace else None,
             position=PositionMarker(self.tracker),
-            loss_sensitivity=LossSensitivityObserver() if self._objective is not None else None,
+            log_prob_weigher=LogProbWeigher() if self._objective is not None else None,
             gradient=GradientSampler(backend, self.window.recorded_samples, self.window.recorded_signatures)
             if has_samples
             else None,

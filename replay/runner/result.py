@@ -38,6 +38,7 @@ from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence, judge, judge_run
+from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
@@ -274,6 +275,7 @@ def conclude(
         remarks = [
             *job_end,
             *training_remarks,
+            *describe_loss_weights(passes),
             *describe_flips(passes),
             *describe_router_loss(passes),
             *notes,

@@ -20,7 +20,7 @@ from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, SHIFT_LABELS, MicroBatch
 from capture.file_format.optimizer_step import OptimizerStep, Sample, choose_sampled_tokens
 from capture.file_format.tensor_codec import TrainingMode
-from replay.objective.objective import name_loss, select_loss_tokens
+from replay.objective.objective import LogProbWeights, name_loss, select_loss_tokens
 from replay.options.declarations.recorded import RECORDED
 from replay.options.spec import LossName, is_objective
 from replay.output.text import pluralise
@@ -433,7 +433,7 @@ class ReplayedPass:
 
     token_log_probs   of the tokens that the job sampled; None for tokens that have no log-prob in the replay
     action_log_probs  [B, A] in one list, None where the action mask is off; empty where the job recorded none
-    loss_sensitivity  how far the loss moves if each log-prob moves by 1; 1 for a mean of log-probs
+    weights           what the log-probs weigh in the loss
     gradient          None where the pass ends no window, or the job sampled no gradient
     state             what the optimizer held before the step that follows, at the elements that the job sampled
     draws             the random numbers that the forward drew
@@ -446,7 +446,7 @@ class ReplayedPass:
 
     token_log_probs: Sequence[float | None] = ()
     action_log_probs: Sequence[float | None] = ()
-    loss_sensitivity: float = 1.0
+    weights: LogProbWeights = LogProbWeights()
     gradient: GradientSamples | None = field(default=None)
     state: StateElements = field(default_factory=dict)
     draws: RandomDraws | None = None

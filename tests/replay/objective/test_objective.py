@@ -15,7 +15,7 @@ from actor_init.inputs.documents import KeptLogits
 from actor_init.spec import UsageError
 from replay.objective.dpo import compute_dpo_loss
 from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
-from replay.objective.objective import Objective, measure_loss_sensitivity
+from replay.objective.objective import Objective, measure_log_prob_weights
 from replay.objective.policy import compute_policy_loss
 from replay.options.option_parsing import build_replay_spec, format_error_with_flags
 from replay.options.spec import KlEstimator, ObjectiveSpec, PairOrder, Reduction
@@ -244,15 +244,15 @@ def test_what_is_missing_is_named() -> None:
         )
 
 
-def test_the_loss_sensitivity_of_a_mean_is_one_and_that_of_a_policy_grows_with_its_advantages() -> None:
+def test_log_probs_weigh_one_in_a_mean_and_in_a_policy_as_much_as_its_advantages() -> None:
     inputs = made()
-    assert measure_loss_sensitivity(
-        -inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA
-    ) == pytest.approx(1)
+    weights = measure_log_prob_weights(-inputs.log_probs_BA[inputs.action_mask_BA].mean(), inputs.log_probs_BA)
+    assert (weights.total, weights.size) == pytest.approx((1, 1))
+    assert weights.least == weights.most == pytest.approx(1 / int(inputs.action_mask_BA.sum()))
     large = made(advantages=100 * inputs.tensors["advantages"])
     spec = ObjectiveSpec(on_policy=True)
     ours, hundredfold = (
-        measure_loss_sensitivity(compute_policy_loss(case, spec), case.log_probs_BA) for case in (inputs, large)
+        measure_log_prob_weights(compute_policy_loss(case, spec), case.log_probs_BA).size for case in (inputs, large)
     )
     assert hundredfold == pytest.approx(100 * ours)
 
@@ -302,7 +302,7 @@ def test_a_loss_imports_from_its_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"loss": "ppo"}, "Give one of auto, stand-in, sft, policy, dpo, or FILE.py:FUNCTION"),
+        ({"loss": "ppo"}, "Give one of auto, stand-in, sft, policy, dpo, recorded, or FILE.py:FUNCTION"),
         ({"clip_low": "0.3"}, "--clip-low is a setting of --loss policy"),
         ({"loss": "policy", "dpo_beta": "0.3"}, "--dpo-beta is a setting of --loss dpo"),
         ({"loss": "policy", "divisor": "3"}, "Try: --reduction divisor --divisor 3"),

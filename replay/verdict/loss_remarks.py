@@ -1,0 +1,82 @@
+"""Say what a loss is of that the job computed outside of the model, and what its weights are not.
+
+loss       taken from the gradient of the job's logits: in step 1 594 targets, of the weights 0.00168 to 0.00168
+loss       these weights add up to 0.744 and not to 1, as a mean's do: as if divided by all 798 tokens, padding too
+
+Which tokens a loss should be of, and what they should weigh, no number tells. So this judges nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from replay.output.text import Pairs, pluralise
+from replay.verdict.judge import PassEvidence
+
+LABEL = "loss"
+# How far weights of a mean may be from adding up to 1, and a quotient from what is taken for its reason.
+MAX_ROUNDING = 0.01
+
+
+def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
+    """Describe the loss of the first step; nothing of a loss that the replay computes by itself."""
+    window = next(_list_windows(passes), [])
+    if not window:
+        return []
+    weights = [evidence.replayed.weights for evidence in window]
+    least, most = min(weight.least for weight in weights), max(weight.most for weight in weights)
+    num_targets = sum(evidence.recorded.num_tokens for evidence in window if evidence.recorded is not None)
+    text = f"in the first step {pluralise(num_targets, 'target')}, of the weights {least:.3g} to {most:.3g}"
+    lines = [(LABEL, f"taken from the gradient of the job's logits, so not judged itself: {text}")]
+    num_ranks = len({evidence.recorded.rank for evidence in window if evidence.recorded is not None})
+    total = sum(weight.total for weight in weights) / num_ranks
+    if least < 0 or abs(total - 1) <= MAX_ROUNDING:
+        return lines
+    reasons = [text for sum_, text in _list_reasons(window, num_targets, num_ranks) if _explains(sum_, total)]
+    reason = f": {reasons[0]}" if reasons else ""
+    return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
+
+
+def _list_windows(passes: Sequence[PassEvidence]) -> Iterator[list[PassEvidence]]:
+    """List the passes of each step, each once, as far as their loss was taken from the job's gradient."""
+    window: dict[tuple[int | None, int | None], PassEvidence] = {}
+    last_index: int | None = None
+    for evidence in passes:
+        record, recorded = evidence.record, evidence.recorded
+        if (
+            recorded is None
+            or not recorded.has_job_weights_of_tokens
+            or not recorded.trains
+            or record.error is not None
+        ):
+            continue
+        if last_index is not None and record.index > last_index:
+            yield list(window.values())
+            window, last_index = {}, None
+        window.setdefault((recorded.rank, recorded.forward), evidence)
+        # The other ranks' passes of this index are in the window, too.
+        if record.result.grad_norm is not None:
+            last_index = record.index
+    if last_index is not None:
+        yield list(window.values())
+
+
+def _list_reasons(window: Sequence[PassEvidence], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:
+    """List what the weights may add up to, each with the mistake that makes it."""
+    num_passes = len(window) // num_ranks
+    inputs = [evidence.record.input for evidence in window]
+    num_padded, num_real = (sum(getattr(each, name) for each in inputs) for name in ("padded_tokens", "real_tokens"))
+    num_predicted = num_padded - sum(each.rows for each in inputs)
+    return [
+        (num_passes, f"the losses of a step's {num_passes} passes are added up and not averaged"),
+        (1 / num_passes, f"the loss is divided by the {num_passes} passes of a step twice"),
+        (
+            1 / num_ranks,
+            f"the loss is divided by what all {num_ranks} ranks have, and the gradients are averaged besides",
+        ),
+        (num_targets / num_predicted, f"the loss is divided by all {num_predicted} tokens, padding and prompts too"),
+        (num_targets / num_padded, f"the loss is divided by all {num_padded} tokens, padding and prompts too"),
+        (num_targets / num_real, f"the loss is divided by all {num_real} real tokens, prompts too"),
+    ]
+
+
+def _explains(sum_: float, total: float) -> bool:
+    return abs(sum_ - 1) > MAX_ROUNDING and abs(total / sum_ - 1) <= MAX_ROUNDING
