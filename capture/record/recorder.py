@@ -258,7 +258,7 @@ class Recorder:
         """Note what the gradient of a pass's logits tells, in the job's backward. A pass that is gone gets nothing."""
         if self._is_closed or self.failure is not None or self._last_queued_forward != forward:
             return
-        self._writer.queue_small_task(PassNotes.begin_copy(forward, tensors))
+        self._writer.queue_small_item(PassNotes.begin_copy(forward, tensors))
 
     def note_next(self, **tensors: Any) -> None:
         """Note tensors for the pass that comes next, as `note` does for the latest."""

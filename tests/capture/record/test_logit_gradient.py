@@ -41,7 +41,7 @@ def test_the_targets_and_weights_are_those_of_the_loss(shift: int) -> None:
 
 
 def test_a_target_is_told_from_the_only_other_likely_token() -> None:
-    """Of two likely tokens both have a gradient of one size: the row's own next token is the target."""
+    """Two likely tokens have gradients of one size: the row's own next token is the target."""
     ids_BS = torch.tensor([[3, 5, 7]])
     logits_BSV = torch.full((1, 3, VOCABULARY), -200.0)
     logits_BSV[..., [2, 5, 7]] = 0.0

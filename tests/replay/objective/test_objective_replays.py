@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture import capture_files, recording
 from capture.file_format.capture_file import read_call
+from capture.file_format.micro_batch import LOSS_GRADIENTS, LOSS_MISFIT, LOSS_TARGETS
 from replay.command_line.cli import main as replay_main
 from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, LOSS, TOKENS
 from tests.helpers.children import run_with
@@ -130,7 +131,7 @@ def test_without_the_notes_of_a_loss_the_header_says_what_is_computed(
     job = train(tmp_path / "job", notes=("advantages", "action_mask"))
     run_replay(job, tmp_path / "logs")
     said = " ".join(capsys.readouterr().out.split())
-    assert "loss stand-in, by default: the negated mean log-prob of the action tokens" in said
+    assert "loss recorded, the weights of log-probs that the job's gradient had" in said
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,8 @@ def test_notes_are_kept_however_passes_are(tmp_path: Path, settings: dict[str, A
     assert len(noted) >= 3
     assert all(not call.notes for call in late)
     for call in noted[len(late) :]:
-        assert call.notes.keys() == {"advantages", "action_mask", "old_log_probs", "ref_log_probs"}
+        of_logits = {LOSS_TARGETS, LOSS_GRADIENTS, LOSS_MISFIT} if settings.get("reproduce", True) else set()
+        assert call.notes.keys() == {"advantages", "action_mask", "old_log_probs", "ref_log_probs", *of_logits}
         assert call.micro_batch().action_mask_BA is not None
     assert all(not call.notes for call in calls if not call.trains)
 

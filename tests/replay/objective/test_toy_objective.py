@@ -89,7 +89,7 @@ def test_what_a_capture_lacks_is_said_before_a_model_is_opened(
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"loss": "tou"}, "Give one of auto, stand-in, sft, policy, dpo, toy, or FILE.py:FUNCTION"),
+        ({"loss": "tou"}, "Give one of auto, stand-in, sft, policy, dpo, recorded, toy, or FILE.py:FUNCTION"),
         ({"loss": "toy", "dpo_beta": "0.3"}, "--dpo-beta is a setting of --loss dpo. Try: --loss dpo"),
         ({"loss": "dpo", "kl_coefficient": "1"}, "--kl-coefficient is a setting of --loss policy. Try: --loss policy"),
         ({"loss": "toy", "window": "mean-of-means"}, "--loss toy weighs each pass by its own reduction"),
@@ -124,13 +124,16 @@ def test_help_lists_it() -> None:
         check=True,
     )
     words = " ".join(done.stdout.split())
-    assert "--loss auto|stand-in|sft|policy|dpo|toy|FILE.py:FUNCTION" in words
-    assert "dpo: of preference pairs. toy: the advantages' share of the window. FILE.py:FUNCTION: your own" in words
+    assert "--loss auto|stand-in|sft|policy|dpo|recorded|toy|FILE.py:FUNCTION" in words
+    assert (
+        "dpo: of preference pairs. recorded: each token's log-prob, weighed as the job's gradient weighed it. toy: the advantages' share of the window. FILE.py:FUNCTION: your own"
+        in words
+    )
 
 
 def test_without_its_entry_nobody_knows_it() -> None:
     with pytest.raises(
-        UsageError, match=r"'toy' is not allowed. Give one of auto, stand-in, sft, policy, dpo, or FILE"
+        UsageError, match=r"'toy' is not allowed. Give one of auto, stand-in, sft, policy, dpo, recorded, or FILE"
     ):
         build_replay_spec({"loss": "toy"})
 
