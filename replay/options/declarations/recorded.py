@@ -5,5 +5,5 @@ from replay.options.declarations.declaration import ObjectiveDeclaration
 RECORDED = ObjectiveDeclaration(
     name="recorded",
     formula="replay.objective.recorded:RECORDED",
-    help="each token's log-prob, weighed as the job's gradient weighed it",
+    help="the job's own, told by its gradient",
 )

@@ -125,10 +125,7 @@ def test_help_lists_it() -> None:
     )
     words = " ".join(done.stdout.split())
     assert "--loss auto|stand-in|sft|policy|dpo|recorded|toy|FILE.py:FUNCTION" in words
-    assert (
-        "dpo: of preference pairs. recorded: each token's log-prob, weighed as the job's gradient weighed it. toy: the advantages' share of the window. FILE.py:FUNCTION: your own"
-        in words
-    )
+    assert "recorded: the job's own, told by its gradient. toy: the advantages' share of the window. FILE.py" in words
 
 
 def test_without_its_entry_nobody_knows_it() -> None:
