@@ -102,9 +102,10 @@ def _run_block(side: Side, arguments: argparse.Namespace, device: torch.device, 
 
 
 def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> Side:
-    _stand_in_for_what_is_not_used()
     package, size, tiny = MODELS[arguments.model]
     is_dense = package == "llama3"
+    # Only a mixture of experts calls torchtitan's kernels.
+    _stand_in_for(*UNUSED, *(("torchtitan.models.moe.kernels",) if is_dense else ()))
     library = import_module(f"torchtitan.models.{package}")
     parallelize = import_module(f"torchtitan.models.{'llama3' if is_dense else 'llama4'}.infra.parallelize")
     loss_of = import_module("torchtitan.components.loss").cross_entropy_loss
@@ -146,10 +147,10 @@ def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> 
     return Side(name="torchtitan", run=run)
 
 
-def _stand_in_for_what_is_not_used() -> None:
-    missing = [name for name in UNUSED if importlib.util.find_spec(name) is None]
+def _stand_in_for(*unused: str) -> None:
+    missing = [name for name in unused if "." in name or importlib.util.find_spec(name) is None]
     parts = [name + part for name in missing for part in ("", ".distributed", ".stateful_dataloader")]
-    for module in (*parts, "torch.utils.tensorboard", "torchtitan.models.moe.kernels"):
+    for module in (*parts, "torch.utils.tensorboard"):
         sys.modules[module] = MagicMock(__spec__=None, StatefulDataLoader=type("StatefulDataLoader", (), {}))
 
 
