@@ -1,6 +1,6 @@
 """Run the actor under FSDP2: `fully_shard` on every block, embedding, head and the root."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -53,16 +53,10 @@ from capture.facts import Setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP2Backend(TorchBackend):
-    """An actor under FSDP2.
-
-    num_parameters  of the whole model
-    tp_plan         None without tp
-    named           the shards by name, listed once: going through all modules for each pass takes longer than reading
-    """
+    """An actor under FSDP2. `num_parameters` are those of the whole model; `tp_plan` is None without tp."""
 
     num_parameters: int
     tp_plan: SplitPlan | None
-    named: Sequence[tuple[str, nn.Parameter]]
 
     @classmethod
     def open(
@@ -139,7 +133,6 @@ class FSDP2Backend(TorchBackend):
             kernels=kernels,
             num_parameters=count_elements(model),
             tp_plan=plan,
-            named=list(model.named_parameters()),
         )
 
     def forward(self, inputs: ActorInputs, *, train_mode: bool) -> Tensor:
@@ -186,23 +179,23 @@ class FSDP2Backend(TorchBackend):
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named:
+        for name, parameter in self.model.named_parameters():
             yield name, _gather_whole(parameter.detach()).to(TORCH_DTYPES[self.spec.dtype])
 
     def masters(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named:
+        for name, parameter in self.model.named_parameters():
             if name in names:
                 yield name, _gather_whole(parameter).detach()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         # Asking for the scale waits for the device.
         scale = self.loss_scale()
-        for name, parameter in self.named:
+        for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 yield name, undo_loss_scale(_gather_whole(parameter.grad), scale)
 
     def optimizer_states(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for name, parameter in self.named:
+        for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter) if self.optimizer is not None and name in names else None
             if state:
                 yield name, {key: _gather_whole(value) for key, value in state.items() if isinstance(value, Tensor)}
