@@ -9,6 +9,7 @@ from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec
 from capture.file_format.actor_config import read_frozen_names
 from capture.file_format.capture_file import Call
+from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import ModelFacts, read_model_facts
 from capture.file_format.name_patterns import PatternTable
 from capture.record.model_facts_taker import MAX_CHANGES
@@ -47,7 +48,12 @@ def find_frozen_in_job(
         return FrozenParameters()
     folder = find_inputs_folder(spec.inputs)
     checker = WeightChecker(source)
-    stated = [facts for facts in read_model_facts(folder) if facts.recording == first_call.recording and facts.trains]
+    try:
+        all_facts = read_model_facts(folder)
+    except CaptureError:
+        # The comparison of the models says which file cannot be read. Nothing is known of what was frozen.
+        all_facts = []
+    stated = [facts for facts in all_facts if facts.recording == first_call.recording and facts.trains]
     later = _date_changes(stated, checker.names, rounds) if _follows_changes(spec.actor) else {}
     if later:
         always = frozenset.intersection(*later.values())

@@ -374,7 +374,8 @@ def test_each_form_gives_the_job_s_numbers(name: str, tmp_path: Path, capsys: py
     job = JOBS[name]
     model.save_pretrained(tmp_path / "model")
     loss = job.record(inputs)
-    shared = ["--backend", "ddp", "--inputs", str(inputs), "--model", str(tmp_path / "model"), "--verdict", "strict"]
+    shared = ["--backend", "ddp", "--inputs", str(inputs), "--model", str(tmp_path / "model"), "--loss", "sft"]
+    shared += ["--verdict", "strict"]
     job_form = Head.LIGER if name == "Liger's loss" else job.form
     for typed in ("auto", "whole", "chunks", "liger"):
         words = KIND_WORDS[job_form if typed == "auto" else Head(typed)]
@@ -401,7 +402,7 @@ def test_a_loss_is_compiled_where_the_job_s_was_and_where_blocks_are(
     make_model().save_pretrained(tmp_path / "model")
     loss = JOBS[name].record(tmp_path / "inputs")
     words = ["--backend", "fsdp2", "--inputs", str(tmp_path / "inputs"), "--model", str(tmp_path / "model")]
-    words += [*typed.split(), "--verdict", "strict", "--log-folder", str(tmp_path / "logs")]
+    words += [*typed.split(), "--loss", "sft", "--verdict", "strict", "--log-folder", str(tmp_path / "logs")]
     with graphs_alone(), patch.object(compiled_loss_module, "compile_function", wraps=compile_function) as compiles:
         compiled_loss_module._compile_losses.cache_clear()
         assert replay_main(words) == 0
