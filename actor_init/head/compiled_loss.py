@@ -15,8 +15,7 @@ from torch import Tensor
 
 from actor_init.compiling import compile_function
 from actor_init.option_words import CompileLengths
-
-IGNORED = -100
+from capture.file_format.micro_batch import IGNORED_LABEL
 
 
 def compute_compiled_log_probs(
@@ -27,7 +26,7 @@ def compute_compiled_log_probs(
     The loss is that of all tokens, as a job's: of those without a target it is 0.
     """
     logits_TV = logits.flatten(0, 1)
-    target_T = predictor_N.new_full((logits_TV.shape[0],), IGNORED).index_copy(0, predictor_N, target_ids_N)
+    target_T = predictor_N.new_full((logits_TV.shape[0],), IGNORED_LABEL).index_copy(0, predictor_N, target_ids_N)
     if lengths is CompileLengths.DYNAMIC:
         for tensor in (logits_TV, target_T):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -43,4 +42,4 @@ def _compile_losses(lengths: CompileLengths) -> Callable[[Tensor, Tensor], Tenso
 # The names of its arguments are none that a block's forward has: the lengths of those are dynamic in all their
 # dimensions, and a graph for any vocabulary would be slower.
 def _compute_losses(loss_logits_TV: Tensor, loss_targets_T: Tensor) -> Tensor:
-    return F.cross_entropy(loss_logits_TV.float(), loss_targets_T, reduction="none", ignore_index=IGNORED)
+    return F.cross_entropy(loss_logits_TV.float(), loss_targets_T, reduction="none", ignore_index=IGNORED_LABEL)

@@ -162,21 +162,24 @@ class MicroBatch:
         return replace(self, extra_tensors=extra, **changed)
 
 
+def move_to_tokens(next_BS: Tensor) -> Tensor:
+    """Move ids from the tokens that predict them to their own tokens; a row's last one has no place there."""
+    return torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
+
+
 def with_shift_labels_as_labels(batch: MicroBatch) -> MicroBatch:
     """Return the same micro-batch with its `shift_labels` as labels, which have no place for a row's last one."""
     if (next_BS := batch.shift_labels) is None:
         return batch
-    labels_BS = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
     extra = {name: tensor for name, tensor in batch.extra_tensors.items() if name != SHIFT_LABELS}
-    return replace(batch, labels_BS=labels_BS, extra_tensors=extra)
+    return replace(batch, labels_BS=move_to_tokens(next_BS), extra_tensors=extra)
 
 
 def with_loss_targets_as_labels(batch: MicroBatch) -> MicroBatch:
     """Return the same micro-batch with the targets of the job's loss as its labels, and without its action mask."""
     if (next_BS := batch.loss_targets_BS) is None:
         return batch
-    labels_BS = torch.nn.functional.pad(next_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
-    return replace(batch, labels_BS=labels_BS, action_mask_BA=None)
+    return replace(batch, labels_BS=move_to_tokens(next_BS), action_mask_BA=None)
 
 
 def with_rows_reversed(batch: MicroBatch) -> MicroBatch:

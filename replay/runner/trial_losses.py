@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch
+from capture.file_format.micro_batch import IGNORED_LABEL, MicroBatch, move_to_tokens
 from replay.output.text import pluralise
 from replay.verdict.causes.cause import CauseName
 
@@ -32,7 +32,7 @@ class TargetRows:
     def from_batch(cls, batch: MicroBatch) -> "TargetRows":
         ids_BS, labels_BS = batch.sequences_BS, batch.labels_BS
         if batch.shift_labels is not None:
-            labels_BS = F.pad(batch.shift_labels[:, :-1], (1, 0), value=IGNORED_LABEL)
+            labels_BS = move_to_tokens(batch.shift_labels)
         if labels_BS is None:
             is_label_BS = batch.attention_mask_BS
             return cls(target_BS=ids_BS, is_label_BS=is_label_BS, real_BS=batch.attention_mask_BS)

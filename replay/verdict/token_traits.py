@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, find_documents
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch
+from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch, move_to_tokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
 NUM_FIRST_TOKENS = 16
@@ -105,7 +105,7 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
     # Each beside the token that it is of.
     own_BS = labels_BS
     if own_BS is not None and has_shifted:
-        own_BS = torch.nn.functional.pad(own_BS[:, :-1], (1, 0), value=IGNORED_LABEL)
+        own_BS = move_to_tokens(own_BS)
     borders, continued, other_restarts = _count_restarts(call, batch)
     first_positions, num_late_rows = _read_first_positions(batch)
     rows = [
