@@ -470,14 +470,12 @@ class Recorder:
             loss = outputs.get("loss")
             if loss is not None and torch.is_grad_enabled():
                 self._update_window(lambda window: window.watch_loss(forward, loss))
-            pass_logits = self._maker.take_logits(output)
-            if pass_logits is not None and pass_logits.log_probs is not None:
+            if (pass_logits := self._maker.take_logits(output)) is not None:
                 outputs["token_log_probs"] = pass_logits.log_probs
-            # A loss that the model does not compute shows in the gradient of its logits alone.
-            is_loss_outside = loss is None and not self._maker.has_labels
-            if pass_logits is not None and is_loss_outside and pass_logits.logits.requires_grad:
-                on_gradient = partial(self._note_targets, forward)
-                watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.stop)
+                # A loss that the model does not compute shows in the gradient of its logits alone.
+                if loss is None and not self._maker.has_labels and pass_logits.logits.requires_grad:
+                    on_gradient = partial(self._note_targets, forward)
+                    watch_logits(pass_logits.logits, pass_logits.ids, on_gradient, self._writer.stop)
             plain = describe_outputs(output, loss)
         routes = self._route_recorder.take()
         has_any = outputs or settings or weights or random_after or routes

@@ -138,11 +138,11 @@ def _make_tensor(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassLogits:
-    """The logits [B, S, V] and token ids [B, S] of a pass, and log-probs of a few tokens; None of rows of one token."""
+    """The logits [B, S, V] and token ids [B, S] of a pass, and log-probs of a few tokens."""
 
     logits: Tensor
     ids: Tensor
-    log_probs: Tensor | None
+    log_probs: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +308,7 @@ class SnapshotMaker:
         return None if on_cuda is None else take_generator_snapshot(on_cuda=on_cuda)
 
     def take_logits(self, output: Any) -> PassLogits | None:
-        """Find the logits of the latest pass, which ends with `output`; None if there are none.
+        """Find the logits of the latest pass, which ends with `output`; None if there are none that predict a token.
 
         A failure is one warning, and the end of what is made of logits; the pass is still recorded.
         """
@@ -319,7 +319,8 @@ class SnapshotMaker:
             logits = find_logits(output, ids_BS, self._vocabulary_sizes)
             if logits is None or is_capturing_graph({"logits": logits}):
                 return None
-            return PassLogits(logits=logits, ids=ids_BS, log_probs=compute_token_log_probs(logits, ids_BS))
+            log_probs = compute_token_log_probs(logits, ids_BS)
+            return None if log_probs is None else PassLogits(logits=logits, ids=ids_BS, log_probs=log_probs)
         except Exception as error:
             self._keeps_log_probs = False
             warn(f"capture: no log-probs of tokens are kept from here on: {type(error).__name__}: {error}")

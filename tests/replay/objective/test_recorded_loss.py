@@ -125,6 +125,15 @@ def test_a_loss_of_other_tokens_too_stays_unknown(tmp_path: Path) -> None:
     assert verdict["coverage"]["num_judged"] == 0
 
 
+def test_rows_of_one_token_predict_nothing_and_are_recorded(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    with recording(model, tmp_path / "captures", reproduce=True) as recorder:
+        for length in (1, 5):
+            model(input_ids=torch.ones(2, length, dtype=torch.int64)).logits.sum().backward()
+    assert recorder.failure is None
+    assert [bool(read_call(path).notes) for path in capture_files(tmp_path / "captures")] == [False, True]
+
+
 def test_a_redacted_copy_has_no_targets(tmp_path: Path) -> None:
     job = train(tmp_path, compute_cross_entropy)
     redact_folder(job / "captures", tmp_path / "redacted", TokenRedaction.PERMUTE)
