@@ -31,21 +31,20 @@ def watch_logits(
     rows_N, _, before_N = find_sampled_positions(ids_BS.shape[0], ids_BS.shape[1], logits_BSV.device)
     # The job may let go of its logits before the backward. These few are kept until then.
     sampled_NV = logits_BSV.detach()[rows_N, before_N]
-    num_calls = 0
 
     def take(gradient_BSV: Tensor | None) -> None:
-        nonlocal num_calls, sampled_NV
+        nonlocal sampled_NV
         # DDP passes all outputs through one function, also logits that nobody differentiates.
         if gradient_BSV is None:
             return
-        num_calls += 1
+        gradient_BSV = gradient_BSV.detach()
         try:
-            note = compute_targets(gradient_BSV.detach(), ids_BS)
-            misfit = compute_misfit(gradient_BSV.detach()[rows_N, before_N], sampled_NV)
-            on_gradient({**note, LOSS_MISFIT: misfit if num_calls == 1 else torch.full_like(misfit, torch.nan)})
+            misfit = compute_misfit(gradient_BSV[rows_N, before_N], sampled_NV)
+            on_gradient({**compute_targets(gradient_BSV, ids_BS), LOSS_MISFIT: misfit})
         except Exception as error:
             on_error(error)
-        sampled_NV = sampled_NV[:0]
+        # Without them a second gradient of the same logits has no misfit.
+        sampled_NV = sampled_NV.new_empty(0)
 
     logits_BSV.register_hook(take)
 
@@ -77,9 +76,9 @@ def compute_targets(gradient_BSV: Tensor, ids_BS: Tensor) -> dict[str, Tensor]:
 def compute_misfit(gradient_NV: Tensor, logits_NV: Tensor) -> Tensor:
     """Return which share of the gradient of some positions' logits is of another form than that above, one number.
 
-    The share is of the entries' sizes, added up. It is nan where no position has a gradient.
+    The share is of the entries' sizes, added up. It is nan where no position has a gradient, or there are no logits.
     """
-    if len(logits_NV) != len(gradient_NV):
+    if not len(logits_NV):
         return gradient_NV.new_full((), torch.nan, dtype=torch.float32)
     gradient_NV, chances_NV = gradient_NV.float(), logits_NV.float().softmax(dim=-1)
     targets_N1 = gradient_NV.abs().argmax(dim=-1, keepdim=True)
