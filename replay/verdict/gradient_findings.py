@@ -35,6 +35,7 @@ from replay.verdict.pass_values import (
     ReplayedPass,
     WeightComparison,
 )
+from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.sample_pairs import do_some_samples_agree, find_least_floor, pair_samples
 from replay.verdict.signature_findings import do_some_signatures_agree, judge_signatures
 from replay.verdict.state_findings import compare_states
@@ -77,28 +78,6 @@ class ComparedPass:
     @property
     def loss(self) -> Finding | None:
         return next((finding for finding in self.findings if finding.name == LOSS), None)
-
-
-def group_into_windows(compared: Sequence[ComparedPass]) -> list[list[ComparedPass]]:
-    """Group the training passes by the gradient that they went into.
-
-    Tp and ring peers computed one micro-batch together, so one pass stands for each index and data rank. A window ends
-    with the passes whose records have the gradient's norm.
-    """
-    windows: list[list[ComparedPass]] = []
-    window: list[ComparedPass] = []
-    seen: set[tuple[int, int]] = set()
-    for compared_pass in compared:
-        record = compared_pass.record
-        micro_batch = record.index, record.data_rank
-        if micro_batch in seen or not record.input.trains:
-            continue
-        seen.add(micro_batch)
-        if window and record.index > window[-1].record.index and window[-1].record.result.grad_norm is not None:
-            windows.append(window)
-            window = []
-        window.append(compared_pass)
-    return windows + ([window] if window else [])
 
 
 def list_step_differences(window: Sequence[ComparedPass], settings: VerdictSettings, number: int) -> list[str]:

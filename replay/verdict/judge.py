@@ -37,7 +37,6 @@ from replay.verdict.findings import (
 from replay.verdict.gradient_findings import (
     ComparedPass,
     compare_windows,
-    group_into_windows,
 )
 from replay.verdict.gradient_mix import OwnGradient
 from replay.verdict.model_comparison import find_unreduced_steps
@@ -70,6 +69,7 @@ from replay.verdict.pass_weights import (
     follow_weights_through_steps,
     note_coarse_steps,
 )
+from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.route_findings import compare_routes
 
 

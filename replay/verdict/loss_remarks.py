@@ -1,15 +1,16 @@
 """Say what a loss is of that the job computed outside of the model, and what its weights are not.
 
-loss       taken from the gradient of the job's logits: in step 1 594 targets, of the weights 0.00168 to 0.00168
-loss       these weights add up to 0.744 and not to 1, as a mean's do: as if divided by all 798 tokens, padding too
+loss       taken from the gradient of the job's logits, so not judged itself: in the first step 594 targets, [...]
+note       loss: the weights add up to 0.744, a mean's to 1: the loss is divided by all 798 tokens, [...]
 
 Which tokens a loss should be of, and what they should weigh, no number tells. So this judges nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from replay.output.text import Pairs, pluralise
 from replay.verdict.judge import PassEvidence
+from replay.verdict.pass_windows import group_into_windows
 
 LABEL = "loss"
 # How far weights of a mean may be from adding up to 1, and a quotient from what is taken for its reason.
@@ -18,9 +19,12 @@ MAX_ROUNDING = 0.01
 
 def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     """Describe the loss of the first step; nothing of a loss that the replay computes by itself."""
-    window = next(_list_windows(passes), [])
-    if not window:
+    replayed = [evidence for evidence in passes if _has_job_weights(evidence) and evidence.record.error is None]
+    # A window that was cut short ends with no gradient's norm.
+    windows = [window for window in group_into_windows(replayed) if window[-1].record.result.grad_norm is not None]
+    if not windows:
         return []
+    window = windows[0]
     weights = [evidence.replayed.weights for evidence in window]
     least, most = min(weight.least for weight in weights), max(weight.most for weight in weights)
     num_targets = sum(evidence.recorded.num_tokens for evidence in window if evidence.recorded is not None)
@@ -35,28 +39,8 @@ def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
 
 
-def _list_windows(passes: Sequence[PassEvidence]) -> Iterator[list[PassEvidence]]:
-    """List the passes of each step, each once, as far as their loss was taken from the job's gradient."""
-    window: dict[tuple[int | None, int | None], PassEvidence] = {}
-    last_index: int | None = None
-    for evidence in passes:
-        record, recorded = evidence.record, evidence.recorded
-        if (
-            recorded is None
-            or not recorded.has_job_weights_of_tokens
-            or not recorded.trains
-            or record.error is not None
-        ):
-            continue
-        if last_index is not None and record.index > last_index:
-            yield list(window.values())
-            window, last_index = {}, None
-        window.setdefault((recorded.rank, recorded.forward), evidence)
-        # The other ranks' passes of this index are in the window, too.
-        if record.result.grad_norm is not None:
-            last_index = record.index
-    if last_index is not None:
-        yield list(window.values())
+def _has_job_weights(evidence: PassEvidence) -> bool:
+    return evidence.recorded is not None and evidence.recorded.has_job_weights_of_tokens
 
 
 def _list_reasons(window: Sequence[PassEvidence], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:

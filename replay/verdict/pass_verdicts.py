@@ -6,7 +6,7 @@ from dataclasses import replace
 from replay.tolerances.difference import UNIT_ROUNDOFF, is_coarse, roundoff
 from replay.verdict.dropout_masks import PROVEN_MASKS, MaskStatus, is_about_masks
 from replay.verdict.findings import ROUNDING_HIDES, FindingStatus, VerdictSettings, list_dtypes
-from replay.verdict.gradient_findings import ComparedPass, group_into_windows
+from replay.verdict.gradient_findings import ComparedPass
 from replay.verdict.outcomes import (
     FAILED,
     FINER_DTYPE,
@@ -18,6 +18,7 @@ from replay.verdict.outcomes import (
 )
 from replay.verdict.pass_values import MISSING_GRADIENT
 from replay.verdict.pass_weights import find_miscounted_steps, find_unmoved_weights, merge_comparisons
+from replay.verdict.pass_windows import group_into_windows
 
 
 def mark_job_dropout_masks(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:

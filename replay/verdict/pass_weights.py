@@ -21,12 +21,12 @@ from replay.verdict.findings import (
 from replay.verdict.gradient_findings import (
     ComparedPass,
     explain_unjudged_gradient,
-    group_into_windows,
     list_step_differences,
 )
 from replay.verdict.optimizer_facts import read_step_count
 from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
+from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.stepped_weights import compare_stepped_weights
 
 
