@@ -19,12 +19,18 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-MODELS = Path(__file__).parent / "models"
+ROOT = Path(__file__).parent.parent
+
+
+def find_config(name: str) -> Path:
+    """Return the config of a model, as it was published: one of those here, or one that the project ships."""
+    path = ROOT / f"benchmarks/models/{name}.json"
+    return path if path.exists() else ROOT / f"actor_init/presets/{name}.json"
 
 
 def read_config(name: str, num_layers: int | None) -> Any:
     """Return the config of a model, as published, with fewer layers if a number is given."""
-    config: Any = AutoConfig.from_pretrained(MODELS / f"{name}.json")
+    config: Any = AutoConfig.from_pretrained(find_config(name))
     if num_layers is not None:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
@@ -60,7 +66,7 @@ def compute_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a file in benchmarks/models, without .json")
+    parser.add_argument("model", help="a file in benchmarks/models or a preset, without .json")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")

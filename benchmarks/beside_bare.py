@@ -9,7 +9,6 @@ and the options behind this script's own. A third series, the bare loop again, i
 each, and from one profiled pass of each where the time goes.
 """
 
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from actor_init.world import World
 from benchmarks import bare
 from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
 from benchmarks.long_input import write_inputs
-from benchmarks.sides import Side, divide_pass, hold, open_replay, run_block, time_pass
+from benchmarks.sides import Side, describe_parts, hold, open_replay, run_block, time_pass
 from replay.command_line.cli import parse_command_line
 
 COLUMNS = (
@@ -34,7 +33,7 @@ COLUMNS = (
 def main() -> int:
     parser = make_parser(__doc__, rounds=4)
     parser.add_argument("--form", choices=("eager", "compiled"), default="eager")
-    parser.add_argument("--model", required=True, help="a file in benchmarks/models, without .json")
+    parser.add_argument("--model", required=True, help="a file in benchmarks/models or a preset, without .json")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--attention", default="sdpa")
@@ -46,7 +45,7 @@ def main() -> int:
         inputs = Path(folder) / "inputs"
         write_inputs(inputs, num_tokens=given.tokens, vocabulary=config.vocab_size, count=1)
         options = ["--backend", "fsdp2", "--inputs", str(inputs), "--log-folder", folder]
-        options += ["--model", str(bare.MODELS / f"{given.model}.json"), "--attention", given.attention]
+        options += ["--model", str(bare.find_config(given.model)), "--attention", given.attention]
         options += ["--num-layers", str(given.num_layers)] if given.num_layers else []
         options += ["--compile"] if given.form == "compiled" else []
         spec = parse_command_line([*options, *replay_arguments]).args[0].spec
@@ -75,10 +74,5 @@ def main() -> int:
             figures = alternate(series, answers, rounds=given.rounds, warmup=0)  # a block has its own
             print(f"{answers.machine}\n\n{table(f'{given.model}, {given.form}', figures, COLUMNS)}\n", flush=True)
             for side in sides:
-                parts = divide_pass(side, world.device)
-                print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()), flush=True)
+                print(describe_parts(side, world.device), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,10 @@ use are stood in for). Both run the model over one document, forward and backwar
 FSDP2: torchtitan its own model, `apply_tp` (sequence and loss parallel), `apply_compile`, `apply_fsdp` and loss;
 the replay what a user gets from `replay --backend fsdp2`, with the options behind this script's own. A third series,
 torchtitan again, is the control.
+
 It prints tokens a second, the peak of each without what the other holds, for the dense model its FLOP/s as share of a
 measured matrix multiplication (6 FLOPs a parameter and token without the embedding, 6 * layers * width * tokens for
-causal attention),
-and from one profiled pass of each where the time goes.
+causal attention), and from one profiled pass of each where the time goes.
 """
 
 import argparse
@@ -35,12 +35,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from actor_init.world import World
-from benchmarks.harness import ROOT, Answers, Column, Contestant, Sample, alternate, make_parser, table
+from benchmarks.bare import find_config
+from benchmarks.harness import Answers, Column, Contestant, Sample, alternate, make_parser, table
 from benchmarks.long_input import write_inputs
-from benchmarks.sides import Side, begin, divide_pass, end, hold, open_replay, run_block
+from benchmarks.sides import Side, describe_parts, hold, open_replay, run_block, time_pass
 from replay.command_line.cli import parse_command_line
 
-# By the name of a file in benchmarks/models: torchtitan's package, its name of the size, and of a tiny one.
+# By the name of a config: torchtitan's package, its name of the size, and of a tiny one.
 MODELS = {
     "llama-3.1-8b": ("llama3", "8B", "debugmodel"),
     "qwen3-30b-a3b": ("qwen3", "30B-A3B", "debugmodel_moe"),
@@ -67,7 +68,7 @@ def main() -> int:
         options += replay_arguments
         options += ["--num-layers", str(arguments.layers)] if not arguments.tiny else []
         name = "tiny-moe" if arguments.tiny else arguments.model
-        options += ["--model", str(ROOT / f"benchmarks/models/{name}.json")]
+        options += ["--model", str(find_config(name))]
         options += ["--compile"] if compiled else []
         spec = parse_command_line(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
@@ -87,9 +88,9 @@ def main() -> int:
                 print(answers.machine)
                 _print(figures, arguments, ceiling)
             for side in (theirs, ours):
-                parts = divide_pass(side, world.device)
+                parts = describe_parts(side, world.device)
                 if world.rank == 0:
-                    print(f"{side.name}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts.items()))
+                    print(parts)
     return 0
 
 
@@ -135,12 +136,13 @@ def _torchtitan(arguments: argparse.Namespace, compiled: bool, world: World) -> 
     tokens = torch.randint(config.vocab_size, (1, arguments.tokens), device=world.device)
     labels = tokens.roll(-1, 1)
 
-    def run() -> tuple[float, int]:
-        began = begin(world.device)
+    def train() -> None:
         with loss_parallel() if tp_mesh.size() > 1 else nullcontext():
             loss = loss_of(model(tokens), labels) / arguments.tokens
             loss.backward()
-        measured = end(world.device, began)
+
+    def run() -> tuple[float, int]:
+        measured = time_pass(train, world.device)
         model.zero_grad(set_to_none=True)
         return measured
 
@@ -159,11 +161,14 @@ def _matmul_ceiling(device: torch.device) -> float:
     size = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
-    for _ in range(13):
-        began = begin(device)
+
+    def multiply() -> None:
         for _ in range(10):
             a @ b
-        times.append(end(device, began)[0] / 10)
+
+    for _ in range(13):
+        seconds, _ = time_pass(multiply, device)
+        times.append(seconds / 10)
     return 2.0 * float(size) ** 3 / statistics.median(times[3:])
 
 

@@ -75,29 +75,21 @@ def open_replay(spec: ReplaySpec, world: World, name: str = "replay") -> Side:
 
 def time_pass(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
     """Return the seconds of a call, with what the device still had to do, and the bytes that it peaked at."""
-    began = begin(device)
-    run()
-    return end(device, began)
-
-
-def begin(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    return time.perf_counter()
-
-
-def end(device: torch.device, began: float) -> tuple[float, int]:
+    began = time.perf_counter()
+    run()
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
-def divide_pass(side: Side, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of one profiled pass by kind of work."""
+def describe_parts(side: Side, device: torch.device) -> str:
+    """Name the side, and say in milliseconds what kinds of work one profiled pass takes on a GPU."""
     if device.type != "cuda":
-        return {}
+        return f"{side.name}: no kernels on a CPU"
     side.run()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         side.run()
@@ -107,4 +99,5 @@ def divide_pass(side: Side, device: torch.device) -> dict[str, float]:
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
     seconds = divide_seconds(kernels, min(kernel.begin for kernel in kernels), max(kernel.end for kernel in kernels))
-    return {work.value: 1e3 * taken for work, taken in sorted(seconds.items(), key=lambda item: -item[1])}
+    parts = [f"{work.value} {1e3 * taken:.1f} ms" for work, taken in sorted(seconds.items(), key=lambda item: -item[1])]
+    return f"{side.name}: {', '.join(parts)}"
