@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 from capture.record.routers import calls_topk, find_routers
 
 TOPK = (torch.topk, Tensor.topk)
-# A router's own projection. ZeRO 3 puts a function of its own in the place of `F.linear`, of these products.
-LINEAR = (F.linear, torch.matmul, Tensor.matmul, torch.addmm)
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 SIGMOID = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -104,9 +102,10 @@ class _RouterMode(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if self._has_chosen:
             return output
-        if func in LINEAR:
-            self._logits = output
-        elif func in SOFTMAX or func in SIGMOID:
+        if func in SOFTMAX or func in SIGMOID:
+            # Not the output of a linear layer: that of ZeRO 3 is an autograd function, in which torch.compile cannot
+            # set an attribute. It would break the graph in this method, and the mode would answer its own call.
+            self._logits = args[0] if args else (kwargs or {})["input"]
             self._activated, self._slope = output, "softmax" if func in SOFTMAX else "sigmoid"
         elif func in TOPK and args[0].ndim == 2:
             return self._choose(func, output, args, kwargs or {})
