@@ -37,7 +37,7 @@ from replay.runner.trials import run_trials
 from replay.tolerances.job_bounds import NoiseFloor
 from replay.verdict.causes.trial import TrialReport
 from replay.verdict.findings import VerdictSettings
-from replay.verdict.judge import PassEvidence, judge, judge_run
+from replay.verdict.judge import JudgedRun, PassEvidence, judge, judge_run
 from replay.verdict.loss_remarks import describe_loss_weights
 from replay.verdict.model_facts import ModelDifference
 from replay.verdict.outcomes import Outcome, Verdict
@@ -235,11 +235,17 @@ def conclude(
     settings = note_job_routes(settings, passes)
     fp32_verdict: Verdict | None = None
     remarks: Pairs = []
+    passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))
+    judged_run: JudgedRun | None = None
     is_measuring = measure.noise_floor or measure.second_opinion
     if is_measuring and not (is_resumed or ended_early) and rounding_floor.is_floor_needed(repeater, passes):
-        settings, fp32_verdict, remarks = _measure_rounding(repeater, passes, settings)
-    passes_with_incidents = add_incidents(passes, find_inputs_folder(repeater.spec.inputs))
-    judged_run = judge_run(passes_with_incidents, settings)
+        if not (measure.second_opinion or rounding_floor.has_coarse_dtype(repeater.spec, passes)):
+            # Floors would only widen the bounds. What agrees without them needs none.
+            judged_run = judge_run(passes_with_incidents, settings)
+        if judged_run is None or not judged_run.agrees_throughout:
+            settings, fp32_verdict, remarks = _measure_rounding(repeater, passes, settings)
+            judged_run = None
+    judged_run = judged_run or judge_run(passes_with_incidents, settings)
     verdict = judged_run.name_causes()
     if fp32_verdict is not None and _is_worse(fp32_verdict, verdict):
         verdict = replace(fp32_verdict, environment=verdict.environment)

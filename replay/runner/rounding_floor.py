@@ -339,9 +339,7 @@ def make_fp32_variant(spec: ResolvedReplay) -> ResolvedReplay:
 def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bool:
     """Is there a value that a coarse dtype could hide a fault in, or whose rounding grows from step to step?"""
     spec = repeater.spec
-    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
     has_claims = any(recorded is not None and recorded.claims for _, recorded, _ in passes)
-    is_coarse = spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
     is_repeatable = not any(record.error for record, _, _ in passes) and not spec.inputs.reverse_rows
     has_steps = spec.measure.steps and any(
         recorded is not None and recorded.step_after is not None for _, recorded, _ in passes
@@ -351,7 +349,13 @@ def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bo
     rounds_otherwise = has_steps or not spec.actor.is_custom
     if repeater.has_dropout:
         rounds_otherwise = has_another_kernel(spec.actor, keeps_kernel=repeater.keeps_kernel)
-    return has_claims and (is_coarse or has_steps) and is_repeatable and rounds_otherwise
+    return has_claims and (has_coarse_dtype(spec, passes) or has_steps) and is_repeatable and rounds_otherwise
+
+
+def has_coarse_dtype(spec: ResolvedReplay, passes: Sequence[PassEvidence]) -> bool:
+    """Did the job or the replay compute in 16 bits? Then a floor narrows bounds, and else it only widens them."""
+    dtypes = {dtype for _, recorded, _ in passes if recorded is not None for dtype in recorded.dtypes}
+    return spec.actor.dtype in (Dtype.BF16, Dtype.FP16) or bool({"bfloat16", "float16"} & dtypes)
 
 
 def _digest_measurement(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> str:

@@ -97,6 +97,11 @@ class JudgedRun:
     verdict: Verdict
     evidence: Evidence | None
 
+    @property
+    def agrees_throughout(self) -> bool:
+        """Do all passes and steps agree with the job, none of them left open?"""
+        return self.verdict.outcome is Outcome.REPRODUCED and self.verdict.coverage.is_whole
+
     def name_causes(self, trials: TrialReport | None = None, own_gradients: Sequence[OwnGradient] = ()) -> Verdict:
         """Return the verdict with its causes.
 

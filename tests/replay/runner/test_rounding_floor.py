@@ -1,6 +1,7 @@
 """A few passes measure the floors of all; where the kernel has to stay, rows in another order tell nothing."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from actor_init.spec import ActorSpec, Attention, Dtype, ParallelSpec
+from capture import recording
+from replay.command_line.cli import main as replay_main
 from replay.options.resolved import ChosenBy
 from replay.options.spec import InputsSpec, MeasureSpec
 from replay.runner.rounding_floor import (
@@ -22,6 +25,7 @@ from replay.tolerances.job_bounds import LOSS, TOKENS_RMS, NoiseFloor, name_sign
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import ReplayedPass
 from tests.helpers.made_records import record
+from tests.trainers.common import make_batches, make_model
 
 pytestmark = pytest.mark.quick
 
@@ -124,3 +128,40 @@ def test_on_a_cpu_a_users_model_in_bf16_is_held_against_itself_in_fp32(
     )
     variant = make_rounding_variant(cast(Any, spec), [], has_dropout=False, keeps_kernel=False)
     assert (variant.actor.dtype, variant.inputs.reverse_rows) == (measured, True)
+
+
+@pytest.mark.parametrize(
+    ("gradient_factor", "dtype", "measures"), [(1.0, "fp32", False), (1.5, "fp32", True), (1.0, "bf16", True)]
+)
+def test_in_fp32_what_agrees_without_a_floor_needs_none(
+    gradient_factor: float,
+    dtype: str,
+    measures: bool,
+    tmp_path: Path,
+    one_world: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model: Any = make_model(tmp_path, saves=False)
+    model.save_pretrained(tmp_path / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with recording(model, tmp_path / "captures", reproduce=True):
+        for batch in make_batches(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                loss = model(**batch).loss
+            (loss * gradient_factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    command = [
+        "--inputs",
+        str(tmp_path / "captures"),
+        "--model",
+        str(tmp_path / "model"),
+        "--log-folder",
+        str(tmp_path),
+    ]
+
+    replay_main([*command, "--backend", "ddp"])
+
+    out = capsys.readouterr().out
+    assert f"verdict    {'DIFFERS' if gradient_factor != 1.0 else 'REPRODUCED'}" in out
+    assert ("for the rounding floor" in out) == measures
