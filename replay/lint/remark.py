@@ -18,8 +18,9 @@ class Weight(IntEnum):
     WRONG_TOKENS = 3
     SAME_ROWS = 4
     PRECISION = 5
-    MISSING_PASSES = 6
-    FACT = 7
+    SETTING = 6
+    MISSING_PASSES = 7
+    FACT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MIN_MOMENTS = 4
 # The mean of two values of bf16 is one, too, in about half of all cases.
 _MIN_SUMS = 16
+# What torch.optim.AdamW has where nothing is given.
+_ADAMW_DECAY = 0.01
 
 
 def check_training(subject: LintSubject) -> Iterator[LintRemark]:
@@ -303,7 +305,9 @@ def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:
     if vectors:
         patterns = format_patterns(dict.fromkeys(vectors), _list_names(subject))
         text = f"weight decay {decay:g} acts on all parameters, on {name_some(patterns, _MAX_NAMED)}, too"
-        yield LintRemark(topic="decay", text=text, weight=Weight.FACT)
+        # Who leaves AdamW's decay as it is has no opinion on which parameters it is for.
+        is_chosen = decay != _ADAMW_DECAY
+        yield LintRemark(topic="decay", text=text, weight=Weight.SETTING if is_chosen else Weight.FACT)
 
 
 def _list_dtypes(subject: LintSubject) -> Iterator[LintRemark]:

@@ -8,6 +8,8 @@ import torch
 
 from capture.file_format.end_record import EndRecord
 from capture.file_format.optimizer_state import StateSample
+from replay.lint.lint import lint
+from replay.lint.remark import LintSubject, Weight
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
 from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
@@ -193,6 +195,13 @@ def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> No
     weights = make_samples(make_sample("norm.weight"))
     found = [text for text in say(make_passes(step=make_step(settings=settings), weights=weights)) if "decay" in text]
     assert found == (["decay: weight decay 0.1 acts on all parameters, on norm.weight, too"] if says else [])
+
+
+@pytest.mark.parametrize(("decay", "weight"), [(0.1, Weight.SETTING), (0.01, Weight.FACT)])
+def test_a_decay_that_was_chosen_is_worth_a_note(decay: float, weight: Weight) -> None:
+    step = make_step(settings=({"lr": 1.0, "weight_decay": decay, "num_parameters": 1},))
+    passes = make_passes(step=step, weights=make_samples(make_sample("norm.weight")))
+    assert [remark.weight for remark in lint(LintSubject(passes=passes)) if remark.topic == "decay"] == [weight]
 
 
 @pytest.mark.parametrize(("numbers", "says"), [((0, 1, 1), False), ((0, 4, 4), True)])
