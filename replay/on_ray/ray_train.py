@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 FAILED_EXIT_CODE = 1
 # The time that Ray Train gets to end its workers.
 END_SECONDS = 5.0
+# Ray Train chooses a free port, which rank 0 binds a while later. Where another process takes it in between, Ray Train
+# gives up, however many failures are allowed: DefaultFailurePolicy (Ray 2.60) tries none but its own two errors of a
+# start again. So Ray Train is begun again, so many times in all.
+NUM_PORTS = 3
+PORT_IS_TAKEN = "EADDRINUSE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +60,9 @@ class RayTrainJob:
         # Ray Train's patch of `print` prints what goes to a redirected stream a second time.
         os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        trainer = TorchTrainer(
+        # A trainer of the same name and storage goes on from the states of the one before.
+        begin_trainer = partial(
+            TorchTrainer,
             self.run_rank,
             train_loop_config=dict(self.job),
             scaling_config=ScalingConfig(num_workers=self.num_ranks, use_gpu=resource == "GPU"),
@@ -66,10 +74,13 @@ class RayTrainJob:
                 checkpoint_config=CheckpointConfig(num_to_keep=NUM_KEPT_STATES),
             ),
         )
-        try:
-            return int(trainer.fit().return_value), ""
-        except Exception as error:
-            return FAILED_EXIT_CODE, join_lines(format_error_with_flags(error))
+        for num_left in reversed(range(NUM_PORTS)):
+            try:
+                return int(begin_trainer().fit().return_value), ""
+            except Exception as error:
+                if not num_left or PORT_IS_TAKEN not in str(error):
+                    return FAILED_EXIT_CODE, join_lines(format_error_with_flags(error))
+        raise AssertionError("the last trainer returns its outcome")
 
 
 class RayTrainProcess:
