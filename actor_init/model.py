@@ -297,7 +297,10 @@ def configure_model(model: PreTrainedModel, spec: ActorSpec) -> None:
     if building.find_custom_facts(model) is not None:
         building.configure_custom_model(model, dtype=TORCH_DTYPES[spec.dtype], checkpoints=spec.gradient_checkpointing)
     elif spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers before 5.23 knows the older name alone, and later ones warn of it.
+        name = "activation_checkpointing_enable"
+        enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def count_elements(model: nn.Module) -> int:

@@ -346,7 +346,7 @@ def _pack(parsed: argparse.Namespace) -> int:
     print(f"packed     {packed.num_passes} passes in {packed.path}, {packed.num_bytes:,} bytes")
     if packed.left_out is not None:
         limit = f"more than {parsed.max_bytes:,} bytes"
-        print(f"left out   {packed.num_left_out} passes, from {packed.left_out} on: {limit}")
+        print(f"excluded   {packed.num_left_out} passes, from {packed.left_out} on: {limit}")
     print("           it holds what was captured; to take the text out first: capture redact")
     return 0
 

@@ -33,9 +33,9 @@ def print_line(out: RichConsole, text: str = "", style: str = "") -> None:
 
 
 def print_pairs(out: RichConsole, pairs: Pairs) -> None:
-    """Print a line per pair, coloured by its content."""
+    """Print a line per pair, coloured by its content. A name that is too long for its column moves its text alone."""
     for name, text in pairs:
-        print_line(out, f"{name:<{NAME_WIDTH}}{join_lines(text)}", STYLES[judge_line((name, text))])
+        print_line(out, f"{name:<{NAME_WIDTH - 2}}  {join_lines(text)}", STYLES[judge_line((name, text))])
 
 
 def print_table(out: RichConsole, columns: Columns) -> None:

@@ -103,7 +103,7 @@ def describe_schedule(schedule: Schedule, differences: Sequence[ScheduleDifferen
     missing = sorted(set(range(schedule.world_size)) - set(ranks))
     if missing:
         pairs.append(("no pass", f"of rank {format_ranges(missing)} of the job's {schedule.world_size}; not compared"))
-    pairs += [("left out", text) for text in schedule.left_out]
+    pairs += [("excluded", text) for text in schedule.left_out]
     return pairs
 
 

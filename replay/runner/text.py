@@ -130,12 +130,12 @@ def list_failures(records: Sequence[PassRecord]) -> Pairs:
 
 
 def list_counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
-    text = f"{statistics.num_counted} of {pluralise(statistics.num_passes, 'pass')}"
+    text = f"{statistics.num_counted} of {statistics.num_passes}"
     if statistics.left_out:
-        text += "; left out: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
+        text += "; excluded: " + ", ".join(f"{number} {reason}" for reason, number in statistics.left_out.items())
     if not statistics.num_counted:
         if statistics.left_out.get(FAILED) == statistics.num_passes > 0:
-            return [("counted", f"{text}. No pass counted, so there are no statistics")]
+            return [("passes measured", f"{text}. No pass was measured, so there are no statistics")]
         advice = "more inputs, or --warmup 0"
         if all_damaged:
             advice = "other inputs; `capture check FOLDER` says which files can be read"
@@ -143,8 +143,8 @@ def list_counts(statistics: Statistics, *, all_damaged: bool = False) -> Pairs:
             advice = "--epochs 2: the second time, cuDNN has its plan for each length"
         elif TRACED in statistics.left_out:
             advice = "the run without --trace"
-        text += f". No pass counted, so there are no statistics. Try: {advice}"
-    return [("counted", text)]
+        text += f". No pass was measured, so there are no statistics. Try: {advice}"
+    return [("passes measured", text)]
 
 
 def build_phase_table(statistics: Statistics) -> Columns:
@@ -191,8 +191,9 @@ def _warn_of_spread(statistics: Statistics) -> Pairs:
     if not statistics.median_seconds or statistics.iqr_seconds is None:
         return []
     share = statistics.iqr_seconds / statistics.median_seconds
-    why = "inputs of other lengths, or a machine that does other work"
-    return [("spread", f"half of the passes lie {share:.0%} of the median apart: {why}")] if share > MAX_SPREAD else []
+    why = "inputs of different lengths, or a machine that does other work"
+    text = f"times vary a lot (IQR {100 * share:.0f} % of the median): {why}"
+    return [("spread", text)] if share > MAX_SPREAD else []
 
 
 def _describe_pass(place: Extreme | PassRecord) -> str:
@@ -203,11 +204,11 @@ def list_unreplayed(selection: Selection) -> Pairs:
     """List the inputs that were not replayed, and why."""
     pairs: Pairs = []
     if number := selection.num_left_out_passes:
-        pairs.append(("left out", f"{pluralise(number, 'pass')} of the other kind, met on the way (see --passes)"))
+        pairs.append(("excluded", f"{pluralise(number, 'pass')} that --passes does not select"))
     if number := selection.num_left_over:
         pairs.append(("left over", f"{pluralise(number, 'input')}: the data ranks hold unequal numbers"))
     if selection.unreplayable:
-        pairs.append(("left out", describe_unreplayable(selection.unreplayable)))
+        pairs.append(("excluded", describe_unreplayable(selection.unreplayable)))
     if number := len(selection.damaged):
         pairs.append(("damaged", f"{pluralise(number, 'file')}, named above"))
     return pairs

@@ -7,7 +7,7 @@ evidence   loss to 8.6e-08 (bound 1.7e-05); computed in float32
 open       passes 3 and 4: other weights
 coverage   2 of 4 passes and 1 of 2 steps judged
 weights    as the job's in 291 of its 291 parameters, sampled
-here       torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
+environment differs  torch 2.13.0 (2.11.0 in the job), device CPU (NVIDIA H200 in the job)
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def format_verdict(verdict: Verdict) -> Pairs:
             f"{name} {replay_value} ({job_value} in the job)"
             for name, (job_value, replay_value) in verdict.environment.items()
         ]
-        lines.append(("here", ", ".join(differences)))
+        lines.append(("environment differs", ", ".join(differences)))
     return [(label, text) for label, text in lines if text]
 
 

@@ -5,9 +5,19 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import BartConfig, BertConfig, LlavaConfig, Mamba2Config, PretrainedConfig, T5Config
+from transformers import (
+    BartConfig,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    Mamba2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
-from actor_init.model import find_model
+from actor_init.model import configure_model, find_model
 from actor_init.model_config import parse_config
 from actor_init.spec import ActorSpec, UsageError
 
@@ -29,3 +39,20 @@ def test_an_unknown_type_is_refused_with_the_release() -> None:
 def test_infinities_are_read_as_transformers_writes_them() -> None:
     values = json.loads(Mamba2Config().to_json_string(use_diff=False))
     assert math.isinf(parse_config(values).time_step_limit[1])
+
+
+@pytest.mark.filterwarnings("error")
+def test_recomputing_activations_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases before 5.23 have the older of two names alone, and 5.23 warns of that one."""
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, **size))
+    [block] = model.model.layers
+    configure_model(model, ActorSpec(gradient_checkpointing=True))
+    assert block.gradient_checkpointing
+
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        given = []
+        monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable")
+        monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda _, options: given.append(options))
+        configure_model(model, ActorSpec(gradient_checkpointing=True))
+        assert given == [{"use_reentrant": False}]

@@ -47,17 +47,18 @@ class ParityProgress:
         self._bar.show(count_settled(self._log) - self._num_settled, len(self._log.rows) - self._num_settled, note)
 
     def finish(self, result: MatrixResult, differences: Pairs, paths: Sequence[Path], note: str) -> None:
-        """Print the noise, a row per run, failures and differences, and where the results are written."""
+        """Print the result, failures and differences, a row per run, the noise, and where the results are written."""
         out = self._out
         self._bar.clear()
-        for columns in (parity_wording.format_noises(result), parity_wording.format_cells(self._log, result)):
+        print_line(out)
+        print_pairs(out, parity_wording.format_summary(self._log, result))
+        print_pairs(out, parity_wording.list_failures(self._log, result) + differences)
+        for columns in (parity_wording.format_cells(self._log, result), parity_wording.format_noises(result)):
             print_line(out)
             print_table(out, columns)
         print_line(out)
-        print_pairs(out, parity_wording.list_failures(self._log, result) + differences)
         print_pairs(out, [("note", note)] if note else [])
         print_pairs(out, [("written", str(path)) for path in paths])
-        print_pairs(out, parity_wording.format_summary(self._log, result))
 
 
 def count_settled(log: ParityLog) -> int:

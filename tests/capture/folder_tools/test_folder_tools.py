@@ -221,7 +221,7 @@ def test_a_package_stays_below_its_size(max_bytes: int, tmp_path: Path, capsys: 
     originals = capture_files(find_sample_folder())
     assert [path.name for path in files] == [path.name for path in originals[: len(files)]]
     assert (len(files) == len(originals)) == (max_bytes == 10_000_000)
-    assert ("left out" in capsys.readouterr().out) == (len(files) < len(originals))
+    assert ("excluded" in capsys.readouterr().out) == (len(files) < len(originals))
     for path, original in zip(files, originals, strict=False):
         assert path.read_bytes() == original.read_bytes()
     assert (tmp_path / "out" / "actor.json").exists()

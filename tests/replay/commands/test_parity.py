@@ -160,6 +160,7 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     out = capsys.readouterr().out
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
+    assert out.index("\nresult  ") < out.index("\nrun  "), "the answer comes before the table"
 
 
 def test_times_of_runs_beside_others_are_left_out(tmp_path: Path, runs: Runs, capsys: Captured) -> None:

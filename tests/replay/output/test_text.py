@@ -103,7 +103,7 @@ def test_the_summary_holds_what_was_measured() -> None:
             record(2, 0.3, 0.4, phases={"forward": cost(0.3, 12.5), "backward": cost(0.4, 4.0)}),
         ]
     )
-    assert cells(text, "counted") == ["counted", "2 of 3 passes; left out: 1 warm-up"]
+    assert cells(text, "passes measured") == ["passes measured", "2 of 3; excluded: 1 warm-up"]
     assert cells(text, "forward") == ["forward", "200.0", "100.0", "290.0", "12.50"]
     assert cells(text, "backward") == ["backward", "300.0", "100.0", "390.0", "4.000"]
     assert cells(text, "speed") == ["speed", "160 real tokens/s"]
@@ -175,14 +175,14 @@ def test_the_answer_comes_before_the_table_of_passes() -> None:
     text = print_run(
         [record(0), record(1, error="no", error_type="RuntimeError")], verdict=[("verdict", "DIFFERS: loss")]
     )
-    order = [text.index(f"\n{word} ") for word in ("verdict", "failed", "slowest", "pass  input", "counted")]
+    order = [text.index(f"\n{word} ") for word in ("verdict", "failed", "slowest", "pass  input", "passes measured")]
     assert order == sorted(order)
 
 
 def test_a_spread_of_more_than_a_tenth_is_warned_of() -> None:
     assert "\nspread " not in print_run([record(0), record(1)])
     text = print_run([record(index, 0.1 + 0.05 * index, 0.1) for index in range(4)])
-    assert cells(text, "spread")[1].startswith("half of the passes lie 27% of the median apart")
+    assert cells(text, "spread")[1].startswith("times vary a lot (IQR 27 % of the median): ")
 
 
 def test_on_a_terminal_the_verdict_has_a_colour() -> None:
@@ -200,7 +200,7 @@ class Terminal(io.StringIO):
 def test_quiet_prints_the_summary_alone() -> None:
     text = print_run([record(0), record(1)], quiet=True)
     assert text.splitlines()[0].startswith("slowest    ")
-    assert text.splitlines()[1] == "counted    2 of 2 passes"
+    assert text.splitlines()[1] == "passes measured  2 of 2"
     assert "loss" not in text
 
 
@@ -222,7 +222,7 @@ def test_a_failed_pass_is_marked_and_explained() -> None:
 
 def test_without_a_counted_pass_that_is_said_instead_of_numbers() -> None:
     text = print_run([record(0, warmup=True)])
-    assert cells(text, "counted")[1].endswith("so there are no statistics. Try: more inputs, or --warmup 0")
+    assert cells(text, "passes measured")[1].endswith("so there are no statistics. Try: more inputs, or --warmup 0")
     for name in ("median ms", "speed", "slowest"):
         assert name not in text
 
@@ -233,7 +233,7 @@ def test_what_was_not_replayed_is_said() -> None:
     text = print_run([record(0)], selection, quiet=True)
     lines = text.splitlines()
     assert "damaged    bad.pkl: truncated" in lines
-    assert "left out   4 passes of the other kind, met on the way (see --passes)" in lines
+    assert "excluded   4 passes that --passes does not select" in lines
     assert "left over  1 input: the data ranks hold unequal numbers" in lines
     assert "damaged    1 file, named above" in lines
 

@@ -102,7 +102,7 @@ def test_an_actor_that_cannot_be_opened_again_ends_the_run_with_its_report(
     assert [bool(record.error) for record in records] == [False, True]
     said = capsys.readouterr()
     assert "could not be opened again" in said.err
-    assert "counted    1 of 2 passes" in said.out
+    assert "passes measured  1 of 2" in said.out
     assert read_run(tmp_path)["status"] == "failed"
 
 

@@ -540,7 +540,7 @@ def test_what_differs_in_the_environment_is_listed_beside() -> None:
     here = {"torch": "2.13.0", "device": "NVIDIA H200", "dtype": "float32"}
     verdict = judge_passes(make_recorded(RIGHT, settings=settings), setting=replace(SETTING, environment=here))
     assert verdict.environment == {"torch": ("2.11.0", "2.13.0")}
-    assert ("here", "torch 2.13.0 (2.11.0 in the job)") in format_verdict(verdict)
+    assert ("environment differs", "torch 2.13.0 (2.11.0 in the job)") in format_verdict(verdict)
 
 
 def test_a_finding_at_its_bound_agrees() -> None:
