@@ -72,7 +72,7 @@ def parse_hf_config(values: Mapping[str, object], name: str) -> PretrainedConfig
         if "auto_map" in values:
             why = f"is a {model_type}, whose code came with it (auto_map), and no such code runs unless you name it"
             options = f"{Setting('model', 'FILE.py:build')} {Setting('weights', 'FOLDER')}"
-            raise UsageError(name, why, f"Try: {options}, see docs/custom-models.md, Remote code")
+            raise UsageError(name, why, f"Try: {options}, see docs/models.md#remote-code")
         release = f"transformers {transformers.__version__}"
         why = f"has the model_type {model_type!r}, which {release} does not have"
         advice = f"Try: the job's transformers, or {Setting('model')} with another config.json"

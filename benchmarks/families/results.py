@@ -39,15 +39,17 @@ def verdict(home: Path, one: Mapping[str, Any]) -> str:
 
 
 def table(home: Path, outcomes: Outcomes, forms: Sequence[str]) -> str:
-    """Return the counts, a row a family, and the reasons of the refusals, as Markdown."""
+    """Return the counts, the families by what they gave, and the reasons of the refusals, as Markdown."""
     verdicts = {key: verdict(home, one) for key, one in outcomes.items()}
     families = list(dict.fromkeys(family for family, _ in outcomes))
     counted = [["", *forms]]
     for word in ("right", "refused", "wrong", "raw error", "died"):
         counts = Counter(form for (_, form), found in verdicts.items() if found == word)
         counted.append([word, *(str(counts[form]) for form in forms)])
-    rows = [["family", *forms]]
-    rows += [[family, *(verdicts.get((family, form), "not run") for form in forms)] for family in families]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in families:
+        alike.setdefault(tuple(verdicts.get((family, form), "not run") for form in forms), []).append(family)
+    rows = [[*forms, "families"], *([*found, ", ".join(named)] for found, named in alike.items())]
     lines = [markdown(counted), "", markdown(rows)]
     reasons: dict[str, list[str]] = {}
     for (family, form), one in outcomes.items():

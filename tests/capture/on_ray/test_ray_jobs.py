@@ -57,7 +57,7 @@ def collect(cluster: TwoNodes, folder: str, home: Path) -> int:
 def test_the_job_of_the_documentation_comes_home_and_is_reproduced(
     cluster: TwoNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    guide = (ROOT / "docs" / "ray.md").read_text()
+    guide = (ROOT / "docs" / "clusters.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     exit_code, output = run_job(cluster, tmp_path / "train.py", str(tmp_path), "$NODE_DISK/captures")
