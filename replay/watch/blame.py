@@ -84,8 +84,8 @@ def find_missing_ranks(sightings: Sequence[Sighting]) -> Blame:
        ranks these are: a collective waits for the last rank to enter it.
     6. Ranks outside a collective while others are in one.
 
-    docs/ranks.md names the fault that needs each. A rank's own error is no evidence: the first rank that reports an
-    error is one that arrived and waited.
+    tests/replay/watch/test_blame.py has a fault for each. A rank's own error is no evidence: the first rank that
+    reports an error is one that arrived and waited.
     """
     if len(sightings) == 1:
         return Blame(ranks=(sightings[0].rank,), reason="it is the only rank")
