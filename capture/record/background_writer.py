@@ -7,7 +7,7 @@ this thread wakes up, the job pays for a change of threads. That costs most whil
 finished all earlier work stands idle until the job's thread gives it more. So this thread handles what is queued when
 the job calls `wake`, as it does at the end of each forward. By then the device has work. The job's thread goes on to
 the backward, or waits for the device, and needs Python for neither. What is queued later waits for the next call of
-`wake`. Without one the thread, once it has nothing to do, looks by itself every MAX_DELAY_SECONDS.
+`wake`. A thread that waits for one looks by itself every MAX_DELAY_SECONDS.
 
 In this module an item is what the job's thread hands over: a pass, or something small, such as the outputs of a pass.
 """
@@ -63,15 +63,16 @@ class BackgroundWriter(Generic[ItemT]):
 
     num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped or
                    was about to end. Once writing has stopped, the pass that `handle` works on counts as lost until
-                   `handle` returns
+                   `handle` returns, since it may never return
     failure        the exception that has stopped writing, or None
     refusal        why `handle` refused the first of the passes that it refused, or None
     is_waited_for  set by `drain` and by an urgent item, until the queue is empty
 
     The thread calls `on_idle` when it has handled all that it was woken for, and after `on_deadline` if no item is
     ready. It calls `on_deadline` whenever it waits and `deadline` has passed, and `on_end` as its last act, with
-    whether writing has failed. After `on_deadline` the seconds that are left must be None or above 0: otherwise it is
-    called again at once. Whatever these or `handle` raise stops writing, except that `handle` may refuse a pass.
+    whether writing has failed. After `on_deadline`, `deadline.seconds_left()` must be None or above 0: otherwise
+    `on_deadline` is called again at once. Whatever these or `handle` raise stops writing, except that `handle` may
+    refuse a pass.
 
     There is one warning for the first pass that a full queue drops, one for the first that `handle` refuses, and one
     for what stops writing. No method raises.
@@ -249,7 +250,8 @@ class BackgroundWriter(Generic[ItemT]):
                 max_seconds = MAX_DELAY_SECONDS if seconds_left is None else min(seconds_left, MAX_DELAY_SECONDS)
                 was_woken = self._changed.wait(max_seconds)
                 if not was_woken:
-                    # No forward has ended in that time: what is queued does not wait for one any longer.
+                    # No forward has ended in that time, which a near deadline cuts short: what is queued does not wait
+                    # for one any longer.
                     self._num_ready = len(self._queue)
             item, num_bytes, is_pass = self._queue.popleft()
             self._num_ready -= 1
@@ -272,10 +274,10 @@ class BackgroundWriter(Generic[ItemT]):
 
     def _handle_item(self, item: ItemT, is_pass: bool) -> None:
         """Handle an item, and count a pass that `handle` refuses or fails at."""
-        is_lost = is_pass
+        is_lost_pass = is_pass
         try:
             self._handle(item)
-            is_lost = False
+            is_lost_pass = False
         except CaptureError as error:
             if not is_pass:
                 raise
@@ -285,4 +287,4 @@ class BackgroundWriter(Generic[ItemT]):
         finally:
             with self._changed:
                 self._has_pass_in_hand = False
-                self._num_dropped += is_lost
+                self._num_dropped += is_lost_pass

@@ -33,8 +33,8 @@ class ForwardHooks:
     and so `on_end` is not called.
 
     on_begin  is given the module, its positional arguments and its keyword arguments
-    on_end    is given the output and None; if the forward raised, None and what it raised; if a hook inside these hooks
-              raised after the forward, its output and what the hook raised
+    on_end    is given the output and None; if the forward raised, None and what it raised; if another hook raised
+              after the forward and before this one, the forward's output and what that hook raised
     """
 
     def __init__(self, on_begin: BeginCallback = _do_nothing, on_end: EndCallback = _do_nothing) -> None:

@@ -298,7 +298,7 @@ class Campaign(Generic[Plan]):
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
     def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
-        """Yield how each campaign job ended: first those of the journal, then the others, which are run, as they end.
+        """Yield how each campaign job ended: those of the journal first; the others are run, and come as they end.
 
         A campaign job that the deadline keeps from starting is not yielded.
 
@@ -384,8 +384,8 @@ def catch_interruption() -> Iterator[Interruption]:
 class FeedableInputs:
     """The inputs of a folder that can be fed to a model, for campaigns that replay them in an order of their own.
 
-    damaged  files that cannot be read or fed, each with the reason; `selection.unreplayable` has those of calls that no
-             replay can make
+    damaged  files that cannot be read or fed, each with the reason. A file that can be read, of a call that no replay
+             can make, is in `selection.unreplayable`
     """
 
     selection: Selection

@@ -54,7 +54,7 @@ from replay.resolution.job_defaults import (
 from replay.resolution.selection import Selection
 from replay.resolution.step_choice import choose_steps
 
-CHOSEN_BY_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
+WHY_KERNEL_OF_PROBE = "packed documents stay apart with it, and not with the kernel that was to be taken first"
 
 
 def resolve(
@@ -70,8 +70,8 @@ def resolve(
     The choices come in this order: what the job's captures say; the model, found on every rank; the parameters that the
     job froze; whether and how the optimizer steps; the attention kernel that the job had; the layout of rows, which a
     probe of the model decides; how log-probs come from the head; the kernel by its name in transformers. Last come the
-    settings that have a default: those of the backend, the inputs and the objective. Each choice is listed with who
-    made it and why.
+    settings that have a default: those of the backend, the optimizer, the inputs and the objective. Each choice is
+    listed with who made it and why.
 
     spec        what was typed
     selection   the inputs of this rank, and what the captures tell of the job's windows
@@ -111,7 +111,7 @@ def resolve(
         trains=filled_spec.inputs.passes is not Passes.ROLLOUT,
     )
     if actor.attention != actor_before_probes.attention:
-        kernel = replace(kernel, why=CHOSEN_BY_PROBE)
+        kernel = replace(kernel, why=WHY_KERNEL_OF_PROBE)
     # The header prints the layout with its reason (`Layout.describe`): here, that the job's labels need padded rows.
     if selection.padding_predicts and not is_packing_typed and not layout.why:
         layout = replace(layout, why=PADDING_PREDICTS)

@@ -128,7 +128,7 @@ class Replayer:
     actor again.
 
     trace       writes sketches of what each layer computed; None: the run is not traced
-    rounds      one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
+    rounds      the round of each pass: the inputs that the data ranks replay at the same time; empty: unknown
     log_folder  gets the run's details (docs/glossary.md), if it keeps them; None: none are kept
     """
 
@@ -197,7 +197,7 @@ class Replayer:
 
     def needs_second_run(self, rank_records: Sequence[PassRecord]) -> bool:
         """Is the latest pass to be run again, to see if it is always as slow? The same on every rank."""
-        # A second run clears the gradient, and with it those of the earlier passes of an open window.
+        # A second run ends with an empty gradient. In an open window that of the earlier passes would be lost.
         return self.spec.actor.num_accumulated == 1 and self._expected_times.is_unexpectedly_slow(rank_records)
 
     def learn_times(self, rank_records: Sequence[PassRecord]) -> None:
@@ -245,8 +245,8 @@ class Replayer:
             weights = self.weight_checker.check(call.weights)
             recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
             router_loss = self._routing.find_router_loss(call)
-            if router_loss is not None and router_loss.why_not is not None:
-                recorded = doubt_claims_with_router_loss(recorded, router_loss.why_not)
+            if router_loss is not None and router_loss.why_not_computed is not None:
+                recorded = doubt_claims_with_router_loss(recorded, router_loss.why_not_computed)
             self.tracker.set_shapes(batch.num_rows, batch.num_padded_tokens, batch.num_real_tokens)
             batch = select_loss_tokens(self.spec.measure.loss, add_model_positions(batch, self.source.config))
             record, replayed = self._run_micro_batch(record, call, batch, extra_observers)
@@ -267,24 +267,25 @@ class Replayer:
         """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
         The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
-        the observers of this run. If that fails, the window is discarded; a micro-batch that cannot be laid out leaves
-        it open, since the gradient is still that of the passes before. After a pass that succeeded, its results go into
-        the record, its log-probs and samples into what the verdict needs, and details and trace are written.
+        the observers of this run. If `run_pass` fails, the window is discarded; a micro-batch that cannot be laid out
+        leaves it open, since the gradient is still that of the passes before. After a pass that succeeded, its results
+        go into the record, its log-probs and samples into what the verdict needs, and details and trace are written.
         """
         gradients = call.step.gradients if call.step is not None else None
-        samples = self.weight_checker.match_samples(gradients.samples if gradients is not None else ())
-        signatures = self.weight_checker.match_samples(call.step.signatures if call.step is not None else ())
-        self.window.enter_pass(record.index, samples, signatures, self.actor.backend)
+        gradient_samples = self.weight_checker.match_samples(gradients.samples if gradients is not None else ())
+        gradient_signatures = self.weight_checker.match_samples(call.step.signatures if call.step is not None else ())
+        self.window.enter_pass(record.index, gradient_samples, gradient_signatures, self.actor.backend)
         inputs = self._prepare_inputs(record.index, call, batch)
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
+        # Of the weights that this pass runs on: it may end with one step more.
         num_steps = self.follower.num_steps
-        stepped = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
+        stepped_weights = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
 
         run_observers = self._choose_observers(record.index, inputs)
         generators = GeneratorObserver(self.world.device)
-        step_states = self.weight_checker.match_samples(call.step.state if call.step is not None else ())
-        state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, step_states)
+        state_samples = self.weight_checker.match_samples(call.step.state if call.step is not None else ())
+        state_sampler = OptimizerStateSampler.choose(self.actor.backend, self.source, self.world, inputs, state_samples)
         observers = [generators, *extra_observers, *run_observers.in_order]
         observers += [state_sampler] if state_sampler is not None else []
         try:
@@ -294,7 +295,8 @@ class Replayer:
             self._has_failed_pass = True
             raise
         self.window.count_pass(runs_backward=inputs.runs_backward)
-        cost = self.follower.note_pass(inputs, self.actor.backend, outcome.cost)
+        cost = self.follower.leave_out_state(outcome.cost)
+        self.follower.note_pass(inputs, self.actor.backend)
 
         weigher, gradient_sampler = run_observers.log_prob_weigher, run_observers.gradient
         replayed = replace(
@@ -307,7 +309,7 @@ class Replayer:
             has_job_layout=generators.has_moved and has_job_layout(inputs, batch, self.spec.actor.parallel),
             flips=outcome.flips,
             has_job_routes=self._routing.has_job_routes(outcome.flips),
-            stepped=stepped,
+            stepped=stepped_weights,
         )
         if self.details_folder is not None:
             token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
@@ -401,10 +403,9 @@ class Replayer:
         num_window_passes = self.window.size * self.world.num_data_ranks
         if recorded is not None:
             assert self._objective is not None
-            # Where the objective's losses of a window add up, the job added up those of a rank, and averaged over its
-            # ranks. Otherwise the job and the backend average alike.
+            # Where the losses of a window's passes add up to the objective, the job added them up on each rank, and
+            # averaged over the ranks. Otherwise the job and the backend average alike.
             return num_window_passes / recorded.num_job_ranks if self._objective.sums_over_window else 1.0
-        # `measure.window` is the rule by which the passes of a window are weighted.
         rule = self.spec.measure.window
         if num_window_passes == 1 or rule is WindowWeights.MEAN_OF_MEANS:
             return 1.0
@@ -453,6 +454,7 @@ class Replayer:
     ) -> ReplayedPass:
         """Collect the log-probs of the tokens that the job took samples of, and, if needed, of all action tokens."""
         is_reversed = inputs.has_reversed_rows
+        # The job's samples are log-probs of the rows' own tokens. A target that is a label may be another token.
         target_is_own_token_BA, first_action_column = find_targets_that_are_own_tokens(
             with_rows_reversed(batch) if is_reversed else batch
         )

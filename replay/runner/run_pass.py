@@ -9,7 +9,7 @@ The order of collectives in a pass is the same on every rank: with a clock, the 
 collectives of the forward; those of observers after it; with a clock, the ranks wait for the slowest; the collectives
 of the backward; those of observers after it, and before the step; those of the window's end.
 
-Shape letters: B rows, A columns of the action mask (the last tokens of each row).
+Shape letters: B rows, S tokens a row, A columns of the action mask (the last tokens of each row).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -55,12 +55,13 @@ class PassInputs:
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
-    window_factor        a further factor: the backend averages over the usual number of passes of a window, and this
-                         one may have another number
+    window_factor        a further factor, the usual number of passes of a window by the number in this window: the
+                         backend averages over the usual number
     ends_window          the accumulation window ends with this pass
     untrained            parameters that have no gradient in this window, as the job did not train them then
-    takes_step           the optimizer steps at the end of this pass, and the step is measured; only with `ends_window`
-    follows_step         after the measured part the optimizer follows the job's step; only with `ends_window`
+    takes_step           a step was asked for: it is a measured part of this pass; only with `ends_window`
+    follows_step         nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
+                         with `ends_window`
     step_settings        settings of the optimizer in that step; None: as the spec says
     random_states        what the random generators are set to before the forward; empty: they are left as they are
     captured_row_length  tokens in a row of the capture, including padding
@@ -94,7 +95,7 @@ class PassOutcome:
 
     loss         with the routers' loss, and without `PassInputs.loss_weight`
     grad_norm    of the window; None in a pass that does not end one
-    flips        of each router whose choice was held against the job's
+    flips        by router that was compared with the job's, the tokens that would choose other experts
     router_loss  the routers' part of `loss`; None: it has none
     """
 
@@ -110,8 +111,9 @@ class PassObserver:
     """Look at a pass without changing what it computes. Each method does nothing unless an observer overrides it.
 
     Every rank has the same observers in the same order, since one of them may gather from all ranks. An observer keeps
-    no tensor after `close`. `pauses_clock_after` are the phases after which it makes the device work, or waits for it:
-    the time for that is left out of the seconds of the whole pass. For `before_step` BACKWARD decides, too.
+    nothing of the graph after `close`. `pauses_clock_after` are the phases after which it makes the device work, or
+    waits for it: the time for that is left out of the seconds of the whole pass. With BACKWARD among them, that of
+    `before_step` is left out, too.
     """
 
     pauses_clock_after: ClassVar[frozenset[RankPhase]] = frozenset()
@@ -129,7 +131,7 @@ class PassObserver:
         """Look at gradients before the window's end clears them. Also called in a pass without a backward."""
 
     def before_step(self, loss: Tensor) -> None:
-        """Look at a loss before the optimizer steps with its gradient, in a pass that the step is a part of."""
+        """Look at a loss before the optimizer steps with its gradient. Called only in a pass that `takes_step`."""
 
     def after_measurement(self) -> None:
         """Read counters: the measured part of the pass has ended."""
@@ -359,7 +361,7 @@ def run_pass_again(
 ) -> PassOutcome:
     """Run a pass once more, as a window of its own: it changes no weights, and clears the gradient at its end.
 
-    The random generators go on as if it had not run. The arguments are those of `run_pass`.
+    torch's random generators go on as if it had not run. The arguments are those of `run_pass`.
     """
     alone = replace(inputs, loss_weight=1.0, ends_window=inputs.runs_backward, takes_step=False, follows_step=False)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -367,7 +369,7 @@ def run_pass_again(
 
 
 def drop_gradients(model: nn.Module, names: Collection[str]) -> None:
-    """Take their gradients from some parameters, so that no norm has them and the optimizer passes them over."""
+    """Leave these parameters without a gradient, so that no norm has it and the optimizer passes them over."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.grad = None
@@ -384,8 +386,7 @@ def prepare_actor_inputs(batch: MicroBatch, spec: ActorSpec, source: ModelSource
     """
     check_vocabulary(batch, source)
     layout = source.layout_under(spec)
-    # Only where rows are joined the borders of documents are kept. So rows are joined even where `arrange` parts them
-    # again, to give each document a row of its own.
+    # Joined rows have the borders of their documents, by which `arrange` gives each document a row of its own.
     inputs = arrange(prepare_inputs(batch, packing=layout.joins_rows), layout)
     if (
         inputs.attention_mask_BS is not None

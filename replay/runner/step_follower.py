@@ -68,14 +68,10 @@ class StepFollower:
             return inputs
         return replace(inputs, follows_step=True, step_settings=replace(settings, needs_finite=True))
 
-    def note_pass(self, inputs: PassInputs, backend: Backend, cost: CostSection) -> CostSection:
-        """Note what the optimizer did in a pass that succeeded, and return what the pass cost without unasked steps."""
-        cost = self._leave_out_state(cost)
-        if inputs.takes_step or inputs.follows_step:
-            self._note_step(inputs, backend)
-        return cost
-
-    def _note_step(self, inputs: PassInputs, backend: Backend) -> None:
+    def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
+        """Note what the optimizer did in a pass that succeeded."""
+        if not (inputs.takes_step or inputs.follows_step):
+            return
         num_steps = backend.progress().num_steps - (self._first_num_steps or 0)
         self.has_stepped, self.num_steps = num_steps > self.num_steps, num_steps
         if not inputs.follows_step:
@@ -134,8 +130,11 @@ class StepFollower:
             value - begun + initial for value, begun, initial in zip(values, rounded, initial_values, strict=True)
         )
 
-    def _leave_out_state(self, cost: CostSection) -> CostSection:
-        """Return what a pass cost without the optimizer's state, if nobody asked for steps."""
+    def leave_out_state(self, cost: CostSection) -> CostSection:
+        """Return what a pass cost without the optimizer's state, if nobody asked for steps.
+
+        Call it before `note_pass`: a first unasked step makes the state when the pass has been measured.
+        """
         if not self.state_bytes:
             return cost
         phases = {

@@ -88,7 +88,7 @@ class PassEvidence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedRun:
-    """The verdict on a run before its causes are named, which is done again whenever more is known.
+    """The verdict on a run before its causes are named. They are named again whenever more is known.
 
     verdict   without causes
     evidence  what the causes are found from; None where the passes cannot be judged
@@ -127,7 +127,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     A window is the passes, of all data ranks, that one optimizer step takes its gradient from. The plan:
 
     1. Compare the numbers that the job recorded of each pass with the replay's. Passes that come from several
-       recordings in one folder are not judged.
+       recordings in one folder are not judged. Where code of the job's own clipped its gradients, the replay's are
+       clipped alike before the windows are compared.
     2. Check that each pass ran on the job's weights. The passes between two optimizer steps ran on the same weights, so
        their samples of the weights are merged. Where the replay makes optimizer steps too (--step), its weights stay
        the job's as long as each of its steps equalled the job's step.
@@ -142,8 +143,10 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
        REPRODUCED if any is reproduced, else CANNOT TELL.
     """
     indexed_passes = [(record.index, recorded) for record, recorded, _ in passes if recorded is not None]
+    # Where DDP did not reduce the gradients, that is a difference of the job's wrapper.
     unreduced_steps = find_unreduced_steps([recorded for _, recorded in indexed_passes])
     model_differences = [*settings.model_differences, *unreduced_steps]
+    # The comparison of each pass has to know whether its weights are in doubt by the rounding of the steps before.
     settings = note_coarse_steps(indexed_passes, replace(settings, model_differences=model_differences))
     compared_passes = _compare_passes(passes, settings)
     mixed_recordings = describe_mixed_recordings(
@@ -162,8 +165,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
     pass_verdicts = keep_worst_of_peers(compared_passes, judge_passes(compared_passes, settings))
     window_verdicts = judge_windows(compared_passes, settings)
     job_dtype = _find_coarsest_dtype(compared_passes)
-    if (hides := explain_finer_dtype(job_dtype, settings)) is not None:
-        pass_verdicts, window_verdicts = leave_open(pass_verdicts, hides), leave_open(window_verdicts, hides)
+    if (why_open := explain_finer_dtype(job_dtype, settings)) is not None:
+        pass_verdicts, window_verdicts = leave_open(pass_verdicts, why_open), leave_open(window_verdicts, why_open)
 
     # In the order of the passes: a window's verdict comes after that of its last pass. So a wrong gradient comes before
     # the wrong numbers that it causes in later passes.
@@ -201,8 +204,8 @@ def judge_run(passes: Sequence[PassEvidence], settings: VerdictSettings) -> Judg
 def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare the numbers of each pass whose capture could be read."""
     readable = [(record, recorded, replayed) for record, recorded, replayed in passes if recorded is not None]
-    # If the pass before has a gradient norm too, each step took the gradient of one pass. Otherwise nothing tells how
-    # many passes a norm is of.
+    # A norm comes with the last pass of a window. So if the pass before has one too, the window is one pass. Otherwise
+    # nothing but a recorded step tells how many passes a norm is of.
     passes_with_grad_norm = {
         (recorded.rank, recorded.forward)
         for _, recorded, _ in readable
@@ -227,7 +230,7 @@ def _compare_passes(passes: Sequence[PassEvidence], settings: VerdictSettings) -
 
 
 def _compare_masks(compared_pass: ComparedPass, settings: VerdictSettings) -> ComparedPass:
-    """Return the pass with what is known of its dropout masks, and with the findings that this leaves."""
+    """Return the pass with what is known of its dropout masks, and with the findings as that changes them."""
     recorded = compared_pass.recorded
     masks = compare_masks(recorded, compared_pass.replayed, settings)
     findings, masks = judge_masks(compared_pass.findings, masks, recorded, settings)
@@ -268,7 +271,7 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
 
     Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
-    many there are. None if the outcome is not UNSETTLED, and there are verdicts, none of which is CANNOT TELL.
+    many there are. None if neither is there; without any verdict a reason of its own.
     """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)

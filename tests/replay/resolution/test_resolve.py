@@ -37,7 +37,7 @@ from replay.options.resolved import (
 from replay.options.spec import MeasureSpec, ReplaySpec, StepMode
 from replay.resolution.job_defaults import choose_from_job, choose_job_kernel
 from replay.resolution.resolve import (
-    CHOSEN_BY_PROBE,
+    WHY_KERNEL_OF_PROBE,
     _explain_attention,
     choose_loss,
     resolve,
@@ -245,8 +245,8 @@ def test_a_kernel_that_the_probe_chose_has_the_probe_as_its_reason(
     monkeypatch.setattr("replay.resolution.resolve.choose_layout", choose_eager)
     replay = resolve_typed(world)
     [choice] = [choice for choice in replay.choices if choice.setting == ATTENTION]
-    assert (choice.value, choice.by, choice.why) == ("eager", ChosenBy.MODEL, CHOSEN_BY_PROBE)
-    assert replay.attention_reason == CHOSEN_BY_PROBE
+    assert (choice.value, choice.by, choice.why) == ("eager", ChosenBy.MODEL, WHY_KERNEL_OF_PROBE)
+    assert replay.attention_reason == WHY_KERNEL_OF_PROBE
 
 
 def test_steps_are_chosen_where_the_first_input_cannot_be_read(world: World) -> None:
