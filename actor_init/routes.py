@@ -240,9 +240,11 @@ def _wrap_forward(router: nn.Module) -> None:
 def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str, RouterState]]:
     """Have the routers of `model` do as `routes` say, in the forward and backward inside the block.
 
-    Yields the states of the routers by name, in the model's order.
+    A block inside another one leaves the other's states as they were: before a step, a pass may be searched for what is
+    not finite. Yields the states of the routers by name, in the model's order.
     """
     states = attach_to_routers(model, routes.kept_logits)
+    outer_states = {name: dict(vars(state)) for name, state in states.items()}
     try:
         for name, state in states.items():
             recorded_TK = routes.recorded.get(name)
@@ -253,8 +255,8 @@ def steer_routers(model: nn.Module, routes: PassRoutes) -> Iterator[Mapping[str,
             state.begin(recorded_TK, forces=routes.forces, logits_index=routes.kept_logits.get(name))
         yield states
     finally:
-        for state in states.values():
-            state.begin(None)
+        for name, state in states.items():
+            vars(state).update(outer_states[name])
 
 
 def collect_flips(states: Mapping[str, RouterState]) -> list[RouterFlips]:

@@ -271,7 +271,7 @@ def _choose_reason(verdicts: Sequence[PassVerdict], outcome: Outcome) -> str | N
     """Choose the reason to show: of the first UNSETTLED if this is the outcome, else the most frequent CANNOT TELL.
 
     Passes with other weights and passes that failed explain nothing of the others, so their reasons come last, however
-    many there are. None if neither is there; without any verdict a reason of its own.
+    many there are. None if there is no such verdict. With no verdict at all that is the reason.
     """
     if outcome is Outcome.UNSETTLED:
         return next(str(verdict.reason) for verdict in verdicts if verdict.outcome is outcome)

@@ -122,6 +122,19 @@ def test_live_routing_only_compares() -> None:
     assert all(router.distances for router in flips)
 
 
+def test_a_pass_that_is_run_inside_another_leaves_the_other_s_flips() -> None:
+    model = tiny_model(tiny_config("mixtral"))
+    logits, own, _ = run(model, None)
+    routes = PassRoutes(recorded=make_other_routes(own))
+    _, _, flips = run(model, routes)
+    assert flips
+    with steer_routers(model, routes) as states:
+        model(input_ids=IDS_BS)
+        run(model, PassRoutes(recorded={name: choice.long() for name, choice in own.items()}))
+        assert collect_flips(states) == flips
+    assert torch.equal(run(model, None)[0], logits)
+
+
 class SoftmaxRouter(nn.Module):
     """Chooses one of three experts by the logits that it is given."""
 
