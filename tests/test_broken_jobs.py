@@ -10,7 +10,7 @@ from tests.broken_jobs.campaign import Campaign, Row, job_of, line_of, text_of_c
 from tests.broken_jobs.declarations import Fault, FaultClass, Kind, Layout, Setup
 from tests.broken_jobs.table import JOBS, TWINS
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 BROKEN = ("gradients-x10", "tied-head-detached", "mean-of-means", "documents-visible", "betas", "ddp-not-reduced")
 CLEAN = ("clean-windows", "clean-autocast")

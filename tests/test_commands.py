@@ -11,8 +11,6 @@ import pytest
 
 from tests.helpers.commands import run
 
-pytestmark = pytest.mark.long
-
 COLD = [
     "replay --max-inputs 5",
     "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",
@@ -57,6 +55,7 @@ def test_deepcompile_on_a_cpu_is_one_clear_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_random_weights_are_the_same_under_every_backend_and_world_size(tmp_path: Path) -> None:
     losses: list[dict[str, float]] = []
     for number, command in enumerate(

@@ -32,7 +32,7 @@ from tests.helpers.read_logs import read_log
 from tests.helpers.replay_worker import PATIENCE
 from tests.warm import warm_bin
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 DEPLOY = ROOT / "deploy"
 KUBERAY_JOBS = sorted(DEPLOY.glob("rayjob-*.yaml"))
@@ -326,7 +326,6 @@ def submitted(dashboard: str, typed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("engine", ["--backend fsdp2 --tp 2", "--backend deepspeed --zero-stage 3"])
 def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard: str, tmp_path: Path) -> None:
     done = submitted(dashboard, f"--processes 2 {engine} {OPTIONS} --log-folder {tmp_path}")
@@ -337,7 +336,6 @@ def test_a_job_that_is_submitted_to_a_head_leaves_its_log(engine: str, dashboard
     assert {path.name for path in folder.glob("rank*.jsonl")} == {"rank0.jsonl", "rank1.jsonl"}
 
 
-@pytest.mark.ray
 def test_a_job_that_is_refused_fails_where_it_was_submitted(dashboard: str, tmp_path: Path) -> None:
     done = submitted(dashboard, f"--processes 3 --log-folder {tmp_path}")
     assert done.returncode == 1

@@ -41,6 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["padded fsdp2", *TWO_RANKS])
 def test_a_family_is_right_or_refused_in_a_line_that_says_why(home: Path, form: str) -> None:
     outcomes = read_results(home.glob("*.jsonl"))

@@ -14,8 +14,6 @@ import pytest
 
 from actor_init.declarations.backends import BACKENDS
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 # of the folders in a package, from the ground up: a file imports from its own floor's folder and from lower floors

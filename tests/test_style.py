@@ -1,4 +1,4 @@
-"""The code passes the project's linters, and its docstrings begin plainly."""
+"""What a job imports has the names of its Python, docstrings begin plainly, words are compared by value."""
 
 import ast
 import subprocess
@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
-
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("capture", "actor_init", "replay", "tests", "benchmarks", "examples", "deploy")
 
 
-@pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy"])
-def test_the_tool_finds_nothing(tool: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
+@pytest.mark.slow
 def test_what_a_job_imports_knows_no_name_that_its_python_lacks(tmp_path: Path) -> None:
     """mypy with Python 3.10's standard library, and nothing but names: the job's torch is another one anyway."""
     settings = "[mypy]\nfollow_imports = skip\nignore_missing_imports = true\ndisable_error_code = misc, union-attr\n"

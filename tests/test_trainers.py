@@ -26,7 +26,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.read_logs import read_log
 from tests.warm import warm_bin
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = Path("tests") / "trainers"

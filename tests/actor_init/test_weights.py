@@ -15,8 +15,6 @@ from actor_init.model import build_on_meta, find_model, materialise
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import NORM_SPREAD, RandomWeights
 
-pytestmark = pytest.mark.quick
-
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",  # has biases
     "vocab_size": 64,

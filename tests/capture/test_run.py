@@ -71,6 +71,7 @@ def capture_run(
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.slow
 def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
     script = """
         import json, os
@@ -248,6 +249,7 @@ LAUNCHING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", LAUNCHING)
 def test_ranks_that_the_script_starts_itself_are_recorded(way: str, tmp_path: Path) -> None:
     typed = ["--to", "kept", "--reproduce", "job.py", "--lr", "1"]

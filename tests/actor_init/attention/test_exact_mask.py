@@ -7,8 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.attention.exact_mask import MaskTable, see_exactly
 
-pytestmark = pytest.mark.quick
-
 LENGTH = 7
 PLACE_S = torch.arange(LENGTH)
 CAUSAL_BSS = (PLACE_S[None, :] <= PLACE_S[:, None])[None]

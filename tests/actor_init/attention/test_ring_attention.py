@@ -10,7 +10,7 @@ from tests.helpers.made_captures import write_pass
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import ALL, COMMON, FEW, MODELS, ONE, Job, Outcome, replay_all, replay_jobs, save_models
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 LLAMA, QWEN3, GEMMA = "llama", "qwen3, norms on heads", "gemma3, sliding window, softcap"
 STANDING = [

@@ -48,6 +48,7 @@ def losses(kernel: str, logs: Path, *typed: str) -> list[float | None]:
     return [record.result.loss for record in read_log(log)[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_world", "register")
 @pytest.mark.parametrize("typed", [[], ["--no-packing"]], ids=" ".join)
 def test_it_replays_the_sample_with_eager_s_losses_and_is_named(

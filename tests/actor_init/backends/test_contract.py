@@ -24,7 +24,7 @@ from tests.helpers.contract import (
 )
 from tests.helpers.reference import Reference
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 TABLE = [
     Row("deepspeed 0", 1, True, True, False, 2, MANY),

@@ -28,7 +28,7 @@ from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import MODELS, SIZES, save_models
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NUM_INPUTS = 3
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}

@@ -29,6 +29,8 @@ from tests.helpers.liger_on_a_cpu import liger_on_a_cpu
 from tests.helpers.reference import Reference
 from tests.helpers.toy_backend import DECLARATION
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 WORKER = "tests.helpers.toy_backend"
 TABLE = [

@@ -8,8 +8,6 @@ from actor_init.declarations.optimizers import OPTIMIZERS, explain_unknown_class
 from actor_init.declarations.optimizers.declaration import JobGroup
 from actor_init.spec import ActorSpec, UsageError
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     ("class_name", "library", "settings", "word"),

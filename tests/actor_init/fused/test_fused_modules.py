@@ -24,8 +24,6 @@ from tests.helpers import liger_on_a_cpu as stand_in
 from tests.helpers.read_logs import read_log
 from tests.helpers.sharded import FEW, MODELS, ONE, SIZES, Job, Outcome, replay_jobs, save_models
 
-pytestmark = pytest.mark.long
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LACK = find_liger_lack
 LLAMA, QWEN3, GEMMA = "llama", "qwen3, norms on heads", "gemma3, sliding window, softcap"
@@ -258,6 +256,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Outcome]:
     return replay_jobs(JOBS, folders, tmp_path_factory.mktemp("logs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_losses_and_gradients_are_the_reference_s(job: Job, outcomes: dict[Job, Outcome]) -> None:
     (folder,) = outcomes[job].log.iterdir()

@@ -12,8 +12,6 @@ from actor_init.inputs.packing import prepare_inputs
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
-pytestmark = pytest.mark.quick
-
 LENGTHS = [5, 1, 7, 3]
 POSITIONS = [p for length in LENGTHS for p in range(length)]
 BORDERS = [0, 5, 6, 13, 16]

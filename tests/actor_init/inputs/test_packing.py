@@ -10,8 +10,6 @@ from actor_init.model_form import DocumentBorders, Layout
 from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
 from tests.helpers.reference import Reference, reference_of_a_small_llama
 
-pytestmark = pytest.mark.quick
-
 NUM_TOKENS, NUM_ACTIONS = 12, 8
 
 #     where the real tokens are and which of them are actions, as one letter a token: . padding, p prompt, a action

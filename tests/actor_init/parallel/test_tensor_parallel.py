@@ -52,7 +52,7 @@ from tests.helpers.sharded import (
     sources_of,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},

@@ -16,7 +16,7 @@ from tests.helpers.contract import records_of
 from tests.helpers.failing_inputs import TOO_LONG, folder_of
 from tests.helpers.read_logs import read_log
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_world", "proofs_once")]
+pytestmark = pytest.mark.usefixtures("one_world", "proofs_once")
 
 TRAINING = "--dtype fp32 --quiet --warmup 0 --step --learning-rate 1e-2 --lr-warmup-steps 4 --max-norm 0.5"
 BACKENDS = ["--zero-stage 1", "--backend fsdp2", "--backend ddp"]

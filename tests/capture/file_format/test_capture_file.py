@@ -26,8 +26,6 @@ from capture import (
 )
 from capture.file_format.tensor_codec import DTYPES, MAX_TENSOR_BYTES, encode_tensor
 
-pytestmark = pytest.mark.quick
-
 IDS_BS = torch.tensor([[0, 5, 128_255, 7], [3, 3, 0, 0]])
 ORIGIN = Origin(
     source="",

@@ -12,7 +12,6 @@ from capture.file_format.folder_recordings import FolderRecording, list_recordin
 from capture.file_format.micro_batch import Origin
 from capture.folder_tools.convert import FolderWriter
 
-pytestmark = pytest.mark.quick
 MONDAY = datetime(2026, 3, 2, 9, 0, tzinfo=UTC)
 
 

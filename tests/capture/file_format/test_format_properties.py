@@ -14,8 +14,6 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.safe_unpickler import MAX_DEPTH, load_plain
 from capture.file_format.tensor_codec import DTYPES, decode_tensors, encode_tensor
 
-pytestmark = pytest.mark.quick
-
 ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary()

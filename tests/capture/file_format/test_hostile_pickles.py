@@ -303,6 +303,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_every_hostile_file_ends_in_a_capture_error(verdicts: dict[str, Any]) -> None:
     outcomes = verdicts["outcomes"]
     assert len(outcomes) > 400

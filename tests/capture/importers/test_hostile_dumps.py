@@ -256,6 +256,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_every_hostile_dump_ends_in_a_capture_error(verdicts: dict[str, Any]) -> None:
     assert len(verdicts["outcomes"]) > 400
     outcomes = verdicts["outcomes"]

@@ -32,6 +32,7 @@ def dumps(tmp_path: Path) -> Path:
     return tmp_path / "dumps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rows"),
     [("", [[[1, 2, 3], [4, 5, 6], [7, 8, 9]]]), ("--from toy --rows 2", [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]])],

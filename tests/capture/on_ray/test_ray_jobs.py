@@ -26,7 +26,7 @@ from tests.helpers.ray_cluster import TwoNodes, two_nodes
 from tests.helpers.read_logs import read_log
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.long, pytest.mark.ray]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_what_deepspeed_leaves_in_a_class_changes_no_digest() -> None:
     assert digest_methods(Layer, nn.Module) != before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_process_has_the_same_digests() -> None:
     program = (
         "from transformers.models.llama.modeling_llama import LlamaMLP, LlamaForCausalLM as M, apply_rotary_pos_emb\n"

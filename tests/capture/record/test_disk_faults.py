@@ -139,6 +139,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stays_bad", [True, False])
 def test_a_disk_that_fails_at_any_call_changes_nothing_for_the_job(

@@ -24,8 +24,6 @@ from capture import CaptureError, capture_files, read_actor_config, read_micro_b
 from capture.file_format.atomic_write import write_atomically
 from capture.record.background_writer import BackgroundWriter
 
-pytestmark = pytest.mark.quick
-
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
 MASK_BS = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
 ROOT = Path(capture.record.recorder.__file__).resolve().parents[2]

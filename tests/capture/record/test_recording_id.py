@@ -9,7 +9,6 @@ import torch
 from capture.record import recording_id
 from capture.record.recording_id import choose_recording_id
 
-pytestmark = pytest.mark.quick
 FOLDER = Path("inputs/my-run")
 
 

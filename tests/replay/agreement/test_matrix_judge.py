@@ -11,8 +11,6 @@ from replay.agreement.plan import Role
 from tests.helpers.made_logs import passed
 from tests.helpers.parity_rows import CONFIG, NAMES, Made
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:

@@ -21,8 +21,6 @@ from replay.runlog.reader import PastRun
 from replay.tolerances.difference import estimate_chance_beyond, estimate_rounding_ceiling
 from tests.helpers.made_logs import passed, write_log
 
-pytestmark = pytest.mark.quick
-
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 64}
 SPACING = 2.0**-23
 

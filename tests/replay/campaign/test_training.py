@@ -32,7 +32,7 @@ from tests.helpers.commands import LIMIT, ROOT
 from tests.helpers.ray_cluster import warm_cluster
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.long, pytest.mark.ray]
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # lists the checkpoints that count

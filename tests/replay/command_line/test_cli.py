@@ -23,8 +23,6 @@ from tests.helpers.made_captures import damage, write_config, write_pass
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.typed import spec_of
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).resolve().parents[3]
 Fake = Callable[..., SimpleNamespace]
 
@@ -298,6 +296,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_start_it_is_the_same_command(way: str) -> None:
     done = run_command(*WAYS[way], "--help")

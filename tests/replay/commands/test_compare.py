@@ -490,6 +490,7 @@ def other(inputs):
 """
 
 
+@pytest.mark.slow
 def test_other_code_and_another_window_are_compared_and_told_first(
     models: dict[str, Path], tmp_path: Path, one_world: None, capsys: Captured
 ) -> None:

@@ -12,9 +12,8 @@ from tests.helpers.code_faults import FAULTS, Plain, train
 FILE = "tests/helpers/code_faults.py"
 LAYER_LINE = re.compile(r"^layer +replay (compare \S+ )FILE\.py:FUNCTION, with .*: names the first layer", re.MULTILINE)
 
-pytestmark = pytest.mark.long
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_code_is_named_by_the_command_that_the_verdict_prints(
     name: str, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]

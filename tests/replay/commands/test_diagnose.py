@@ -26,7 +26,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import SIZES
 from tests.trainers.common import make_batches, make_model
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("proofs_once")]
+pytestmark = pytest.mark.usefixtures("proofs_once")
 
 EVERY = [
     "attention kernel",

@@ -537,6 +537,7 @@ def test_its_help_needs_neither_torch_nor_rich() -> None:
     assert done.stdout.splitlines()[-1] == "0 []"
 
 
+@pytest.mark.slow
 def test_a_sick_machine_is_described_and_what_works_is_not_blamed(tmp_path: Path) -> None:
     make_package(tmp_path / "fakes", "flash_attn", f"raise ImportError({SYMBOL!r})", "2.8.3")
     make_script(tmp_path / "bin" / "torchrun", f"#!{other_python(tmp_path)}\n")

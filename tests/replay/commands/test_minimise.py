@@ -420,6 +420,7 @@ def test_a_damaged_or_foreign_state_is_one_line(tmp_path: Path, runs: Runs, caps
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_model_is_shown_by_torch_and_transformers_alone(tmp_path: Path, capsys: Captured) -> None:
     """The model has four positions, and a row of the second file is longer."""
     folder = tmp_path / "inputs"

@@ -29,6 +29,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         yield campaign
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HERE, *OF_EDGES])
 def test_a_fault_is_found(name: str, campaign: Campaign) -> None:
     number, cell = campaign.place_of(MORE_FAULTS[name])

@@ -13,8 +13,6 @@ from replay.agreement.plan import Role
 from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for, is_traceable
 from tests.helpers.faults import FAULTS, Fault
 
-pytestmark = pytest.mark.long
-
 OF_PARITY = [
     fault for fault in FAULTS.values() if fault.command == "parity" and fault.model == "llama" and not fault.options
 ]

@@ -55,6 +55,7 @@ def recompiles(logs: Path, *typed: str) -> tuple[int, dict[str, dict[str, Any]]]
     return code, {result["policy"]: result for result in json.loads(path.read_text())["result"]["policies"]}
 
 
+@pytest.mark.slow
 def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
     code, found = recompiles(tmp_path, "--buckets", "2", "--multiple", "64")
     assert code == 0, capsys.readouterr().out
@@ -103,6 +104,7 @@ def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     assert "failed     buckets: --buckets 8,16 holds no row of " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_policies_that_have_run_are_not_run_again(here: list[Task], tmp_path: Path, capsys: Captured) -> None:
     code, found = recompiles(tmp_path, "--policies", "dynamic")
     capsys.readouterr()

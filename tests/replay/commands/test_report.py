@@ -248,6 +248,7 @@ def test_a_foreign_folder_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize("size", ["1200,900", "400,800"])
 def test_a_browser_draws_every_picture_and_sorts_the_table(logs: dict[str, Path], tmp_path: Path, size: str) -> None:

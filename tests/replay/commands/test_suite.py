@@ -405,6 +405,7 @@ def runner(one_world: None, monkeypatch: pytest.MonkeyPatch) -> HereRunner:
 SMALL = "--processes 1 --steps 3 --max-samples 1 --dtype fp32 --skip-tp --skip-ring"
 
 
+@pytest.mark.slow
 def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +448,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     assert "ddp.jsonl is damaged: line 1: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_suite_is_made_again_from_its_storage_and_trains_what_is_missing(tmp_path: Path, runner: HereRunner) -> None:
     where = ["--storage", str(tmp_path / "storage"), "--log-folder"]
     runner.happens = {"deepspeed": 1, "fsdp2": KeyboardInterrupt()}
@@ -476,6 +478,7 @@ def test_a_configuration_that_fails_leaves_the_others_and_can_be_tried_again(
     assert sorted(path.name for path in folder.glob("*.jsonl")) == ["fsdp2.jsonl", "journal.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "falls"), [("bf16", True), ("fp32", True), ("bf16", False)])
 def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
     tmp_path: Path,

@@ -178,6 +178,7 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_path: Path, capsys: Captured) -> None:
     typed = ("--check", "--predict", "num-layers=2")
     whole = worst(tmp_path / "whole", *typed)

@@ -14,8 +14,6 @@ from replay.runlog.records import PassRecord
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.made_records import cost
 
-pytestmark = pytest.mark.quick
-
 Records = Sequence[PassRecord]
 
 

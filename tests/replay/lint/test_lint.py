@@ -9,7 +9,6 @@ from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.verdict.causes.cause import CauseName
 from tests.replay.lint.recorded import make_pass
 
-pytestmark = pytest.mark.quick
 REMARKS = [
     LintRemark(topic="labels", text="are wrong", weight=Weight.WRONG_TARGETS, cause=CauseName.OTHER_TOKENS),
     LintRemark(topic="config", text="is another", weight=Weight.OTHER_CONFIG),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.replay.lint.recorded import IGNORED, PAD, make_pass, make_rows, say
 
-pytestmark = pytest.mark.quick
 Batch = dict[str, Tensor]
 
 

@@ -14,8 +14,6 @@ from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
 from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
 
-pytestmark = pytest.mark.quick
-
 
 def make_passes(number: int = 3, *, rank: int = 0, **values: Any) -> list[RecordedPass]:
     return [make_pass(rank=rank, number=place, **values) for place in range(number)]

@@ -40,7 +40,7 @@ from tests.helpers.read_logs import read_log
 Captured = pytest.CaptureFixture[str]
 Fds = pytest.CaptureFixture[str]
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.long, pytest.mark.ray]
+pytestmark = pytest.mark.slow
 
 
 def home(source: Path, target: Path, files: NodeFiles) -> None:

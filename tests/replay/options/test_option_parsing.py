@@ -12,8 +12,6 @@ from replay.options.option_parsing import format_command_line, list_options, spe
 from replay.options.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
 
-pytestmark = pytest.mark.quick
-
 
 def parse(*arguments: str) -> ReplaySpec:
     spec = parse_command_line(list(arguments)).args[0].spec

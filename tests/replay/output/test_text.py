@@ -29,8 +29,6 @@ from replay.runner.result import Run
 from replay.runner.text import Console
 from tests.helpers.made_records import GIB, cost, record
 
-pytestmark = pytest.mark.quick
-
 LONG = "actor_inputs_rank0_20260301_091244_430740_" + "0" * 150 + ".pkl"
 ALL_REPLAYED = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 START = RunStart(

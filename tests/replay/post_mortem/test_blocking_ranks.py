@@ -90,6 +90,7 @@ def line_of(function: str) -> int:
     return lines.index(f"def {function}() -> None:") + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_the_right_rank_is_named_with_its_place_and_line(
     name: str, ended: Path, capsys: pytest.CaptureFixture[str]

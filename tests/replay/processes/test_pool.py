@@ -254,6 +254,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_what_runs_is_killed_with_the_command_that_began_it(tmp_path: Path) -> None:
     """Otherwise it would write beside what --continue runs again."""
     program, mark = tmp_path / "program.py", tmp_path / "mark"
@@ -284,6 +285,7 @@ def test_where_cuda_was_initialised_before_the_fork_python_begins_afresh(tmp_pat
     assert (tmp_path / "output").read_text() == "False ['x', '--y']\n"
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_a_replay_that_was_started_by_hand(tmp_path: Path) -> None:
     arguments = ["--backend", "fsdp2", "--tp", "2", "--max-inputs", "2", "--step", "--learning-rate", "0.01"]
     job = parse_command_line([*arguments, "--log-folder", str(tmp_path / "a")]).args[0]

@@ -9,8 +9,6 @@ from capture.file_format.model_facts import ModelFacts
 from replay.resolution.frozen_parameters import _date_changes
 from tests.replay.resolution.test_job_windows import make_pass, make_round
 
-pytestmark = pytest.mark.quick
-
 NAMES = ["embed.weight", "norm.weight", "head.weight"]
 # Two passes in each of three steps.
 ROUNDS = [make_round(make_pass(forward, forward // 2)) for forward in range(6)]

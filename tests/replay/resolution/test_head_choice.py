@@ -391,6 +391,7 @@ def test_each_form_gives_the_job_s_numbers(name: str, tmp_path: Path, capsys: py
         assert json.loads(lines.read_text().splitlines()[0])["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_world", "proofs_once")
 @pytest.mark.parametrize(
     ("name", "typed"),

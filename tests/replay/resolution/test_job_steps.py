@@ -13,8 +13,6 @@ from replay.resolution.job_steps import FollowedSteps, explain_missing_start, fi
 from replay.resolution.job_windows import JobWindow
 from replay.resolution.windows import JobPass
 
-pytestmark = pytest.mark.quick
-
 ADAMW = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
 NAMES = ["embed.weight", "norm.weight", "head.weight"]
 

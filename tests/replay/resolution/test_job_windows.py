@@ -8,8 +8,6 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.resolution.job_windows import did_job_average_means, list_job_windows, note_window_sizes
 from replay.resolution.windows import InputRound, JobPass
 
-pytestmark = pytest.mark.quick
-
 
 def make_round(*passes: JobPass, trains: bool = True) -> InputRound:
     return InputRound(trains=trains, num_tokens=[1] * len(passes), has_gradients=True, job_passes=passes)

@@ -13,8 +13,6 @@ from replay.resolution import selection
 from replay.resolution.selection import Selection, select
 from tests.helpers.made_captures import damage, write_pass, write_passes
 
-pytestmark = pytest.mark.quick
-
 
 def select_on_all_ranks(num_data_ranks: int, spec: InputsSpec) -> list[Selection]:
     return [select(spec, data_rank, num_data_ranks) for data_rank in range(num_data_ranks)]

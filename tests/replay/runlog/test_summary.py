@@ -6,8 +6,6 @@ from replay.runlog.records import PassRecord
 from replay.runlog.summary import FAILED, NEW_GRAPH, TRACED, WARMUP, percentile_95, summarize
 from tests.helpers.made_records import GIB, cost, record
 
-pytestmark = pytest.mark.quick
-
 
 def test_median_and_p95_of_each_phase() -> None:
     records = [record(i, forward=seconds, backward=2 * seconds) for i, seconds in enumerate([0.1, 0.2, 0.3, 0.4, 0.5])]

@@ -22,8 +22,6 @@ from tests.helpers.made_records import cost, record
 from tests.helpers.made_replays import MadeReplay
 from tests.helpers.read_logs import read_log
 
-pytestmark = pytest.mark.quick
-
 SPEC = ReplaySpec(inputs=InputsSpec(max_inputs=5, inputs=Path("a folder")), measure=MeasureSpec(warmup=2))
 SELECTION = Selection(
     inputs=[Path("a.pkl")],

@@ -77,6 +77,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
     return {number: Job(tmp_path_factory.mktemp(f"ranks{number}"), number) for number in (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_a_plain_gpt_is_reproduced_with_its_gradients(jobs: dict[int, Job], num_ranks: int, name: str) -> None:
     run = jobs[num_ranks].read_run(name)

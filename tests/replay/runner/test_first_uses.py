@@ -88,6 +88,7 @@ def test_planted_first_uses_are_named_and_left_out(tmp_path: Path, capsys: pytes
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_world")
 @pytest.mark.parametrize("rows", [(1, 2, 3), (2, 1, 3)], ids=str)
 def test_forty_lengths_are_three_graphs_and_none_that_compiled_counts(

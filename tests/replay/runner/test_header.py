@@ -3,15 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from transformers import LlamaConfig
 
 from actor_init.model import ModelSource
 from actor_init.weights import RandomWeights
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.runner.header import TRAINER_STATE, explain_lost_state, list_frozen
-
-pytestmark = pytest.mark.quick
 
 
 def make_step(number: int = 0, has_state: bool | None = False) -> OptimizerStep:

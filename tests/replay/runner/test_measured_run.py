@@ -20,7 +20,7 @@ from tests.helpers.read_logs import read_log
 SECONDS = 0.5
 MEGABYTES = 300
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_world")]
+pytestmark = pytest.mark.usefixtures("one_world")
 
 
 def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> list[PassRecord]:

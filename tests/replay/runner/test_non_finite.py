@@ -62,6 +62,7 @@ def replay_with_fault(
     return lines, json.loads((log / "run.json").read_text())["first_non_finite"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_world")
 @pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)
 @pytest.mark.parametrize("steps", [[], ["--step"]], ids=["", "step"])

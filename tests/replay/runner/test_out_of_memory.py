@@ -239,6 +239,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", ["fsdp2 --optimizer none", "ddp", "deepspeed --optimizer none", "deepspeed --zero-stage 3"]
 )

@@ -27,8 +27,6 @@ from replay.verdict.pass_values import ReplayedPass
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
-pytestmark = pytest.mark.quick
-
 
 def repeater_of(padding_predicts: bool = False, **actor: Any) -> RunRepeater:
     spec = SimpleNamespace(

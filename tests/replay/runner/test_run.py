@@ -9,8 +9,6 @@ from replay.resolution.selection import Selection
 from replay.runner import run
 from tests.helpers.thread_ranks import CPU, call_on_ranks
 
-pytestmark = pytest.mark.quick
-
 SELECTION = Selection(inputs=[], num_left_out_passes=0, num_left_over=0, damaged=[], dealing="")
 
 

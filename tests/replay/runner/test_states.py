@@ -39,6 +39,7 @@ def list_names(home: Path) -> list[str]:
     return sorted(path.name for path in (home / "states").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp2", "ddp", "deepspeed"])
 def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -68,6 +69,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_numbers(
     assert work[0] == work[1]
 
 
+@pytest.mark.slow
 def test_a_state_holds_whole_windows_and_is_loaded_by_the_folder_of_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

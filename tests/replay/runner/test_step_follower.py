@@ -13,8 +13,6 @@ from capture.file_format.optimizer_step import Sample
 from replay.runlog.records import CostSection, PhaseCost
 from replay.runner.step_follower import StepFollower
 
-pytestmark = pytest.mark.quick
-
 SETTINGS = StepSettings(groups=[{"lr": 0.5}])
 COST = CostSection(
     phases={"forward": PhaseCost(seconds=1.0, allocated_bytes=500, peak_allocated_bytes=900, peak_reserved_bytes=None)}

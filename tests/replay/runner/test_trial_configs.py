@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import pytest
 from transformers import LlamaConfig
 
 from replay.runner.trial_configs import build_config, find_value, list_config_trials, set_value
-
-pytestmark = pytest.mark.quick
 
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, rms_norm_eps=1e-6)
 

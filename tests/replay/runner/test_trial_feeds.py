@@ -1,6 +1,5 @@
 """Which masks and positions a pass is fed in trials, on made-up rows."""
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -8,8 +7,6 @@ from transformers import LlamaConfig
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import Origin
 from replay.runner.trial_feeds import CapturedRows, FeedTrial, feed_as_captured, list_mask_trials, list_position_trials
-
-pytestmark = pytest.mark.quick
 
 CONFIG = LlamaConfig(vocab_size=64, max_position_embeddings=9)
 

@@ -10,8 +10,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from replay.runner.trial_losses import LogitStatistics, LossTables, LossTrial, TargetRows, list_loss_trials
 
-pytestmark = pytest.mark.quick
-
 ROWS, LENGTH, VOCABULARY, IGNORED = 2, 8, 16, -100
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS_BSV = torch.randn(ROWS, LENGTH, VOCABULARY, generator=GENERATOR, dtype=torch.float64)

@@ -26,8 +26,6 @@ from tests.broken_jobs import faults
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
-pytestmark = pytest.mark.quick
-
 Break = Callable[[Any], None]
 
 # It stands in the first batch once, in the midst of a row.

@@ -31,6 +31,7 @@ def replay(home: Path, *arguments: str) -> tuple[int, list[PassRecord]]:
     return code, records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     ["--zero-stage 0", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--backend fsdp2", "--compile"],

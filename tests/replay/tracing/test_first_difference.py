@@ -22,7 +22,7 @@ from tests.helpers.replay_worker import MEAN_LOSS
 from tests.helpers.sharded import COMMON, MODELS, SEVERAL_ROWS, replay_all, save_models
 from tests.helpers.tracing_faults import FAULTS, change_border, in_module
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("proofs_once")]
+pytestmark = pytest.mark.usefixtures("proofs_once")
 
 Run = Callable[..., Path]
 
@@ -68,6 +68,7 @@ def build_arguments(flags: str, model: Path, logs: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
@@ -148,6 +149,7 @@ def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
     assert find_first_difference(traced("--no-packing"), log) is None
 
 
+@pytest.mark.slow
 def test_steps_are_compared_one_by_one(traced: Run) -> None:
     """After a step with another learning rate the next pass differs, though every weight began equal."""
     flags = "--max-inputs 2 --step --learning-rate"
@@ -236,6 +238,7 @@ def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return {name: next((home / name).iterdir()) for jobs in SHARDED.values() for name in jobs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for jobs in SHARDED.values() for name in jobs])
 def test_sharded_runs_are_put_together_and_faults_in_them_are_named(
     traced: Run, sharded: dict[str, Path], name: str

@@ -8,8 +8,6 @@ from replay.verdict.coverage import measure_coverage
 from replay.verdict.gradient_findings import ComparedPass
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
-pytestmark = pytest.mark.quick
-
 SOUND = draw_gradients()
 
 

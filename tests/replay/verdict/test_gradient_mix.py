@@ -17,8 +17,6 @@ from tests.replay.verdict.causes.made_evidence import (
     sample_replay,
 )
 
-pytestmark = pytest.mark.quick
-
 FIRST, SECOND = draw_gradients(1), draw_gradients(2)
 OWN = [
     OwnGradient(index=0, data_rank=rank, rank=rank, forward=0, weight=0.5, gradient=sample_replay(gradient))

@@ -5,8 +5,6 @@ import torch
 
 from replay.verdict.gradient_samples import copy_elements, fetch_together
 
-pytestmark = pytest.mark.quick
-
 
 def test_elements_come_back_tensor_by_tensor() -> None:
     whole = torch.arange(12.0).reshape(3, 4)

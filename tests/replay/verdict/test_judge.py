@@ -36,8 +36,6 @@ from replay.verdict.text import format_verdict
 from tests.helpers.made_records import record
 from tests.trainers.common import make_batches, make_model
 
-pytestmark = pytest.mark.quick
-
 FP32 = ["--dtype", "fp32", "--backend", "fsdp2"]
 
 

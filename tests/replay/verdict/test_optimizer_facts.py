@@ -9,8 +9,6 @@ from capture.file_format.optimizer_state import StateSample
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.optimizer_facts import StateFactKind, find_facts_of_ranks, find_state_facts
 
-pytestmark = pytest.mark.quick
-
 
 def make_step(number: int, *counted: int, has_state: bool | None = None, moments: float | None = None) -> OptimizerStep:
     """Make a step before which the optimizer had counted these steps."""

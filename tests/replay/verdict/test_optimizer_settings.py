@@ -3,13 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.verdict.optimizer_settings import find_step_dtype, list_setting_differences
-
-pytestmark = pytest.mark.quick
 
 
 def make_step(class_name: str, *groups: dict[str, Any], has_state: bool = False) -> OptimizerStep:

@@ -17,8 +17,6 @@ from tests.replay.verdict.causes.made_evidence import (
     scale_gradients,
 )
 
-pytestmark = pytest.mark.quick
-
 
 def make_step(number: int, norms: Sequence[float], *, is_part: bool = False, **step: float) -> OptimizerStep:
     signatures = tuple(

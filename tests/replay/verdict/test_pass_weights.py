@@ -3,15 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
 from replay.verdict.pass_weights import note_coarse_steps
-
-pytestmark = pytest.mark.quick
 
 FLOOR = {TOKENS: NoiseFloor(value=1e-6, num_values=8)}
 

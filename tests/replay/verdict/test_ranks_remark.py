@@ -3,14 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import pytest
-
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import WeightComparison
 from replay.verdict.training_remarks import _compare_ranks
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_window, scale_gradients
-
-pytestmark = pytest.mark.quick
 
 SOUND = draw_gradients()
 

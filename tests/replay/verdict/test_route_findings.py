@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
-
 from actor_init.routes import RouterFlips
 from replay.runlog.records import PassRecord, RoutesSection
 from replay.tolerances.job_bounds import TOKENS, compute_flip_bound, compute_tie_distance
@@ -18,8 +16,6 @@ from replay.verdict.route_findings import (
     note_job_routes,
 )
 from tests.helpers.made_records import record
-
-pytestmark = pytest.mark.quick
 
 SETTINGS = VerdictSettings(dtype="bfloat16", num_layers=4, num_data_ranks=1, grad_accumulation=1, is_mixture=True)
 RECORDED = RecordedPass(

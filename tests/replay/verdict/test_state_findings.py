@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from capture.file_format.optimizer_state import StateSample
 from replay.tolerances.job_bounds import STATE_FACTOR
 from replay.verdict.findings import Finding, FindingStatus
@@ -13,8 +11,6 @@ from replay.verdict.gradient_samples import GradientSamples
 from replay.verdict.pass_values import ReplayedPass
 from replay.verdict.state_findings import compare_states
 from replay.verdict.state_samples import StateRun
-
-pytestmark = pytest.mark.quick
 
 BOUND = 0.01
 

@@ -13,8 +13,6 @@ from replay.verdict.pass_values import RecordedPass, ReplayedPass, SteppedSample
 from replay.verdict.stepped_weights import _compare, measure_drift
 from tests.helpers.made_records import record
 
-pytestmark = pytest.mark.quick
-
 BEGIN = (0.5, -0.5, 0.25, 1.0)
 UPDATE = (0.01, 0.01, -0.01, 0.01)
 SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)

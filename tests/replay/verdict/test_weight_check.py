@@ -10,8 +10,6 @@ from transformers import LlamaConfig
 from capture.file_format.optimizer_step import ParameterSamples, Sample
 from replay.verdict.weight_check import WeightChecker
 
-pytestmark = pytest.mark.quick
-
 
 def test_a_sampled_place_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.verdict.weight_check.find_parameter_shapes", lambda *_: {"weight": (8,)})

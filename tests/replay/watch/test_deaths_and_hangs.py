@@ -24,7 +24,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.process_table import processes_with
 from tests.warm import warm_bin
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 WAITS_AT_ONCE = DEVICE == "cpu"  # for a collective; on CUDA a rank queues more work behind it
 NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)

@@ -100,6 +100,7 @@ def test_a_signal_that_the_launcher_passes_on_names_no_rank(tmp_path: Path) -> N
     assert (failure["kind"], failure["rank"]) == ("terminated", None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_and_goes_on_ends_no_run(tmp_path: Path) -> None:
     """The other rank waits twice as long as --timeout."""
     launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay"
@@ -119,6 +120,7 @@ def test_a_rank_that_stands_behind_its_last_pass_is_named(tmp_path: Path) -> Non
     assert "rank 0 did not arrive: it has not reached the phase of the others (out of inputs)" in output, output[-4000:]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> None:
     """As under srun, which ends nobody."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -153,6 +155,7 @@ def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
     assert "in a collective" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
     launcher = (

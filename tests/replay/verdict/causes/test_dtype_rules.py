@@ -20,8 +20,6 @@ from tests.replay.verdict.causes.made_evidence import (
     make_window,
 )
 
-pytestmark = pytest.mark.quick
-
 # Values that fp32 has, as a capture keeps them.
 SOUND = {name: torch.tensor(values, dtype=torch.float32).tolist() for name, values in draw_gradients().items()}
 

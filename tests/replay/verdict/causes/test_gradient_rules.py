@@ -22,8 +22,6 @@ from tests.replay.verdict.causes.made_evidence import (
     transpose_gradient,
 )
 
-pytestmark = pytest.mark.quick
-
 SOUND = draw_gradients()
 OTHER = draw_gradients(1)
 Q_PROJ = NAMES[1]

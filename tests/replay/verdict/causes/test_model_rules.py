@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
@@ -12,8 +10,6 @@ from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import NOTED_LOSS
 from tests.replay.verdict.causes.made_evidence import make_forward_evidence
-
-pytestmark = pytest.mark.quick
 
 SCALING = ModelDifference(
     kind=ModelDifferenceKind.ATTRIBUTE, where="model.layers.*.self_attn", key="scaling", job="0.125", replay="0.25"

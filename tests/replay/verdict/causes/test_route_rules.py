@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from replay.runlog.records import RoutesSection
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
@@ -14,8 +12,6 @@ from replay.verdict.findings import make_finding
 from replay.verdict.pass_values import ROUTER_LOSS_DOUBT
 from replay.verdict.route_findings import ROUTES
 from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_verdict, make_window
-
-pytestmark = pytest.mark.quick
 
 
 def make_route_evidence(*others: str) -> Evidence:

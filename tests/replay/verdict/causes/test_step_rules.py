@@ -27,8 +27,6 @@ from tests.replay.verdict.causes.made_evidence import (
     make_window,
 )
 
-pytestmark = pytest.mark.quick
-
 SOUND = draw_gradients()
 
 

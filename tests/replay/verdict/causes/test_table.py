@@ -12,8 +12,6 @@ from replay.verdict.findings import VerdictSettings, make_finding
 from replay.verdict.outcomes import Outcome, PassVerdict
 from tests.broken_jobs.table import JOBS
 
-pytestmark = pytest.mark.quick
-
 SETTINGS = VerdictSettings(dtype="float32", num_layers=2, num_data_ranks=1, grad_accumulation=1)
 
 

@@ -23,8 +23,6 @@ from replay.verdict.causes.trial_rules import RULES
 from replay.verdict.findings import Finding, VerdictSettings, make_finding
 from replay.verdict.outcomes import Outcome, PassVerdict
 
-pytestmark = pytest.mark.quick
-
 
 def find(
     name: str, difference: float, *, bound: float = 1e-5, num_values: int = 1, doubt: str | None = None

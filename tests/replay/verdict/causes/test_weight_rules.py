@@ -20,8 +20,6 @@ from tests.replay.verdict.causes.made_evidence import (
     make_window,
 )
 
-pytestmark = pytest.mark.quick
-
 
 def find_cause(versions: Sequence[int]) -> Cause | None:
     """The cause where the passes before each step had these versions of the weights."""
