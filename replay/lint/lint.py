@@ -1,6 +1,7 @@
 """Run all checks on the recorded passes of a job. What they say never changes a verdict."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.lint.token_checks import check_tokens
@@ -42,15 +43,29 @@ def keep_one_of_each(passes: Sequence[RecordedPass]) -> list[RecordedPass]:
     return list({(recorded.rank, recorded.forward): recorded for recorded in reversed(passes)}.values())[::-1]
 
 
-def read_config_ids(config: Mapping[str, object]) -> tuple[int | None, frozenset[int], int | None]:
-    """Read of a model's config the id that pads, the ids that end a text, and the number of ids."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigIds:
+    """The ids that a model's config names. None: it names none.
+
+    vocabulary  how many ids there are
+    """
+
+    padding: int | None
+    begin: int | None
+    ends: frozenset[int]
+    vocabulary: int | None
+
+
+def read_config_ids(config: Mapping[str, object]) -> ConfigIds:
     settings = _merge_text_config(config)
-    padding, ends, size = (settings.get(name) for name in ("pad_token_id", "eos_token_id", "vocab_size"))
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "vocab_size")
+    padding, begin, ends, size = (settings.get(name) for name in names)
     end_ids = ends if isinstance(ends, list) else [ends]
-    return (
-        padding if isinstance(padding, int) and padding >= 0 else None,
-        frozenset(id_ for id_ in end_ids if isinstance(id_, int)),
-        size if isinstance(size, int) else None,
+    return ConfigIds(
+        padding=padding if isinstance(padding, int) and padding >= 0 else None,
+        begin=begin if isinstance(begin, int) else None,
+        ends=frozenset(id_ for id_ in end_ids if isinstance(id_, int)),
+        vocabulary=size if isinstance(size, int) else None,
     )
 
 

@@ -36,6 +36,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_prompts(traits)
     yield from _check_begins(traits, subject)
     yield from _check_ends(traits, subject)
+    yield from _check_inner_begins(traits)
     yield from _check_rows(subject.trained)
 
 
@@ -273,6 +274,20 @@ def _check_ends(traits: Sequence[TokenTraits], subject: LintSubject) -> Iterator
                 "tokens before it have: is the end of a text taken for padding?",
                 weight=Weight.WRONG_TARGETS,
             )
+
+
+def _check_inner_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where most rows hold several texts, each of which attends to those before it."""
+    rows = [row for tokens in traits for row in tokens.rows if row.digest is not None]
+    numbers = [row.num_inner_begins for row in rows if row.num_inner_begins]
+    if len(numbers) >= _MIN_ALIKE and 2 * len(numbers) > len(rows):
+        yield LintRemark(
+            topic="rows",
+            text=f"token {traits[0].begin_id}, which begins a text, stands {sum(numbers)} times inside "
+            f"{len(numbers)} of {pluralise(len(rows), 'row')}, where no position id begins again: each text sees those before it. "
+            "Right for turns of one talk; are texts packed here?",
+            weight=Weight.WRONG_TOKENS,
+        )
 
 
 def _check_rows(trained: Sequence[RecordedPass]) -> Iterator[LintRemark]:

@@ -47,12 +47,12 @@ def list_notes(
         # The ids of padding are the model's then, and `replay inspect` names the file.
         job_config, adapters = None, {}
     config = job_config or strip_config(source.config)
-    padding_id, end_ids, _ = read_config_ids(config)
+    ids = read_config_ids(config)
     subject = LintSubject(
         passes=keep_one_of_each([recorded for _, recorded, _ in passes if recorded is not None]),
         is_whole=is_whole,
-        padding_id=padding_id,
-        end_ids=end_ids,
+        padding_id=ids.padding,
+        end_ids=ids.ends,
         vocabulary=source.config.get_text_config().vocab_size,
         dropout=settings.dropout,
         frozen=sorted(source.frozen),

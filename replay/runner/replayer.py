@@ -170,6 +170,7 @@ class Replayer:
         self._routing = PassRouting.open(actor.backend.model, spec)
         # In a left-padded row the last padding token predicts the row's first token, and a model's own loss counts
         # that. Packed rows have no padding.
+        self._begin_id = getattr(self.source.config.get_text_config(), "bos_token_id", None)
         self._padding_predicts = padding_may_predict(spec) and not self.source.layout_under(spec.actor).joins_rows
 
     def reopen_after_failure(self) -> None:
@@ -243,7 +244,7 @@ class Replayer:
             batch = replace(call.micro_batch(), padding_predicts=self._padding_predicts)
             record = replace(record, input=_describe_input(batch))
             weights = self.weight_checker.check(call.weights)
-            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights)
+            recorded = read_recorded_pass(call, batch, self.spec.measure.loss, weights, self._begin_id)
             router_loss = self._routing.find_router_loss(call)
             if router_loss is not None and router_loss.why_not_computed is not None:
                 recorded = doubt_claims_with_router_loss(recorded, router_loss.why_not_computed)

@@ -146,11 +146,14 @@ class RecordedPass:
     has_job_weights_of_tokens: bool = False
 
 
-def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: WeightComparison) -> RecordedPass:
+def read_recorded_pass(
+    call: Call, batch: MicroBatch, loss: str, weights: WeightComparison, begin_id: int | None = None
+) -> RecordedPass:
     """Read what the job recorded of one pass.
 
-    batch  as captured, with its action mask
-    loss   what the replay computes
+    batch     as captured, with its action mask
+    loss      what the replay computes
+    begin_id  the id that begins a text; None: not known
     """
     return RecordedPass(
         rank=call.origin.rank,
@@ -175,7 +178,7 @@ def read_recorded_pass(call: Call, batch: MicroBatch, loss: str, weights: Weight
         recording=call.recording,
         draws=RandomDraws.from_call(call),
         training=call.training,
-        tokens=read_token_traits(call, batch),
+        tokens=read_token_traits(call, batch, begin_id),
         has_job_weights_of_tokens=loss == RECORDED.name,
     )
 

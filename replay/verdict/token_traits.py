@@ -37,6 +37,7 @@ class RowTraits:
     num_labelled  how many of its first tokens after the first one have labels, up to the first that has none
     leading, trailing  the token at its beginning or end, and how often it stands there
     ends_unlabelled    the first of the trailing ones has no label, and the token before it has one
+    num_inner_begins   how often the id that begins a text stands inside the row, if that is one document
     """
 
     digest: int | None
@@ -45,6 +46,7 @@ class RowTraits:
     leading: tuple[int, int]
     trailing: tuple[int, int]
     ends_unlabelled: bool = False
+    num_inner_begins: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,7 @@ class TokenTraits:
     first_positions    numbers of rows by the position id of their first real token, where the job gave position ids
     num_late_rows      rows padded on the left whose position ids count the padding
     labelled_ends      ids that end rows and have a label somewhere in the pass
+    begin_id           begins a text; None: not known
     """
 
     rows: Sequence[RowTraits]
@@ -89,10 +92,14 @@ class TokenTraits:
     first_positions: Mapping[int, int] = field(default_factory=dict)
     num_late_rows: int = 0
     labelled_ends: frozenset[int] = frozenset()
+    begin_id: int | None = None
 
 
-def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
-    """Read the traits of a pass; `batch` is as captured."""
+def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None) -> TokenTraits:
+    """Read the traits of a pass; `batch` is as captured.
+
+    begin_id  begins a text; None: not known
+    """
     ids_BS, real_BS = batch.sequences_BS, batch.attention_mask_BS
     padding_T = ids_BS[~real_BS]
     distinct, counts = padding_T.unique(return_counts=True)
@@ -108,10 +115,18 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
         own_BS = move_to_tokens(own_BS)
     borders, continued, other_restarts = _count_restarts(call, batch)
     first_positions, num_late_rows = _read_first_positions(batch)
+    is_one_document_B = _is_one_document(batch)
     rows = [
         row
         for number in range(batch.num_rows)
-        if (row := _read_row(ids_BS[number], real_BS[number], None if own_BS is None else own_BS[number]))
+        if (
+            row := _read_row(
+                ids_BS[number],
+                real_BS[number],
+                None if own_BS is None else own_BS[number],
+                begin_id if is_one_document_B[number] else None,
+            )
+        )
     ]
     return TokenTraits(
         rows=rows,
@@ -129,10 +144,21 @@ def read_token_traits(call: Call, batch: MicroBatch) -> TokenTraits:
         labelled_ends=frozenset()
         if own_BS is None
         else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
+        begin_id=begin_id,
     )
 
 
-def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None) -> RowTraits | None:
+def _is_one_document(batch: MicroBatch) -> list[bool]:
+    """Tell of each row whether nothing parts it: no position begins again, and no border was given."""
+    try:
+        num_firsts_B = find_documents(batch).is_first_BS.sum(dim=1)
+    except CaptureError:
+        # The pass itself reports what is wrong with its positions or borders.
+        return [False] * batch.num_rows
+    return (num_firsts_B <= 1).tolist()
+
+
+def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: int | None) -> RowTraits | None:
     tokens_T = ids_S[real_S]
     if not len(tokens_T) or bool((tokens_T == tokens_T[0]).all()):
         return None
@@ -155,6 +181,7 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None) -> RowTrai
         leading=(int(tokens_T[0]), after_lead),
         trailing=(int(tokens_T[-1]), len(tokens_T) - 1 - before_tail),
         ends_unlabelled=ends_unlabelled,
+        num_inner_begins=0 if begin_id is None else int((tokens_T[after_lead : before_tail + 1] == begin_id).sum()),
     )
 
 

@@ -47,7 +47,6 @@ def lint_recording(
     """
     ids = set(recording.ids)
     captures = _choose_captures(recording)
-    passes = [recorded for capture in captures if (recorded := _read_pass(capture)) is not None]
     try:
         config = read_actor_config(folder) or {}
         frozen, adapters = read_frozen_names(folder), read_adapter_configs(folder)
@@ -55,16 +54,17 @@ def lint_recording(
     except CaptureError:
         # The inspection names the file that cannot be read.
         config, frozen, adapters, ends = {}, [], {}, []
-    padding_id, end_ids, vocabulary = read_config_ids(config)
+    config_ids = read_config_ids(config)
+    passes = [recorded for capture in captures if (recorded := _read_pass(capture, config_ids.begin)) is not None]
     # Which settings act is asked only if it matters, since it builds the model.
     is_in_eval = any(mode is not None and (not mode["model"] or mode["parts"]) for mode in (p.training for p in passes))
     subject = LintSubject(
         passes=passes,
         # A job that failed may not have come to its first step.
         is_whole=len(passes) == recording.num_passes and not has_failed,
-        padding_id=padding_id,
-        end_ids=end_ids,
-        vocabulary=vocabulary,
+        padding_id=config_ids.padding,
+        end_ids=config_ids.ends,
+        vocabulary=config_ids.vocabulary,
         dropout=find_acting_dropouts(config) if is_in_eval and config else (),
         frozen=frozen,
         has_router_loss=has_router_loss(config),
@@ -88,7 +88,7 @@ def _choose_captures(recording: FolderRecording) -> list[CaptureLocation]:
     return chosen
 
 
-def _read_pass(capture: CaptureLocation) -> RecordedPass | None:
+def _read_pass(capture: CaptureLocation, begin_id: int | None) -> RecordedPass | None:
     """Read what the job recorded of a pass; None where that cannot be read, which the inspection names."""
     try:
         call = read_call(capture.path)
@@ -97,7 +97,7 @@ def _read_pass(capture: CaptureLocation) -> RecordedPass | None:
             num_parameters=0 if samples is None else samples.num_parameters,
             is_sharded=samples is not None and samples.is_sharded,
         )
-        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights)
+        return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
     except CaptureError:
         return None
 

@@ -53,7 +53,12 @@ def make_samples(*samples: Sample, num_frozen: int = 0) -> ParameterSamples:
 
 
 def make_pass(
-    tensors: Mapping[str, Tensor] | None = None, *, rank: int = 0, number: int = 0, **values: Any
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    rank: int = 0,
+    number: int = 0,
+    begin_id: int | None = None,
+    **values: Any,
 ) -> RecordedPass:
     """What a recording has of a training pass that an optimizer's step follows, whose weights move by each step."""
     known: dict[str, Any] = {
@@ -71,7 +76,7 @@ def make_pass(
     )
     samples = call.weights
     weights = WeightComparison(num_parameters=0 if samples is None else samples.num_parameters)
-    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights)
+    return read_recorded_pass(call, call.micro_batch(), LossName.STAND_IN, weights, begin_id)
 
 
 def say(passes: Sequence[RecordedPass], **subject: Any) -> list[str]:

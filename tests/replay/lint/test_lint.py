@@ -51,14 +51,15 @@ def test_remarks_come_with_the_most_telling_first_and_a_pass_counts_once() -> No
 @pytest.mark.parametrize(
     ("config", "ids"),
     [
-        ({}, (None, frozenset(), None)),
-        ({"pad_token_id": None, "eos_token_id": 2, "vocab_size": 9}, (None, {2}, 9)),
-        ({"pad_token_id": -1, "eos_token_id": [2, 3], "text_config": {"vocab_size": 7}}, (None, {2, 3}, 7)),
-        ({"pad_token_id": 0}, (0, frozenset(), None)),
+        ({}, (None, None, frozenset(), None)),
+        ({"pad_token_id": None, "eos_token_id": 2, "vocab_size": 9}, (None, None, {2}, 9)),
+        ({"pad_token_id": -1, "eos_token_id": [2, 3], "text_config": {"vocab_size": 7}}, (None, None, {2, 3}, 7)),
+        ({"pad_token_id": 0, "bos_token_id": 1}, (0, 1, frozenset(), None)),
     ],
 )
 def test_ids_are_read_of_a_config(config: dict[str, object], ids: tuple[object, ...]) -> None:
-    assert read_config_ids(config) == ids
+    found = read_config_ids(config)
+    assert (found.padding, found.begin, found.ends, found.vocabulary) == ids
 
 
 @pytest.mark.parametrize(

@@ -287,3 +287,27 @@ def test_padding_on_the_right_without_a_mask_is_said_where_a_loss_of_routers_cou
         "14 tokens, which the routers' loss counts"
     ]
     assert say([make_pass(make_rows([20, 12, 14]))], padding_id=PAD, has_router_loss=True) == []
+
+
+@pytest.mark.parametrize("are_parted", [False, True])
+def test_rows_that_hold_several_texts_and_one_attention_are_said(are_parted: bool) -> None:
+    """As of a packing that wraps texts to rows of one length, and names no borders."""
+    begin = 501
+    passes = []
+    for number in range(3):
+        rows = make_rows([12, 12], seed=number)
+        rows["input_ids"][:, 0] = rows["input_ids"][:, 5] = rows["labels"][:, 5] = begin
+        if are_parted:
+            rows["position_ids"] = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+        passes.append(rows)
+    said = (
+        f"rows: token {begin}, which begins a text, stands 6 times inside 6 of 6 rows, where no position id begins "
+        "again: each text sees those before it. Right for turns of one talk; are texts packed here?"
+    )
+
+    def say_of(begin_id: int | None) -> list[str]:
+        recorded = [make_pass(rows, number=number, begin_id=begin_id) for number, rows in enumerate(passes)]
+        return [text for text in say(recorded) if text.startswith("rows")]
+
+    assert say_of(begin) == ([] if are_parted else [said])
+    assert say_of(7) == say_of(None) == []
