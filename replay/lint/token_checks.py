@@ -284,8 +284,8 @@ def _check_inner_begins(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="rows",
             text=f"token {traits[0].begin_id}, which begins a text, stands {sum(numbers)} times inside "
-            f"{len(numbers)} of {pluralise(len(rows), 'row')}, where no position id begins again: each text sees those before it. "
-            "Right for turns of one talk; are texts packed here?",
+            f"{len(numbers)} of {pluralise(len(rows), 'row')}, where no position id begins again: each text sees "
+            "those before it. Right for turns of one talk; are texts packed here?",
             weight=Weight.WRONG_TOKENS,
         )
 

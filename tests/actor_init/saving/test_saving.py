@@ -16,6 +16,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
 from tests.helpers.sharded import SIZES
 
+pytestmark = pytest.mark.slow
+
 # The three steps after a load are the last two of the warm-up and one behind it.
 LEARNING_RATE, MAX_NORM, WARMUP_STEPS = 1e-2, 0.5, 4
 TRAINING = f"--step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --lr-warmup-steps {WARMUP_STEPS}"
@@ -164,7 +166,6 @@ def list_numbers(records: list[PassRecord]) -> list[tuple[int, str, float | None
     return [(record.rank, record.source, record.result.loss, record.result.grad_norm) for record in records]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), ALONE)
 def test_a_model_saved_as_it_was_opened_has_the_very_same_tensors(world: str, strategy: str, runs: Runs) -> None:
     saved = opened_by_transformers(runs.folder("opened", world, strategy))

@@ -44,6 +44,8 @@ from tests.helpers.hostile import (
     watch,
 )
 
+pytestmark = pytest.mark.slow
+
 # Seconds of processor time, since the machine may be busy.
 MAX_SECONDS = 5
 
@@ -303,7 +305,6 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
 def test_every_hostile_file_ends_in_a_capture_error(verdicts: dict[str, Any]) -> None:
     outcomes = verdicts["outcomes"]
     assert len(outcomes) > 400

@@ -40,6 +40,8 @@ from tests.helpers.hostile import (
     watch,
 )
 
+pytestmark = pytest.mark.slow
+
 FOREIGN = ROOT / "tests" / "foreign"
 # Seconds of processor time: twice what the most instructions take.
 MAX_SECONDS = 20
@@ -256,7 +258,6 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
 def test_every_hostile_dump_ends_in_a_capture_error(verdicts: dict[str, Any]) -> None:
     assert len(verdicts["outcomes"]) > 400
     outcomes = verdicts["outcomes"]

@@ -15,6 +15,8 @@ from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for
 from tests.helpers.faults import Fault
 from tests.helpers.more_faults import MORE_FAULTS
 
+pytestmark = pytest.mark.slow
+
 HERE = ("query_gradient_transposed", "accumulation_divided_twice", "checkpoint_recomputes_otherwise")
 OF_EDGES = ("short_documents_go_on", "empty_rows_counted")
 
@@ -29,7 +31,6 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         yield campaign
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HERE, *OF_EDGES])
 def test_a_fault_is_found(name: str, campaign: Campaign) -> None:
     number, cell = campaign.place_of(MORE_FAULTS[name])

@@ -34,6 +34,8 @@ from replay.post_mortem.text import describe_hang, print_report
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 
 LEFT: dict[str, tuple[str, str, str]] = {  # of the jobs: what is said of rank 1, where it was, the line it stood at
@@ -90,7 +92,6 @@ def line_of(function: str) -> int:
     return lines.index(f"def {function}() -> None:") + 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 def test_the_right_rank_is_named_with_its_place_and_line(
     name: str, ended: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,8 @@ from tests.helpers.contract import replayed
 from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tests/custom_models/nano.py:build"
 # As in tests/custom_models/train.py.
 NUM_STEPS = 3
@@ -77,7 +79,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
     return {number: Job(tmp_path_factory.mktemp(f"ranks{number}"), number) for number in (1, 2)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_a_plain_gpt_is_reproduced_with_its_gradients(jobs: dict[int, Job], num_ranks: int, name: str) -> None:
     run = jobs[num_ranks].read_run(name)
