@@ -4,12 +4,13 @@ COLD ones are as a user's in everything; each launcher is among them. The others
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.commands import run
+from tests.helpers.commands import ROOT, run
 
 COLD = [
     "replay --max-inputs 5",
@@ -19,6 +20,7 @@ COLD = [
 WARM = [
     "python -m replay --max-inputs 2",
     "deepspeed --num_gpus=1 replay --max-inputs 5 --compile",
+    "torchrun replay --backend fsdp2 --tp 2",
     "deepspeed --num_gpus=1 replay --compile --no-packing --max-inputs 2",
     "deepspeed --num_gpus=1 replay --compile --no-flash-attn --max-inputs 5",
     "deepspeed --num_gpus=1 replay --num-layers 2 --zero-stage 3 --max-inputs 5",
@@ -45,6 +47,11 @@ def test_the_command_succeeds_and_leaves_its_log(command: str, tmp_path: Path) -
     assert log["statistics"]["num_passes"] == num_asked
     assert "passes measured" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_the_launches_of_the_readme_are_among_them() -> None:
+    launches = re.findall(r"^    ((?:deepspeed|torchrun|replay) .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len([launch for launch in launches if launch in {*COLD, *WARM}]) == 3, launches
 
 
 def test_deepcompile_on_a_cpu_is_one_clear_error(tmp_path: Path) -> None:
