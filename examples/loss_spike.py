@@ -1,4 +1,4 @@
-r"""A training job with two mistakes, one in how it loads a checkpoint and one in its own code of an MLP.
+r"""A training job with three mistakes: in how it loads a checkpoint, in its own code of an MLP, and in its labels.
 
     python examples/loss_spike.py --steps 150 --save runs/step-150
     capture run --to inputs/restart \
@@ -11,7 +11,11 @@ Its loss spikes after the restart: the checkpoint is loaded with one layer's wei
 
 Here one layer's MLP is computed by a function of the job's own, which takes two projections for each other.
 
-README.md walks from both to the name of the layer.
+    capture run --to inputs/shifted examples/loss_spike.py --steps 4 --shift-labels
+
+Here the labels are shifted by the job, and by the model once more.
+
+README.md walks from each to its cause.
 """
 
 import argparse
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--fast-mlp", action="store_true", help="compute one layer's MLP by the job's own function")
+    parser.add_argument("--shift-labels", action="store_true", help="shift the labels, which the model does too")
     options = parser.parse_args()
 
     model = build() if options.fast_mlp else new_model()
@@ -87,7 +92,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(options.first_step, options.first_step + options.steps):
         tokens_BS = batch(step)
-        loss = model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss
+        labels_BS = tokens_BS.roll(-1, dims=1) if options.shift_labels else tokens_BS
+        loss = model(input_ids=tokens_BS, labels=labels_BS, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

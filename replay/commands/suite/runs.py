@@ -278,7 +278,7 @@ class SuiteConsole:
         self._say([("finished", ", ".join(trained_names) or "none"), *_format_continue(self._suite)])
 
     def finish(self, results: Sequence[TrainingResult]) -> None:
-        """Print the answer; see docs/suite.md."""
+        """Print the answer; see docs/commands.md."""
         self._bar.clear()
         print_line(self._out)
         print_table(self._out, _format_table(results))
