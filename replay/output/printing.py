@@ -35,7 +35,8 @@ def print_line(out: RichConsole, text: str = "", style: str = "") -> None:
 def print_pairs(out: RichConsole, pairs: Pairs) -> None:
     """Print a line per pair, coloured by its content. A name that is too long for its column moves its text alone."""
     for name, text in pairs:
-        print_line(out, f"{name:<{NAME_WIDTH - 2}}  {join_lines(text)}", STYLES[judge_line((name, text))])
+        column = name.ljust(NAME_WIDTH) if len(name) < NAME_WIDTH else f"{name}  "
+        print_line(out, f"{column}{join_lines(text)}", STYLES[judge_line((name, text))])
 
 
 def print_table(out: RichConsole, columns: Columns) -> None:

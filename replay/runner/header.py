@@ -1,9 +1,7 @@
 """Say what a run's numbers belong to: the facts of run.json, and the lines above the passes."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from actor_init.declarations.attention import find_attention_form
 from actor_init.model import ModelSource
@@ -13,7 +11,6 @@ from capture.facts import Setting
 from capture.file_format.actor_config import read_adapter_configs
 from capture.file_format.capture_file import Call, read_call
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.optimizer_step import OptimizerStep
 from replay.objective.objective import Objective, describe_loss
 from replay.options.option_parsing import spell_setting
 from replay.options.resolved import LOSS, STEP, ChosenBy, ResolvedReplay
@@ -33,8 +30,6 @@ from replay.verdict.weight_check import WeightChecker
 # The header names this many differences of the config; run.json has all.
 MAX_NAMED_DIFFERENCES = 4
 MAX_NAMED_PARTS = 4
-# What transformers' Trainer writes into a checkpoint, with the steps that it had taken.
-TRAINER_STATE = "trainer_state.json"
 
 
 def list_frozen(source: ModelSource) -> str:
@@ -43,28 +38,6 @@ def list_frozen(source: ModelSource) -> str:
     for forward, names in sorted(source.frozen_later.items()):
         texts.append(f"{describe_frozen(names) if names else 'no other'} from pass {forward + 1} on")
     return "; ".join(texts)
-
-
-def explain_lost_state(step: OptimizerStep, model: str) -> str:
-    """Say that the job's optimizer began anew with the weights of a Trainer's checkpoint; empty where it did not.
-
-    step  the first that was recorded
-    """
-    table = Path(model) / TRAINER_STATE
-    if step.number or step.has_state is not False or not table.is_file():
-        return ""
-    try:
-        content = json.loads(table.read_text(encoding="utf-8"))
-    except ValueError:
-        # The file is no part of the model, and nothing else is read from it.
-        return ""
-    num_steps = content.get("global_step") if isinstance(content, dict) else None
-    if not isinstance(num_steps, int) or num_steps < 1:
-        return ""
-    return (
-        f"; it began without a state, and {model} is of step {num_steps} of a job: was one resumed without its "
-        "optimizer (save_only_model)?"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +205,6 @@ class Header:
                 step = step if limit is None else replace(step, max_norm=limit)
                 differing = list_setting_differences(step, actor, 0, loaded_counts=counts, followed=followed)
                 text = f"other than the job's: {'; '.join(differing)}" if differing else "as the job's"
-                text += explain_lost_state(step, self.resolved.source.name)
                 text += "" if limit is None else f", whose own code clips to {limit:g}"
                 return {"optimizer": f"{text}; its steps are followed as far as they can be: {why}" if why else text}
         return {}

@@ -1,5 +1,6 @@
 """Say what the checks of `replay/lint` remark on the replayed passes: all in run.json, a few on the console."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.end_record import EndRecord, read_end_records
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.optimizer_step import OptimizerStep
 from replay.lint.lint import format_notes, has_router_loss, keep_one_of_each, lint, read_config_ids
 from replay.lint.remark import LintSubject
 from replay.options.option_parsing import spell_setting
@@ -21,6 +23,9 @@ from replay.verdict.causes.model_rules import COMPUTED_KINDS, describe_model_dif
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Verdict
+
+# What transformers' Trainer writes into a checkpoint, with the steps that it had taken.
+TRAINER_STATE = "trainer_state.json"
 
 
 def list_notes(
@@ -75,6 +80,9 @@ def list_notes(
         causes={cause.name for cause in verdict.causes},
         command=f"replay inspect {shorten_path(folder)}{typed}",
     )
+    steps = [recorded.step_after for _, recorded, _ in passes if recorded is not None and recorded.step_after]
+    lost_state = explain_lost_state(steps[0], source.name) if steps else ""
+    notes = [*([("note", f"optimizer: {lost_state}")] if lost_state else []), *notes]
     return [RecordingRemark(topic=remark.topic, text=remark.text, cause=remark.cause) for remark in found], notes
 
 
@@ -86,3 +94,25 @@ def _read_ends(folder: Path, passes: Sequence[PassEvidence]) -> list[EndRecord]:
     except CaptureError:
         # `replay inspect` names the file.
         return []
+
+
+def explain_lost_state(step: OptimizerStep, model: str) -> str:
+    """Say that the job's optimizer began anew with the weights of a Trainer's checkpoint; empty where it did not.
+
+    step  the first that was recorded
+    """
+    table = Path(model) / TRAINER_STATE
+    if step.number or step.has_state is not False or not table.is_file():
+        return ""
+    try:
+        content = json.loads(table.read_text(encoding="utf-8"))
+    except ValueError:
+        # The file is no part of the model, and nothing else is read from it.
+        return ""
+    num_steps = content.get("global_step") if isinstance(content, dict) else None
+    if not isinstance(num_steps, int) or num_steps < 1:
+        return ""
+    return (
+        f"it began without a state, and {model} is of step {num_steps} of a job: was one resumed without its "
+        "optimizer (save_only_model)?"
+    )

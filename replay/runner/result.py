@@ -44,7 +44,7 @@ from replay.verdict.outcomes import Outcome, Verdict
 from replay.verdict.pass_values import is_mixture
 from replay.verdict.route_findings import describe_flips, describe_router_loss, note_job_routes
 from replay.verdict.text import format_verdict
-from replay.verdict.training_remarks import list_training_remarks
+from replay.verdict.training_remarks import describe_weighting, list_training_remarks
 from replay.verdict.weight_check import WeightChecker
 
 SectionT = TypeVar("SectionT")
@@ -280,10 +280,11 @@ def conclude(
         )
         remarks = [
             *job_end,
-            *training_remarks,
+            *describe_weighting(passes),
             *describe_loss_weights(passes),
             *describe_flips(passes),
             *describe_router_loss(passes),
+            *(("note", f"{topic}: {text}") for topic, text in training_remarks),
             *notes,
             *remarks,
         ]

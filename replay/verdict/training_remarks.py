@@ -1,6 +1,6 @@
 """Say beside the verdict that a job's training was probably not what was meant: no steps, or labels shifted twice.
 
-trained    no optimizer step was recorded in 6 training passes, and none of 21 sampled parameters moved: ...
+note       trained: no optimizer step was recorded in 6 training passes, and none of 21 sampled parameters moved: ...
 
 Such a job can be reproduced all the same: the replay computes the same passes, and no number tells what they were meant
 to train.
@@ -21,8 +21,6 @@ from replay.verdict.step_remarks import list_step_remarks
 LABEL = "trained"
 # A relative difference: averaged gradients are equal on all ranks, but may have been added up in another order.
 SAME_ON_RANKS = 1e-3
-# So many shares of a window are shown.
-MAX_SHARES = 8
 
 
 def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, is_whole: bool) -> Pairs:
@@ -38,7 +36,6 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     return [
         *_check_labels(verdict),
         *_compare_ranks(passes),
-        *_check_weighting(passes),
         *steps,
         *_check_optimizer_state(passes),
     ]
@@ -57,7 +54,7 @@ def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
     return [("optimizer", f"{facts[0].describe()}{others}")]
 
 
-def _check_weighting(passes: Sequence[PassEvidence]) -> Pairs:
+def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where each pass weighed the same here, as in the job, though they have other numbers of tokens."""
     window: list[tuple[float, int]] = []
     for record, recorded, _ in passes:
@@ -66,12 +63,13 @@ def _check_weighting(passes: Sequence[PassEvidence]) -> Pairs:
         window.append((record.result.weight, recorded.num_tokens))
         if record.result.grad_norm is None:
             continue
-        total = sum(num_tokens for _, num_tokens in window)
-        shares = [num_tokens / total for _, num_tokens in window] if total else []
+        numbers = [num_tokens for _, num_tokens in window]
         has_equal = len(window) > 1 and all(weight == 1 for weight, _ in window)
-        if has_equal and any(abs(share - 1 / len(window)) > SAME_SHARES for share in shares):
-            by_tokens = ", ".join(f"{share:.3g}" for share in shares[:MAX_SHARES])
-            return [("window", f"passes weigh the same, as in the job; by tokens they would weigh {by_tokens}")]
+        if has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + SAME_SHARES:
+            times = max(numbers) / min(numbers)
+            few, many = (numbers.index(number) + 1 for number in (min(numbers), max(numbers)))
+            by_tokens = f"a token of pass {few} counts {times:.3g} times one of pass {many}"
+            return [("window", f"passes weigh the same, as in the job: in the first one {by_tokens}")]
         window = []
     return []
 

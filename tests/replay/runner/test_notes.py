@@ -8,8 +8,10 @@ import torch
 
 from actor_init.as_json import to_json
 from capture import recording
+from capture.file_format.optimizer_step import OptimizerStep
 from replay.command_line.cli import main as replay_main
 from replay.runlog.run_file import RunFile
+from replay.runner.notes import TRAINER_STATE, explain_lost_state
 from tests.replay.verdict.test_judge import FP32, replay_captures
 from tests.trainers.common import make_batches, make_model
 
@@ -33,11 +35,11 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
     said = capsys.readouterr().out
     notes = [line for line in said.splitlines() if line.startswith("note")]
     assert notes == [
+        "note       trained: the learning rate was 0 in all 3 recorded steps",
         "note       padding: 6 of 6 rows begin or end in padding (id 0, if that is padding) that the attention mask "
         "calls real: 24 tokens",
         "note       rows: each of the 3 steps was fed the same rows",
     ]
-    assert "trained    the learning rate was 0 in all 3 recorded steps" in said  # which is no note too
     # run.json has all of it.
     remarks = json.loads((log / "run.json").read_text())["remarks"]
     assert [(remark["topic"], remark["cause"]) for remark in remarks] == [
@@ -45,7 +47,7 @@ def test_padding_under_the_mask_is_a_note_and_the_job_is_reproduced_all_the_same
         ("padding", "another attention mask"),
         ("rows", None),
     ]
-    assert [f"note       {remark['topic']}: {remark['text']}" for remark in remarks[1:]] == notes
+    assert [f"note       {remark['topic']}: {remark['text']}" for remark in remarks] == notes
     end = RunFile.read(log).end
     assert end is not None
     assert to_json(end.remarks) == remarks
@@ -76,3 +78,20 @@ def test_a_job_that_broke_off_is_not_said_to_lack_steps(
     said = capsys.readouterr().out
     assert said.startswith("incident   rank 0, forward 1, ")
     assert "checked    all 2 passes: no remark\n" in said
+
+
+def make_step(number: int = 0, has_state: bool | None = False) -> OptimizerStep:
+    return OptimizerStep(number=number, passes=(0,), shares=(1.0,), has_state=has_state)
+
+
+def test_an_optimizer_that_begins_anew_at_a_trainers_checkpoint_is_said(tmp_path: Path) -> None:
+    table = tmp_path / TRAINER_STATE
+    assert explain_lost_state(make_step(), str(tmp_path)) == ""
+    table.write_text('{"global_step": 4}')
+    text = explain_lost_state(make_step(), str(tmp_path))
+    assert text.startswith(f"it began without a state, and {tmp_path} is of step 4 of a job")
+    for other in (make_step(has_state=True), make_step(has_state=None), make_step(number=1)):
+        assert explain_lost_state(other, str(tmp_path)) == ""
+    for content in ('{"global_step": 0}', "{}", "[]", "{"):
+        table.write_text(content)
+        assert explain_lost_state(make_step(), str(tmp_path)) == ""

@@ -321,7 +321,10 @@ def test_other_weights_of_one_rank_are_not_blamed_on_another(
     [line] = [line for line in said.splitlines() if line.startswith("weights ")]
     assert "1 of 30 sampled parameters differ, first model.layers.2.mlp.up_proj.weight" in line
     assert line.endswith("here (pass 2, rank1 #0)")
-    assert "ranks      the job's ranks had different weights before step 1: model.layers.2.mlp.up_proj.weight, " in said
+    assert (
+        "note       ranks: the job's ranks had different weights before step 1: model.layers.2.mlp.up_proj.weight, "
+        in said
+    )
 
 
 def test_steps_that_were_not_recorded_make_no_later_pass_differ(tmp_path: Path, one_world: None) -> None:
@@ -374,7 +377,7 @@ def test_gradients_that_ranks_did_not_average_are_said_to_be_each_ranks_own(
         become_rank(monkeypatch, rank)
         train(tmp_path / "job", make_model("llama", {}), rank=rank)
     verdict_on(tmp_path / "job", tmp_path / "logs", "--dtype", "fp32")
-    said = "ranks      the job's ranks had different gradients, which were not averaged, in step 1: "
+    said = "note       ranks: the job's ranks had different gradients, which were not averaged, in step 1: "
     assert said in capsys.readouterr().out
 
 

@@ -92,7 +92,7 @@ def test_labels_that_were_shifted_before_a_model_shifts_them_are_said(
     command = ["--inputs", str(tmp_path / "captures"), "--model", str(tmp_path / "model"), "--loss", "sft"]
     assert main([*command, "--log-folder", str(tmp_path / "logs"), "--backend", "ddp", "--quiet"]) == 0
     said = "the labels are the next tokens already, and the model shifted them once more"
-    assert f"labels     {said}: each token predicts the one after the next\n" in capsys.readouterr().out
+    assert f"note       labels: {said}: each token predicts the one after the next\n" in capsys.readouterr().out
 
 
 def shifted(next_BS: Tensor, real_BS: Tensor) -> MicroBatch:

@@ -67,7 +67,8 @@ def read_remarks(job: Path, capsys: pytest.CaptureFixture[str], *typed: str) -> 
     assert main([*command, "--log-folder", str(job / "logs"), *typed]) == 0
     said = capsys.readouterr().out
     assert "verdict    REPRODUCED" in said
-    return [line.removeprefix("trained").strip() for line in said.splitlines() if line.startswith("trained")]
+    begin = "note       trained: "
+    return [line.removeprefix(begin) for line in said.splitlines() if line.startswith(begin)]
 
 
 @pytest.mark.parametrize(
