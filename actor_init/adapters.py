@@ -8,7 +8,10 @@ The only file that imports peft, where an adapter is built. Names of parameters 
 """
 
 import json
+import re
+import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,13 @@ DEFAULT_NAME = "default"
 FOLDER_SETTING, NONE_SETTING = Setting("adapter", "FOLDER"), Setting("adapter", "none")
 # Names in an adapter's file begin with this.
 _SAVED_PREFIX = "base_model.model."
+# What PEFT warns of where an adapter breaks a tie: `model.list_broken_ties` finds it, and a note says it.
+_TIE_WARNING = "Model has `tie_word_embeddings=True`"
 _SUPPORTED_SETTINGS = frozenset(
     {
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"),
         *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora"),
-        "lora_bias",
+        *("lora_bias", "ensure_weight_tying"),
     }
 )
 # Settings that say where the weights begin, or where they came from: they do not change the modules.
@@ -36,7 +41,7 @@ _IGNORED_SETTINGS = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
+        *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
     }
 )
 
@@ -71,7 +76,11 @@ class Adapter:
             why = f"has an adapter with {', '.join(others)}, which is not built here; LoRA and DoRA are"
             advice = f"Try: {NONE_SETTING}, with {Setting('model')} a folder into which the adapter is merged"
             raise UsageError(source, why, advice)
-        return cls(name=name, settings={key: value for key, value in config.items() if key in _SUPPORTED_SETTINGS})
+        settings = {key: value for key, value in config.items() if key in _SUPPORTED_SETTINGS}
+        if not settings.get("ensure_weight_tying"):
+            # Releases of PEFT before this setting refuse it.
+            settings.pop("ensure_weight_tying", None)
+        return cls(name=name, settings=settings)
 
     def describe(self) -> str:
         targets = self.settings.get("target_modules")
@@ -79,6 +88,14 @@ class Adapter:
         return (
             f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {target_names}"
         )
+
+    def describe_training(self) -> str:
+        """Say what is trained besides the matrices, and what is not."""
+        names = self.settings.get("modules_to_save") or []
+        # PEFT adds the whole name of an embedding that it ties to one that a job named by its end.
+        whole = [name for name in names if not any(name.endswith(f".{other}") for other in names)]
+        tied = " with what is tied to it" if self.settings.get("ensure_weight_tying") else ""
+        return f"{', '.join(whole)} trained whole{tied}; the rest is frozen" if whole else "the rest is frozen"
 
 
 def _is_set(value: Any) -> bool:
@@ -114,11 +131,17 @@ def add_adapter(model: nn.Module, adapter: Adapter | None) -> None:
         why = f"needs peft: {error}"
         raise UsageError(f"the job's {adapter.describe()}", why, "Try: pip install peft") from error
     try:
-        config = LoraConfig(**adapter.settings, init_lora_weights=False, inference_mode=False)
-        inject_adapter_in_model(config, model, adapter_name=adapter.name)
+        # PEFT adds the names of tied modules to the lists that it is given.
+        config = LoraConfig(**deepcopy(dict(adapter.settings)), init_lora_weights=False, inference_mode=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=re.escape(_TIE_WARNING))
+            inject_adapter_in_model(config, model, adapter_name=adapter.name)
     except (ValueError, TypeError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"peft refuses the {adapter.describe()}: {reason}") from error
+    if getattr(config, "target_modules_to_tie", None):
+        why = "shares its matrices between tied layers (ensure_weight_tying), which is not built here"
+        raise UsageError(f"the {adapter.describe()}", why, f"Try: {NONE_SETTING}")
 
 
 def list_trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -20,7 +20,14 @@ from transformers import (
 )
 
 from actor_init.adapters import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from actor_init.adapters import DEFAULT_NAME, AdaptedWeights, Adapter, add_adapter, read_adapter
+from actor_init.adapters import (
+    DEFAULT_NAME,
+    AdaptedWeights,
+    Adapter,
+    add_adapter,
+    list_trained_parameters,
+    read_adapter,
+)
 from actor_init.custom import building
 from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
@@ -258,6 +265,28 @@ def list_parameter_names(config: PretrainedConfig, adapter: Adapter | None = Non
     model = build_on_meta(config, attention="eager", dtype=torch.float32)
     add_adapter(model, adapter)
     return [name for name, _ in model.named_parameters()]
+
+
+def list_broken_ties(config: PretrainedConfig, adapter: Adapter) -> list[tuple[list[str], list[str]]]:
+    """List the modules that share a weight in the model, and of which the adapter trains one without the other.
+
+    Of each weight: those that have trained parameters of their own with the adapter, and the others.
+    """
+    model = build_on_meta(config, attention="eager", dtype=torch.float32)
+    sharing: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sharing.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    # The ids are those of living parameters: an adapter replaces modules, and what it wraps may be freed.
+    held = list(model.parameters())
+    add_adapter(model, adapter)
+    broken: list[tuple[list[str], list[str]]] = []
+    for parameter in held:
+        trained = {name: list_trained_parameters(model.get_submodule(name)) for name in sharing[id(parameter)]}
+        first, *others = trained.values()
+        if any(set(other) != set(first) for other in others):
+            own = [name for name, parameters in trained.items() if parameters]
+            broken.append((own, [name for name in trained if name not in own]))
+    return broken
 
 
 def make_trainable(model: nn.Module, source: ModelSource) -> None:

@@ -50,6 +50,7 @@ class LintSubject:
     frozen              names of the parameters that the job did not train
     has_router_loss     the model adds a loss of its routers, over all tokens that no mask hides
     has_adapter         the job trained an adapter, so that the other parameters are frozen
+    broken_ties         modules that share a weight in the model and not in its adapter: those with a copy, the others
     config_differences  of the model folder and the job
     code_differences    of the job's model and the replay's, besides settings, that no cause of the verdict tells
     not_recorded        numbers of training passes that the recording could not keep, by the reason
@@ -65,6 +66,7 @@ class LintSubject:
     frozen: Sequence[str] = ()
     has_router_loss: bool = False
     has_adapter: bool = False
+    broken_ties: Sequence[tuple[Sequence[str], Sequence[str]]] = ()
     config_differences: Sequence[str] = ()
     code_differences: Sequence[str] = ()
     not_recorded: Mapping[str, int] = field(default_factory=dict)

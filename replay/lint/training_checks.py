@@ -35,6 +35,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
         yield LintRemark(topic=LABEL, text=text, weight=Weight.NO_TRAINING)
     yield from _check_config(subject)
     yield from _check_code(subject)
+    yield from _check_ties(subject)
     yield from _check_norms(subject)
     yield from _check_schedule(subject)
     yield from _check_clipping(subject)
@@ -96,6 +97,18 @@ def _check_code(subject: LintSubject) -> Iterator[LintRemark]:
             text=f"{name_some(subject.code_differences, _MAX_NAMED, '; ')}: no number that was judged shows it",
             weight=Weight.OTHER_CONFIG,
         )
+
+
+def _check_ties(subject: LintSubject) -> Iterator[LintRemark]:
+    for trained, others in subject.broken_ties:
+        names = " and ".join(trained)
+        text = (
+            f"{names} is trained by itself, and {' and '.join(others)}, which it is tied to in the model, is not"
+            if others
+            else f"{names}, which are tied in the model, are each trained by itself"
+        )
+        text += ": the tie is broken (PEFT keeps it with ensure_weight_tying)"
+        yield LintRemark(topic="adapter", text=text, weight=Weight.OTHER_CONFIG)
 
 
 def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:

@@ -242,7 +242,7 @@ def _describe_compile(actor: ActorSpec) -> str:
 def _describe_adapter(resolved: ResolvedReplay) -> dict[str, str]:
     """Describe the actor's adapter, or say that the job's is not built."""
     if resolved.source.adapter is not None:
-        return {"adapter": f"{resolved.source.adapter.describe()}; the rest is frozen"}
+        return {"adapter": f"{resolved.source.adapter.describe()}; {resolved.source.adapter.describe_training()}"}
     if not (adapters := read_adapter_configs(find_inputs_folder(resolved.inputs))):
         return {}
     num_adapters = pluralise(len(adapters), "adapter")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from actor_init.model import ModelSource, strip_config
+from actor_init.model import ModelSource, list_broken_ties, strip_config
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.end_record import EndRecord, read_end_records
@@ -63,6 +63,7 @@ def list_notes(
         frozen=sorted(source.frozen),
         has_router_loss=has_router_loss(config),
         has_adapter=source.adapter is not None or bool(adapters),
+        broken_ties=[] if source.adapter is None else list_broken_ties(source.config, source.adapter),
         config_differences=format_config_differences(settings.model_differences),
         code_differences=[
             describe_model_difference(difference)

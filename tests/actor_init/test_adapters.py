@@ -5,6 +5,7 @@ About 4 seconds.
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from actor_init.adapters import Adapter, add_adapter, list_trained_parameters, read_adapter
-from actor_init.model import ModelSource, build_on_meta, find_model, materialise
+from actor_init.model import ModelSource, build_on_meta, find_model, list_broken_ties, materialise
 from actor_init.spec import ActorSpec, Dtype, UsageError
 from tests.helpers.families import tiny_config, tiny_model
 
@@ -67,6 +68,68 @@ def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
     assert not torch.allclose(expected, alone, atol=1e-3)
     assert list_trained_names(ours) == list_trained_names(theirs)
     assert len(list_trained_parameters(ours)) == len(list_trained_names(theirs))
+
+
+def test_a_tied_embedding_that_is_trained_whole_is_tied_as_in_the_job(tmp_path: Path) -> None:
+    """The head is the trained copy, and its gradient has the head's part. PEFT changes no list of ours."""
+    config = tiny_config("llama", tie_word_embeddings=True)
+    base = tiny_model(config)
+    base.save_pretrained(tmp_path / "base")
+    settings = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
+    theirs = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(settings)))
+    theirs.save_pretrained(tmp_path / "adapter")
+    spec = ActorSpec(model=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), dtype=Dtype.FP32)
+    source = find_model(spec, None, "")
+    ours = build_model(source)
+    assert ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
+    gradients = []
+    for model in (theirs.eval(), ours):
+        model(input_ids=IDS_BS, labels=IDS_BS).loss.backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+    assert source.adapter is not None
+    assert list_broken_ties(config, source.adapter) == []
+    assert source.adapter.describe_training() == (
+        "model.embed_tokens trained whole with what is tied to it; the rest is frozen"
+    )
+    in_job = Adapter.from_configs({"default": settings | {"peft_type": "LORA"}}, "captures")
+    add_adapter(build_on_meta(config, attention="eager", dtype=torch.float32), in_job)
+    assert in_job.settings["modules_to_save"] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("whole", "targets", "trained", "others"),
+    [
+        (["lm_head"], ["q_proj"], ["lm_head"], ["model.embed_tokens"]),
+        (["embed_tokens"], ["q_proj"], ["model.embed_tokens"], ["lm_head"]),
+        (["lm_head", "embed_tokens"], ["q_proj"], ["model.embed_tokens", "lm_head"], []),
+        (None, ["q_proj", "lm_head"], ["lm_head"], ["model.embed_tokens"]),
+    ],
+)
+def test_a_broken_tie_is_found_and_peft_warns_of_none(
+    whole: list[str] | None, targets: list[str], trained: list[str], others: list[str]
+) -> None:
+    adapter = Adapter(name="default", settings={"r": 2, "target_modules": targets, "modules_to_save": whole})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = list_broken_ties(tiny_config("llama", tie_word_embeddings=True), adapter)
+    assert found == [(trained, others)]
+    assert list_broken_ties(tiny_config("llama", tie_word_embeddings=False), adapter) == []
+
+
+def test_what_an_adapter_does_to_a_tied_model_is_not_told_where_it_leaves_the_tie() -> None:
+    adapter = Adapter(name="default", settings={"r": 2, "target_modules": ["q_proj"]})
+    assert list_broken_ties(tiny_config("llama", tie_word_embeddings=True), adapter) == []
+    assert adapter.describe_training() == "the rest is frozen"
+
+
+def test_matrices_that_tied_layers_share_are_refused() -> None:
+    adapter = Adapter(
+        name="default", settings={"r": 2, "target_modules": ["embed_tokens"], "ensure_weight_tying": True}
+    )
+    model = build_on_meta(tiny_config("llama", tie_word_embeddings=True), attention="eager", dtype=torch.float32)
+    with pytest.raises(UsageError, match=r"shares its matrices between tied layers \(ensure_weight_tying\)"):
+        add_adapter(model, adapter)
 
 
 @pytest.mark.parametrize(

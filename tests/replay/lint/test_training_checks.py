@@ -40,6 +40,18 @@ def test_passes_that_go_into_no_step_are_said_if_they_are_more_than_a_step_takes
     assert text.startswith("trained: the last 3 of 5 training passes go into no step: the job took none after step 2")
 
 
+def test_a_tie_that_the_adapter_breaks_is_a_note() -> None:
+    subject = LintSubject(passes=make_passes(), has_adapter=True, broken_ties=[(["lm_head"], ["model.embed_tokens"])])
+    [remark] = lint(subject)
+    assert f"{remark.topic}: {remark.text}" == (
+        "adapter: lm_head is trained by itself, and model.embed_tokens, which it is tied to in the model, is not: the "
+        "tie is broken (PEFT keeps it with ensure_weight_tying)"
+    )
+    assert remark.weight is not Weight.FACT
+    [both] = say(make_passes(), has_adapter=True, broken_ties=[(["model.embed_tokens", "lm_head"], [])])
+    assert both.startswith("adapter: model.embed_tokens and lm_head, which are tied in the model, are each trained by")
+
+
 def test_clipping_that_found_no_gradient_is_said() -> None:
     said = (
         "clipping: clipping to a norm of 0.5 found no gradient in 1 of 2 steps and changed nothing: it came before the "
