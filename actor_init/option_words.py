@@ -23,6 +23,7 @@ def option(
     choices: Collection[str] = (),
     metavar: str | Callable[[], str] | None = None,
     bare: Any = None,
+    brief: str = "",
     aliases: Collection[str] = (),
 ) -> Any:
     """Return a dataclass field that is also a command line option.
@@ -30,7 +31,8 @@ def option(
     `flags` are extra switches that set the field to a fixed value, such as {"--compile": Compile.BLOCKS}; with
     named=False they are the only way to set it. `bare` is what the field's own flag sets where no word follows it.
     `choices` are the words that a text value may be; `metavar` says in the help what it may be where that is no list.
-    `aliases` are other flags for the same, such as `-o`.
+    `aliases` are other flags for the same, such as `-o`. `brief` is the line of `replay --help`; without it an option
+    is in --help-all alone.
     `choices`, and functions for `help` and `metavar`, are evaluated when needed, because more backends may have been
     registered by then.
     """
@@ -42,6 +44,7 @@ def option(
         "choices": choices,
         "metavar": metavar,
         "bare": bare,
+        "brief": brief,
         "aliases": aliases,
     }
     return field(default=default, metadata={"help": help, **shape})

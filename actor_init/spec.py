@@ -118,8 +118,12 @@ def _setting_help(name: str) -> str:
 class ParallelSpec:
     """The ranks that share one replica of the model: over its layers' weights (tp) and over the sequence (ring)."""
 
-    tp: int = option(1, "Ranks that share each layer's weights.", min=1)
-    ring: int = option(1, "Ranks that share each packed row's tokens, and exchange keys and values.", min=1)
+    tp: int = option(1, "Ranks that share each layer's weights.", min=1, brief="Ranks that share each layer's weights.")
+    ring: int = option(
+        1,
+        "Ranks that share each packed row's tokens, and exchange keys and values.",
+        min=1,
+    )
     ring_head_stride: int | None = option(
         None,
         "Key-value heads that ring attention gathers at once. Default: all of a rank's; 1 takes the least memory.",
@@ -146,14 +150,16 @@ class ParallelSpec:
 class ActorSpec:
     """The actor to build. Raises UsageError for options that contradict each other."""
 
-    backend: str = option(DEFAULT, _backend_help, choices=BACKENDS)
+    backend: str = option(DEFAULT, _backend_help, choices=BACKENDS, brief="Who shards, reduces and steps.")
     model: str | None = option(
         None,
         "A preset (llama-3.1-8b), a model folder, a config.json, a folder of captures, or FILE.py:function, which "
         "returns a module of your own. Default: the config beside the inputs.",
+        metavar="NAME|PATH",
+        brief="Default: the config beside the inputs.",
     )
     weights: Path | None = option(
-        None, "A safetensors or torch checkpoint, file or folder, for --model FILE.py:function."
+        None, "A safetensors or torch checkpoint, file or folder, for --model FILE.py:function.", metavar="PATH"
     )
     blocks: str | None = option(
         None, "The list of layers in the model of FILE.py:function. Default: its longest ModuleList."
@@ -162,10 +168,16 @@ class ActorSpec:
         None,
         "A folder with a LoRA adapter, as PEFT writes it; none: build the model without. Default: the job's adapter, "
         "with random weights, where the model's are random; a folder of weights is taken to have it merged.",
+        metavar="FOLDER|none",
+        brief="A LoRA adapter, as PEFT writes it.",
     )
-    num_layers: int | None = option(None, "Build only the first N transformer layers.", min=1)
+    num_layers: int | None = option(
+        None, "Build only the first N transformer layers.", min=1, brief="Build only the first N layers."
+    )
     random_weights: bool = option(
-        False, "Ignore the weights in the model folder; weights are random where there are none."
+        False,
+        "Ignore the weights in the model folder; weights are random where there are none.",
+        brief="Ignore the model folder's weights.",
     )
     weights_seed: int = option(
         0, "Seed of random weights; a parameter's values depend on it and on its name alone.", min=0
@@ -174,13 +186,15 @@ class ActorSpec:
         Dtype.AUTO,
         "Compute dtype. Master weights are fp32 whenever there is an optimizer. auto: the job's, bf16 where the "
         "inputs do not say.",
+        brief="auto: the job's.",
     )
-    zero_stage: int | None = option(None, _stages_help, min=0, max=3)
+    zero_stage: int | None = option(None, _stages_help, min=0, max=3, brief="What is sharded: 0 nothing ... 3 all.")
     packing: bool | None = option(
         None,
         "Pack a micro-batch's rows into one row without padding. Default: packed if the packing probe shows that the "
         "model keeps documents apart; padded where padding on the left predicts labels, and with --verdict strict "
         "where the job's rows were.",
+        brief="--no-packing: rows padded as they came.",
     )
     pad_to: PadTo = option(
         PadTo.OWN,
@@ -198,6 +212,7 @@ class ActorSpec:
         "and in fp32, sdpa. With --ring: ring-flash-attn, else sdpa over gathered keys.",
         flags={"--flash-attn": Attention.FLASH, "--no-flash-attn": Attention.SDPA},
         choices=WORDS,
+        brief="Attention kernel. auto: the job's.",
     )
     head: Head = option(
         Head.AUTO,
@@ -213,6 +228,7 @@ class ActorSpec:
         "torch.compile each transformer block (--compile), or DeepSpeed's own compiler (--deepcompile).",
         flags={"--compile": Compile.BLOCKS, "--deepcompile": Compile.DEEPCOMPILE},
         named=False,
+        brief="torch.compile each layer.",
     )
     compile_lengths: CompileLengths = option(
         CompileLengths.DYNAMIC,
@@ -254,7 +270,9 @@ class ActorSpec:
         max=math.inf,
     )
     deepspeed_config: Path | None = option(
-        None, "A JSON file of DeepSpeed's own settings, added to what the options say; contradictions are refused."
+        None,
+        "A JSON file of DeepSpeed's own settings, added to what the options say; contradictions are refused.",
+        metavar="FILE",
     )
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
 

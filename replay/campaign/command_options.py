@@ -20,7 +20,7 @@ def continue_option(command: str) -> Any:
     return typer.Option(
         None,
         "--continue",
-        metavar="PATH",
+        metavar="FOLDER",
         help=f"Run what is missing in a folder that `replay {command}` left, and report all of it.",
     )
 
@@ -28,13 +28,13 @@ def continue_option(command: str) -> Any:
 def run_limit_option(run: str, seconds: float = 600.0) -> Any:
     """Return --run-limit. `run` says what it limits, such as `one run`."""
     return typer.Option(
-        seconds, min=1.0, metavar="X", show_default=False, help=f"Seconds for {run}. (default: {seconds:.0f})"
+        seconds, min=1.0, metavar="SECONDS", show_default=False, help=f"For {run}. (default: {seconds:.0f})"
     )
 
 
 def time_limit_option(run: str) -> Any:
     """Return --time-limit. `run` says what is not started any more, such as `run`."""
-    return typer.Option(None, min=0.0, metavar="X", help=f"Start no {run} after X seconds; --continue goes on.")
+    return typer.Option(None, min=0.0, metavar="SECONDS", help=f"Start no {run} after so long; --continue goes on.")
 
 
 def at_once_option(help: str) -> Any:

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import typer
 import typer.main
-from typer.core import TyperGroup
 
 from actor_init.spec import UsageError
+from replay.command_line.help_text import CommandHelp, GroupHelp, add_help_all, add_target
 from replay.command_line.subcommands import COMMANDS
 from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import (
@@ -42,25 +42,8 @@ LEAST_LIKENESS = 0.75
 CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 
 
-class PanelledHelp(TyperGroup):
-    """Format help as plain text in two columns, one section per panel.
-
-    Option names are never cut off, and rich is not imported for `--help`.
-    """
-
-    def format_options(self, context: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(context):
-            if record := parameter.get_help_record(context):
-                sections.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records, col_max=38)
-        self.format_commands(context, formatter)
-
-
 app = typer.Typer(
-    cls=PanelledHelp,
+    cls=GroupHelp,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -77,14 +60,13 @@ def _print_version(is_asked: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
+@add_help_all
 @add_options
 @partial(with_ray_options, of_one_replay=True)
 def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
-    explain: bool = typer.Option(
-        False, "--explain", help="Print each setting, who chose it and why, and end before the actor is opened."
-    ),
+    explain: bool = typer.Option(False, "--explain", help="Print each setting and why, and end."),
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and end."
     ),
@@ -93,10 +75,9 @@ def replay(
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction | None:
-    """Replay captured micro-batches through a standalone actor and report what each pass cost.
+    """Replay captured micro-batches in a standalone actor, and judge them.
 
-    Without options, replays the sample inputs that ship with the project. `replay inspect FOLDER` shows what a folder
-    holds, `replay compare LOG LOG` shows how far apart two runs are.
+    Without options, it replays the sample that ships with the project.
     """
     if context.invoked_subcommand is not None:
         if typed := [
@@ -140,8 +121,9 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
         gc.enable()
 
 
-for command in COMMANDS:
-    app.command()(command)
+for group, commands in COMMANDS.items():
+    for command in commands:
+        app.command(cls=CommandHelp, rich_help_panel=group)(add_help_all(add_target(command)))
 
 
 @cache
@@ -219,8 +201,6 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
         names = {name.strip("-"): name for name in error.possibilities or ()}
         if close := get_close_matches(option.strip("-"), names, n=1, cutoff=LEAST_LIKENESS):
             return f"{message}. Did you mean {names[close[0]]}? {advice}"
-    if (unknown := re.fullmatch(r"No such command '(.+)'", message)) and Path(unknown[1]).exists():
-        advice = f"Try: replay --{'inputs' if Path(unknown[1]).is_dir() else 'input-file'} {unknown[1]}"
     return f"{message[0].lower()}{message[1:]}. {advice}"
 
 

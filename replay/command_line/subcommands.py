@@ -22,18 +22,10 @@ from replay.commands.suite.command import suite
 from replay.commands.worst.command import worst
 from replay.options.option_parsing import CommandAction
 
-COMMANDS: tuple[Callable[..., CommandAction], ...] = (
-    inspect,
-    compare,
-    report,
-    parity,
-    scan,
-    worst,
-    recompiles,
-    hang,
-    minimise,
-    suite,
-    diagnose,
-    mismatch,
-    doctor,
-)
+# By the heading that --help lists them under.
+COMMANDS: dict[str, tuple[Callable[..., CommandAction], ...]] = {
+    "judge": (compare, parity, mismatch, report),
+    "find": (inspect, hang, scan, minimise),
+    "cost": (worst, recompiles),
+    "check": (doctor, diagnose, suite),
+}

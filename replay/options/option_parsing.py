@@ -57,6 +57,7 @@ class DeclaredOption:
     metavar       what help shows for the value, if it is not the choices or the type
     bare_value    the value that the flag sets where no value follows it; None: one has to follow
     aliases       other flags that set the same
+    brief         the line of `replay --help`; empty: the option is in --help-all alone
     """
 
     part: str
@@ -73,6 +74,7 @@ class DeclaredOption:
     metavar: str | None = None
     bare_value: Any = None
     aliases: Collection[str] = ()
+    brief: str = ""
 
     @property
     def parameter(self) -> str:
@@ -125,12 +127,16 @@ def _make_options(part: str, spec_field: Field[Any], value_type: Any) -> Iterato
             metavar=metavar,
             bare_value=metadata["bare"],
             aliases=metadata["aliases"],
+            brief=metadata["brief"],
             **shared,
         )
     for flag, value in metadata["flags"].items():
         if metadata["named"]:
             text = f"The same as {own_flag} {value}."
-        yield DeclaredOption(flag=flag, value_type=bool, help=text, is_switch=True, switch_value=value, **shared)
+        brief = "" if metadata["named"] or text.startswith("See ") else metadata["brief"]
+        yield DeclaredOption(
+            flag=flag, value_type=bool, help=text, is_switch=True, switch_value=value, brief=brief, **shared
+        )
         text = f"See {flag}."
 
 
@@ -225,17 +231,18 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
 def join_optional_values(typed: Sequence[str]) -> list[str]:
     """Join each flag that may stand alone with its value: `--step` and `--step auto` become `--step=on`, `--step=auto`.
 
-    The parser takes either flags with a value or flags without one.
+    The parser takes either flags with a value or flags without one. What follows `--` is no option.
     """
     words = {option.flag: option for option in list_options() if option.bare_value is not None}
     joined: list[str] = []
-    for word in typed:
+    end = typed.index("--") if "--" in typed else len(typed)
+    for word in typed[:end]:
         option = words.get(joined[-1]) if joined else None
         if option is not None and word in option.choices:
             joined[-1] = f"{option.flag}={word}"
         else:
             joined.append(word)
-    return [f"{word}={words[word].bare_value}" if word in words else word for word in joined]
+    return [*(f"{word}={words[word].bare_value}" if word in words else word for word in joined), *typed[end:]]
 
 
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:

@@ -102,15 +102,24 @@ class InputsSpec:
     which gives the same numbers but for rounding. The log keeps the rows' order.
     """
 
-    inputs: Path | None = option(None, "Folder of captures. Default: the sample that ships with the project.")
-    input_file: Path | None = option(None, "Replay this one capture instead of a folder.")
+    inputs: Path | None = option(
+        None,
+        "Folder of captures. Default: the sample that ships with the project.",
+        metavar="FOLDER",
+        brief="Captures. Default: the sample.",
+    )
+    input_file: Path | None = option(
+        None, "Replay this one capture instead of a folder.", metavar="FILE", brief="Replay this one capture."
+    )
     recording: int | None = option(
         None,
         "Of several recordings in the folder take number N, which `replay inspect` lists. Default: the latest.",
         min=1,
     )
     skip_inputs: int = option(0, "Leave out the first N inputs on each data rank, to go on behind them.", min=0)
-    max_inputs: int | None = option(None, "At most N inputs on each data rank.", min=1)
+    max_inputs: int | None = option(
+        None, "At most N inputs on each data rank.", min=1, brief="At most N inputs on each data rank."
+    )
     epochs: int = option(1, "Go through the inputs N times, in the same order; --max-inputs counts them all.", min=1)
     uneven: bool = option(
         False, "Every data rank replays all its inputs, even if others have fewer: how real jobs hang, to be diagnosed."
@@ -157,7 +166,9 @@ class MeasureSpec:
     off in their replays, whose verdicts tell no causes.
     """
 
-    loss: str = option(LossName.AUTO.value, _describe_losses, metavar=_list_loss_words)
+    loss: str = option(
+        LossName.AUTO.value, _describe_losses, metavar=_list_loss_words, brief="auto: the job's where it is known."
+    )
     window: WindowWeights = option(
         WindowWeights.JOB,
         "What a pass weighs in a gradient of several, over --grad-accumulation and data ranks. tokens: its share of "
@@ -168,6 +179,7 @@ class MeasureSpec:
         VerdictRule.REPORT,
         "strict: exit code 1 where the verdict is DIFFERS or UNSETTLED, and rows padded where the job's were; "
         "report: say so.",
+        brief="strict: exit code 1 where it DIFFERS.",
     )
     noise_floor: bool = option(
         True,
@@ -175,7 +187,9 @@ class MeasureSpec:
         "what rounding alone does to their numbers. Kept beside the inputs.",
     )
     second_opinion: bool = option(
-        False, "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32."
+        False,
+        "Replay in fp32, too, and judge that: what is near its bound in bf16 or fp16 may be beyond it in fp32.",
+        brief="Replay in fp32, too, and judge that.",
     )
     backward: bool = option(True, "Run backward after a training pass's forward.")
     step: StepMode = option(
@@ -185,11 +199,13 @@ class MeasureSpec:
         "then not part of a pass's time. on (as --step alone): always, and as part of the pass.",
         flags={"--no-step": StepMode.OFF},
         bare=StepMode.ON,
+        brief="Step the optimizer as the job did.",
     )
     trace: bool = option(
         False,
         "Keep each token's log-prob and sketches of every layer's output and gradient, and of every parameter's "
         "gradient, for `replay compare`.",
+        brief="Keep sketches, for `replay compare`.",
     )
     details: bool = False
     trials: bool = True
@@ -197,21 +213,34 @@ class MeasureSpec:
         False,
         "Run the slowest pass once more under torch.profiler: where its time went, and a Chrome trace a rank. It is "
         "not among the timed passes.",
+        brief="Where the slowest pass's time went.",
     )
     memory_snapshot: bool = option(
         False,
         "Run the pass with the highest peak, or one that ran out of memory, once more with the allocator's history: "
         "what held the peak, and a snapshot a rank. On a CPU: what held the resident memory. On several ranks the "
         "history is on in every pass, which makes them slower.",
+        brief="What held the highest peak.",
     )
     warmup: int = option(1, "Leave the first N passes out of the statistics; they are recorded and marked.", min=0)
     timeout: float = option(
-        120.0, "End the run, and say which rank it waits for, after X seconds in which no rank went on.", min=1
+        120.0,
+        "End the run, and say which rank it waits for, after so long in which no rank went on.",
+        min=1,
+        metavar="SECONDS",
     )
-    quiet: bool = option(False, "Print the answer and the summary alone.")
+    quiet: bool = option(
+        False, "Print the answer and the summary alone.", brief="Print the answer and the summary alone."
+    )
     full_names: bool = option(False, "Print names of captures whole, and not as `rank0 #4`.")
     # It is not called --logs, since torchrun has an option --logs-specs.
-    log_folder: Path = option(Path("logs"), "Where the folder of this run is made.", aliases=("-o",))
+    log_folder: Path = option(
+        Path("logs"),
+        "Where the folder of this run is made.",
+        aliases=("-o",),
+        metavar="FOLDER",
+        brief="Where the run's folder is made.",
+    )
     name: str = option("replay", "Last part of that folder's name.")
 
     def __post_init__(self) -> None:
@@ -300,25 +329,32 @@ class StateSpec:
     """
 
     load_state: Path | None = option(
-        None, "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone."
+        None,
+        "Go on from what --save-state wrote. Runs code from the folder's pickles: load your own alone.",
+        metavar="FOLDER",
     )
     optimizer_state: Path | None = option(
         None,
         "Begin with the state of the job's optimizer: its moments and count of steps. optimizer.pt of a Trainer's "
         "checkpoint or its folder, a file of torch.save, or a folder of torch.distributed.checkpoint; read without "
         "running code.",
+        metavar="PATH",
     )
-    save_state: Path | None = option(None, "Folder for weights, optimizer, schedule and step, to go on from.")
+    save_state: Path | None = option(
+        None, "Folder for weights, optimizer, schedule and step, to go on from.", metavar="FOLDER"
+    )
     save_every: int | None = option(
         None, "Save a state below --save-state after every N optimizer steps, and the last; keep the last two.", min=1
     )
     resume: bool = option(
         False, "Go on from the latest state of --save-every, if there is one, as the run that was begun."
     )
-    save_model: Path | None = option(None, "Folder for the weights in --dtype, as from_pretrained and --model open it.")
+    save_model: Path | None = option(
+        None, "Folder for the weights in --dtype, as from_pretrained and --model open it.", metavar="FOLDER"
+    )
 
     def __post_init__(self) -> None:
-        every, folder = Setting("save_every"), Setting("save_state", "PATH")
+        every, folder = Setting("save_every"), Setting("save_state", "FOLDER")
         if self.save_every is not None and self.save_state is None:
             raise UsageError(
                 every.with_value(self.save_every),

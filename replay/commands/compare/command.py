@@ -23,18 +23,21 @@ def compare(
     ),
     threshold: float = typer.Option(
         0.05,
+        metavar="X",
         help="Exit with 1 if a loss, a row's log-probs or a gradient norm differs by more than this share of the "
         "reference's. Time and memory are shown, and decide nothing.",
     ),
-    plot: Path | None = typer.Option(None, help="Draw losses and differences, as out.png (needs matplotlib)."),  # noqa: B008
-    json: Path | None = typer.Option(None, help="Write every number, as out.json."),  # noqa: B008
+    plot: Path | None = typer.Option(  # noqa: B008
+        None, metavar="FILE", help="Draw losses and differences, as out.png (needs matplotlib)."
+    ),
+    json: Path | None = typer.Option(None, metavar="FILE", help="Write every number, as out.json."),  # noqa: B008
     full_names: bool = typer.Option(False, "--full-names", help="Print names of captures whole, not as `rank0 #4`."),
 ) -> CommandAction:
-    """Compare runs input by input: losses, log-probs, gradient norms, time, memory.
+    """Compare runs: losses, log-probs, gradient norms, time, memory.
 
-    The runs must do the same work: the same model, weights, inputs and loss. Other code of --model or --loss, and
-    another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond it; 2: not
-    comparable, with the reason.
+    Input by input. The runs must do the same work: the same model, weights, inputs and loss. Other code of --model
+    or --loss, and another --window, are compared too, and told first. Exit code 0: within the threshold; 1: beyond
+    it; 2: not comparable, with the reason.
     """
     return partial(_compare, operands, threshold, plot, json, full_names=full_names)
 

@@ -37,14 +37,15 @@ def diagnose(
     learning_rate: float | None = typer.Option(
         None, min=0, metavar="X", help="Of those steps. Default: 0.2 divided by the model's hidden size."
     ),
-    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    json: Path | None = typer.Option(None, metavar="FILE", help="Write the checks into this file too."),  # noqa: B008
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
-    """Check whether the model can learn these inputs here: losses, gradients, accumulation, ranks, overfitting.
+    """Check whether the model can learn these inputs here.
 
-    Takes 4 inputs on each data rank unless --max-inputs says otherwise. Exit code 0 if no check fails, else 1.
+    Losses, gradients, accumulation, ranks, overfitting. Takes 4 inputs on each data rank unless --max-inputs says
+    otherwise. Exit code 0 if no check fails, else 1.
     """
     run = build_replay_spec(given)
     if is_objective(run.measure.loss):

@@ -11,16 +11,22 @@ from replay.processes.launch import refuse_launcher
 
 def doctor(
     log_folder: Path = typer.Option(  # noqa: B008
-        Path("logs"), metavar="PATH", show_default=False, help="Where runs would be logged. (default: logs)"
+        Path("logs"),
+        "-o",
+        "--log-folder",
+        metavar="FOLDER",
+        show_default=False,
+        help="Where runs would be logged. (default: logs)",
     ),
-    json: Path | None = typer.Option(None, metavar="PATH", help="Write the checks into this file too."),  # noqa: B008
+    json: Path | None = typer.Option(None, metavar="FILE", help="Write the checks into this file too."),  # noqa: B008
     time_limit: float = typer.Option(
-        60.0, min=10.0, metavar="X", show_default=False, help="Seconds for all checks together. (default: 60)"
+        60.0, min=10.0, metavar="SECONDS", show_default=False, help="For all checks together. (default: 60)"
     ),
 ) -> CommandAction:
-    """Check what works on this machine, and say what to type where something does not. Needs no GPU and no captures.
+    """Check what works on this machine.
 
-    Exit code 0 if everything works that `replay` without options needs here, else 1.
+    Says what to type where something does not. Needs no GPU and no captures. Exit code 0 if everything works that
+    `replay` without options needs here, else 1.
     """
     return partial(_doctor, log_folder, json, time_limit)
 

@@ -10,17 +10,17 @@ from replay.options.spec import check_folder
 
 
 def hang(
-    folder: Path = typer.Argument(help="Folder of captures, of all ranks."),  # noqa: B008
+    folder: Path = typer.Argument(metavar="FOLDER", help="Folder of captures, of all ranks."),  # noqa: B008
     equal_shapes: bool = typer.Option(
         False,
         "--equal-shapes",
         help="The job gathers tensors of its rows' shape over the ranks, so each pass needs equal shapes.",
     ),
 ) -> CommandAction:
-    """Say which rank of a job that hung was behind, and where; and whether all ranks would have met in each pass.
+    """Say which rank of a job that hung was behind, and where.
 
-    No model is run. Exit code 0: nothing happened, and the ranks' passes fit together; 1: a rank was behind or failed,
-    or the ranks part; 2: wrong usage.
+    And whether all ranks would have met in each pass. No model is run. Exit code 0: nothing happened, and the
+    ranks' passes fit together; 1: a rank was behind or failed, or the ranks part; 2: wrong usage.
     """
     return partial(_hang, folder, equal_shapes)
 

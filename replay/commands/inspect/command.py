@@ -10,12 +10,15 @@ from replay.options.spec import check_folder
 
 
 def inspect(
-    folder: Path = typer.Argument(help="Folder of captures."),  # noqa: B008
+    folder: Path = typer.Argument(metavar="FOLDER", help="Folder of captures."),  # noqa: B008
     recording: int | None = typer.Option(
         None, min=1, metavar="N", help="Check the passes of recording N. Default: of the latest."
     ),
 ) -> CommandAction:
-    """Show what a folder holds: recordings, passes, ranks, shapes, damaged files, and what checks remark on them."""
+    """Show what a folder holds, and what checks remark on it.
+
+    Recordings, passes, ranks, shapes, damaged files. Exit code 0; 1: a file is damaged.
+    """
     return partial(_inspect, folder, recording)
 
 

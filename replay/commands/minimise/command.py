@@ -41,9 +41,9 @@ def minimise(
     run_limit: float | None = typer.Option(
         None,
         min=1.0,
-        metavar="X",
+        metavar="SECONDS",
         show_default=False,
-        help=f"Seconds for one run; what has not ended then hangs. (default: {DEFAULTS['run']:.0f})",
+        help=f"For one run; what has not ended then hangs. (default: {DEFAULTS['run']:.0f})",
     ),
     max_runs: int | None = typer.Option(
         None,
@@ -53,19 +53,20 @@ def minimise(
         help=f"Runs of the search, at most. (default: {DEFAULTS['num_runs']})",
     ),
     parity: Path | None = typer.Option(  # noqa: B008
-        None, metavar="PATH", help="A folder that parity left: minimise what its --cell differs in."
+        None, metavar="FOLDER", help="A folder that parity left: minimise what its --cell differs in."
     ),
     cell: str | None = typer.Option(None, metavar="NAME", help="Name of a cell of --parity that DIFFERS."),
     redact: bool = typer.Option(False, "--redact", help="Take the text out of the inputs, if they still fail so."),
     continued_folder: Path | None = typer.Option(  # noqa: B008
-        None, "--continue", metavar="PATH", help="Go on with what a folder of minimise's holds; nothing is run twice."
+        None, "--continue", metavar="FOLDER", help="Go on with what a folder of minimise's holds; nothing is run twice."
     ),
     **given: Any,
 ) -> CommandAction:
-    """Find the fewest files, rows, tokens, layers, ranks and options with which a replay still fails.
+    """Find the fewest inputs and options with which a replay fails.
 
-    Give the options of the replay that fails: raises, is not finite, DIFFERS, hangs or dies. Each trial runs in
-    processes of its own. Exit code 0: what is left lies in a folder with one command; 1: it did not fail.
+    Fewest files, rows, tokens, layers, ranks and options. Give the options of the replay that fails: raises, is not
+    finite, DIFFERS, hangs or dies. Each trial runs in processes of its own. Exit code 0: what is left lies in a
+    folder with one command; 1: it did not fail.
     """
     typed_limits = {"tries": tries, "run": run_limit, "num_runs": max_runs}
     limits = {name: value for name, value in typed_limits.items() if value is not None}

@@ -39,13 +39,14 @@ def mismatch(
         help="And with each of these kernels, as --attention eager,sdpa. (default: auto)",
     ),
     worst: int = typer.Option(10, min=0, metavar="N", show_default=False, help="Tokens to list. (default: 10)"),
-    json: Path | None = typer.Option(None, metavar="PATH", help="Write the numbers into this file too."),  # noqa: B008
+    json: Path | None = typer.Option(None, metavar="FILE", help="Write the numbers into this file too."),  # noqa: B008
     **given: Any,
 ) -> CommandAction:
-    """Measure how far a rollout engine's log-probs are from the replay's, under each dtype and kernel.
+    """Measure how far a rollout engine's log-probs are from these.
 
-    The captures need the rollout's log-probs: of a converted dump, or noted by the job as rollout_log_probs. The tokens
-    listed are those on which the first replay is farthest. Exit code 0 if the numbers could be had.
+    Under each dtype and kernel. The captures need the rollout's log-probs: of a converted dump, or noted by the job
+    as rollout_log_probs. The tokens listed are those on which the first replay is farthest. Exit code 0 if the
+    numbers could be had.
     """
     run = build_replay_spec(given)
     dtypes: list[Dtype] = _parse_words("--dtype", dtype, [member for member in Dtype if member is not Dtype.AUTO])

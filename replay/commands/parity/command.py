@@ -23,7 +23,7 @@ from replay.processes.pool import RunLimits
 def parity(
     matrix: str | None = typer.Option(
         None,
-        metavar="NAME",
+        metavar="NAME|FILE",
         help="quick: one process, and one tp, ring and data rank; pairs: every two values of any options together; "
         "full: the whole product, pairs first; or a TOML file, see docs/parity.md. (default: quick)",
     ),
@@ -43,17 +43,18 @@ def parity(
     python: list[str] | None = typer.Option(  # noqa: B008
         None,
         "--python",
-        metavar="PATH",
+        metavar="FILE",
         help="Interpreter of an environment to run the matrix in; given several times, the first one's runs are the "
         "references. (default: this environment)",
     ),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
-    """Replay one folder under many configurations, and say which agree within measured noise.
+    """Say which of many configurations agree on the same inputs.
 
-    A replay's own options apply to every run; given for an option that the matrix varies, they select runs with that
-    value. Exit code 0: all equal or within noise; 1: one differs or failed; 2: nothing can run, with the reason.
+    Each replays the folder, and agrees within measured noise. A replay's own options apply to every run; given for
+    an option that the matrix varies, they select runs with that value. Exit code 0: all equal or within noise; 1:
+    one differs or failed; 2: nothing can run, with the reason.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:

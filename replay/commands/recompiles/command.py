@@ -55,9 +55,10 @@ def recompiles(
     run_limit: float = run_limit_option("each policy"),
     **given: Any,
 ) -> CommandAction:
-    """Replay the inputs' mix of lengths under policies of torch.compile, and say which to use.
+    """Say which policy of torch.compile suits the inputs' lengths.
 
-    Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else 1.
+    Each policy runs in processes of its own with an empty compiler cache. Exit code 0 if all of them finished, else
+    1.
     """
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)

@@ -18,12 +18,13 @@ def report(
         help="Folders that runs left in logs/, or that hold one run each.", metavar="LOG..."
     ),
     to: Path | None = typer.Option(  # noqa: B008
-        None, metavar="PATH", show_default=False, help=f"The file to write. (default: {FILE_NAME} in the first LOG)"
+        None, metavar="FILE", show_default=False, help=f"The file to write. (default: {FILE_NAME} in the first LOG)"
     ),
 ) -> CommandAction:
-    """Write one HTML page of a run, with pictures, or of several beside each other. It works offline.
+    """Write one HTML page of a run, or of several.
 
-    Runs that failed or were cut short are shown as far as they came. The page is private as the log is: it names files.
+    It has pictures, and works offline. Runs that failed or were cut short are shown as far as they came. The page
+    is private as the log is: it names files.
     """
     return partial(_report, logs, to)
 

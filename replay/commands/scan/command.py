@@ -42,9 +42,10 @@ def scan(
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
-    """Replay a folder in groups of inputs, each in its own processes: one that fails or hangs ends no other.
+    """Find the inputs that fail or hang, in groups of their own.
 
-    Exit code 0: every pass was replayed, and none differs from the job; 1: one failed or differs.
+    Each group has its own processes, so one that fails or hangs ends no other. Exit code 0: every pass was
+    replayed, and none differs from the job; 1: one failed or differs.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:

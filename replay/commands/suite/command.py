@@ -14,7 +14,7 @@ from actor_init.spec import UsageError
 from capture.facts import flag_of
 from replay.campaign.command_options import list_words
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
-from replay.options.option_parsing import CommandAction, with_parameters
+from replay.options.option_parsing import METAVARS, CommandAction, unwrap_optional, with_parameters
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import check_result_folder
 
@@ -27,7 +27,11 @@ def _add_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
             option.name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=hints[option.name],
-            default=typer.Option(option.default, flag_of(option.name), **option.metadata),
+            default=typer.Option(
+                option.default,
+                flag_of(option.name),
+                **{"metavar": METAVARS.get(unwrap_optional(hints[option.name])) or None, **option.metadata},
+            ),
         )
         for option in fields(SuiteSpec)
         if option.metadata
@@ -54,25 +58,27 @@ def suite(
         None, min=1, metavar="N", help=f"Steps between two states of --save-state. (default: {SAVE_EVERY})"
     ),
     storage: str | None = typer.Option(
-        None, metavar="PATH", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
+        None, metavar="FOLDER|URI", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
     ),
     continued: str | None = typer.Option(
         None,
         "--continue",
-        metavar="PATH|NAME",
+        metavar="FOLDER|NAME",
         help="Go on with what is missing in this folder of suite's, or of the suite of this name in --log-folder or "
         "--storage.",
     ),
-    plot: Path | None = typer.Option(None, help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
-    log_folder: Path = typer.Option(Path("logs"), envvar="LOG_DIR", help="Where the suite's folder is made."),  # noqa: B008
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the curves, as out.png (needs matplotlib)."),  # noqa: B008
+    log_folder: Path = typer.Option(  # noqa: B008
+        Path("logs"), "-o", "--log-folder", metavar="FOLDER", envvar="LOG_DIR", help="Where the suite's folder is made."
+    ),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
-    """Train the same model on the same inputs under each configuration, and judge the losses.
+    """Train one model under each configuration, and judge the losses.
 
     ddp is the reference; deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring and fsdp2-tp-ring are the standard ones;
-    deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and ddp's;
-    1: one is not, or failed.
+    deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and
+    ddp's; 1: one is not, or failed.
     """
     if continued is not None:
         folder = Path(continued)
@@ -110,7 +116,9 @@ def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions 
             if value is not None:
                 raise UsageError(f"{flag} is for the states of --save-state. Try: --save-state {flag} {value}")
     elif storage is None and ray is not None and ray.address is not None:
-        raise UsageError("--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage PATH")
+        raise UsageError(
+            "--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage FOLDER"
+        )
     elif storage is not None and ray is None and "://" in storage:
         raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
 

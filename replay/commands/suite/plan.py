@@ -81,9 +81,14 @@ class SuiteSpec:
     """The options of a suite. Raises UsageError for invalid ones."""
 
     dataset: Path | None = _option(
-        None, "Captures, or a .jsonl or .parquet with a column text. Default: the sample.", envvar="DATASET"
+        None,
+        "Captures, or a .jsonl or .parquet with a column text. Default: the sample.",
+        envvar="DATASET",
+        metavar="PATH",
     )
-    model: str | None = _option(None, "As of `replay`. For texts a folder with a tokenizer.", envvar="MODEL")
+    model: str | None = _option(
+        None, "As of `replay`. For texts a folder with a tokenizer.", envvar="MODEL", metavar="NAME|PATH"
+    )
     num_layers: int | None = _option(None, "Build only the first N transformer layers.", min=1)
     dtype: Dtype = _option(Dtype.BF16, "Compute dtype; master weights are fp32.")
     gradient_checkpointing: bool = _option(False, "Recompute each block's activations in backward.")
@@ -101,15 +106,16 @@ class SuiteSpec:
         None, "Data ranks of each configuration. Default: as many as the GPUs are enough for.", min=1
     )
     init_weights: str | None = _option(
-        None, "Begin with the weights in this model folder. Default: those of --model.", metavar="PATH"
+        None, "Begin with the weights in this model folder. Default: those of --model.", metavar="FOLDER"
     )
     save_init_weights: bool = _option(False, "Write the weights to begin with, in fp32, and begin with that file.")
     output_dir: Path | None = _option(
         None,
         "Where the folder inputs, on which all train, is made. Default: with the logs.",
         envvar="OUTPUT_DIR",
+        metavar="FOLDER",
     )
-    run_limit: float = _option(1800.0, "Seconds that one configuration may take.", min=1, metavar="X")
+    run_limit: float = _option(1800.0, "For one configuration.", min=1, metavar="SECONDS")
     skip: frozenset[str] = field(default_factory=frozenset)
     # Steps between two states; None where no states are kept.
     save_every: int | None = None

@@ -52,11 +52,11 @@ def worst(
     run_limit: float = run_limit_option("each run", seconds=1800.0),
     **given: Any,
 ) -> CommandAction:
-    """Rank all inputs by the time and memory that they will take, from a few that are measured.
+    """Rank all inputs by the time and memory that they will take.
 
-    Says whether the largest fits this device with these options, and how far the predictions were off on inputs that
-    they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or --check found an error above 5 %
-    of a peak or 10 % of a time.
+    It measures a few. Says whether the largest fits this device with these options, and how far the predictions
+    were off on inputs that they were not made from. Exit code 0: all fit; 1: one does not, a pass failed, or
+    --check found an error above 5 % of a peak or 10 % of a time.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
     if continued_folder is not None:

@@ -99,7 +99,7 @@ def test_specs_and_jobs_know_it_and_auto_does_not_take_it() -> None:
 
 def test_help_lists_it() -> None:
     done: Any = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.toy_kernel", "--help"],
+        [sys.executable, "-m", "tests.helpers.toy_kernel", "--help-all"],
         cwd=ROOT,
         capture_output=True,
         text=True,

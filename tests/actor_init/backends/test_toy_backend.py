@@ -79,7 +79,7 @@ def test_its_clipped_steps_lead_where_a_plain_loop_leads(logs: dict[str, Path], 
 
 def test_help_lists_it() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", WORKER, "replay", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", WORKER, "replay", "--help-all"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     words = " ".join(process.stdout.split())
     assert "--backend deepspeed|fsdp2|ddp|toy" in words

@@ -90,8 +90,10 @@ def test_an_error_that_cannot_be_left_for_torchrun_is_said_all_the_same(
         ("--backend zero", "--backend 'zero' is not allowed. Give one of deepspeed, fsdp2, ddp"),
         ("--max-inputs", "option '--max-inputs' requires an argument. Try: replay --help"),
         ("--max-inputs many", "--max-inputs 'many' is not allowed. Give a whole number of at least 1"),
-        ("inputs/sample", "no such command 'inputs/sample'. Try: replay --inputs inputs/sample"),
-        ("inspect", "missing argument 'folder'. Try: replay inspect --help"),
+        ("inputs/nowhere", "no such command 'inputs/nowhere'. Try: replay --help"),
+        ("inputs/sample --inputs x", "inputs/sample and --inputs exclude each other."),
+        ("parity inputs/sample --inputs x", "inputs/sample and --inputs exclude each other."),
+        ("inspect", "missing argument 'FOLDER'. Try: replay inspect --help"),
         ("inspect --max-inputs 5 x", "unknown option --max-inputs. Try: replay inspect --help"),
         ("--max-inputs 5 inspect x", "--max-inputs belongs to a replay, not to `inspect`. Try: replay inspect --help"),
         ("diagnose --inputs", "option '--inputs' requires an argument. Try: replay diagnose --help"),
@@ -220,7 +222,7 @@ def test_inspect_fails_on_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_help_shows_every_option_whole_and_hides_local_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["--help-all"]) == 0
     out = capsys.readouterr().out
     for text in (
         "Actor:",
@@ -302,7 +304,7 @@ def test_every_way_to_start_it_is_the_same_command(way: str) -> None:
     done = run_command(*WAYS[way], "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: replay [OPTIONS] COMMAND [ARGS]..." in done.stdout
-    assert "--shuffle-inputs / --no-shuffle-inputs" in done.stdout
+    assert "--max-inputs N" in done.stdout
 
 
 @pytest.mark.parametrize("way", ["the console script", "python -m replay", "python -u replay"])

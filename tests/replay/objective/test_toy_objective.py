@@ -117,7 +117,7 @@ def test_specs_know_it() -> None:
 
 def test_help_lists_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.toy_objective", "--help"],
+        [sys.executable, "-m", "tests.helpers.toy_objective", "--help-all"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -108,7 +108,7 @@ def test_a_state_that_cannot_be_written_ends_the_run_and_leaves_those_before(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--save-every 2", "--save-every 2 needs a folder. Try: --save-state PATH --save-every 2"),
+        ("--save-every 2", "--save-every 2 needs a folder. Try: --save-state FOLDER --save-every 2"),
         ("--save-state a --resume", "--resume goes on from what --save-every saved."),
         ("--save-state a --save-every 2", "--save-every 2 counts optimizer steps. Try: --step --save-every 2"),
         ("--step --save-state a --save-every 2 --resume --load-state b", "--resume and --load-state exclude"),
