@@ -62,7 +62,7 @@ class BackgroundWriter(Generic[ItemT]):
     At most `max_queued` passes wait, with at most MAX_QUEUED_BYTES bytes in all; a larger pass waits alone.
 
     num_dropped    passes lost: the queue was full, `handle` refused the pass (CaptureError), or writing has stopped or
-                   was about to end. Once writing has stopped, the pass that `handle` works on counts as lost until
+                   `close` was called. Once writing has stopped, the pass that `handle` works on counts as lost until
                    `handle` returns, since it may never return
     failure        the exception that has stopped writing, or None
     refusal        why `handle` refused the first of the passes that it refused, or None

@@ -239,8 +239,8 @@ def _explain_attention(
     by_machine = (
         "the fastest of a ring's kernels that can be had here" if chosen.parallel.ring > 1 else "what a CPU has"
     )
-    usual_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: by_machine}
-    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or usual_reasons.get(by, ""))
+    default_reasons = {ChosenBy.JOB: "its captures name it", ChosenBy.MACHINE: by_machine}
+    return ResolvedChoice(setting=ATTENTION, value=kernel_name, by=by, why=kernel.why or default_reasons.get(by, ""))
 
 
 def _explain_packing(packing: ResolvedChoice, actor: ActorSpec, layout: Layout) -> ResolvedChoice:

@@ -279,7 +279,7 @@ class Replayer:
         inputs = self._prepare_inputs(record.index, call, batch)
         inputs = self.follower.plan_step(inputs, record.index, self.actor.backend)
         self._latest_inputs = inputs
-        # Of the weights that this pass runs on: it may end with one step more.
+        # The steps before this pass, which may end with one more.
         num_steps = self.follower.num_steps
         stepped_weights = self.follower.sample_weights(self.actor.backend, call.weights, self.weight_checker)
 

@@ -193,7 +193,7 @@ class MeterClock:
 
 
 class NullClock:
-    """Measures nothing. The ranks wait for each other only in the collectives of the model."""
+    """Measures nothing. The ranks wait for each other only in the collectives of the model and the observers."""
 
     def wait_for_all_ranks(self) -> None:
         pass
