@@ -368,7 +368,7 @@ def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
 
     said = capsys.readouterr().out
     assert f"hang       rank {expected[0]} " in said
-    assert "not judged  the passes: actor_inputs_rank0" in said
+    assert "not judged the passes: actor_inputs_rank0" in said
 
 
 # stacks and positions

@@ -175,7 +175,7 @@ def test_a_bound_that_a_vanished_gradient_would_meet_judges_nothing(
     assert verdict["window_counts"] == ({"CANNOT TELL": 2} if max_norm is None else {"REPRODUCED": 2})
     assert GRADIENT not in {finding["name"] for finding in verdict["worst"]}
     said = capsys.readouterr().out
-    assert f"not judged  {GRADIENT} (" in said
+    assert f"not judged {GRADIENT} (" in said
     assert "rounding hides it (bound " in said
 
 
