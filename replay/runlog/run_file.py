@@ -1,4 +1,4 @@
-"""Hold what run.json holds of a run: one class writes it, and reads it. docs/log-format.md explains each field.
+"""Hold what run.json holds of a run: one class writes it, and reads it. docs/formats.md explains the fields.
 
 {"format": 1, "status": "finished", "started": "2026-03-01T09:12:44+01:00", "command": "replay --max-inputs 5",
  "spec": {...}, "resolved": [...], "facts": {...}, "work": {"weights": ..., "config": {...}},

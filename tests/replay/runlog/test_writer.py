@@ -187,6 +187,6 @@ def test_the_page_of_the_log_finds_what_a_run_without_options_leaves(
     monkeypatch.chdir(tmp_path)
     measure = MeasureSpec()
     Logbook(create_folder(measure.log_folder, measure.name), rank=0).write(record(0))
-    page = (Path(__file__).parents[3] / "docs" / "log-format.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
     (pattern,) = re.findall(r'glob\("(.+?)"\)', page)
     assert [path.name for path in tmp_path.glob(pattern)] == ["rank0.jsonl"]
