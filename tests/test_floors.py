@@ -66,6 +66,7 @@ ROOMS = {
 LIBRARIES = {
     "typer": {
         "replay/command_line/cli.py",
+        "replay/command_line/help_text.py",
         "replay/campaign/command_options.py",
         "replay/options/option_parsing.py",
         "replay/options/ray_options.py",

@@ -12,7 +12,8 @@ import typer
 
 from capture.facts import flag_of
 from replay.options.option_parsing import CommandAction, refuse_typed
-from replay.options.spec import InputsSpec, check_inputs, check_result_folder
+from replay.options.path_checks import check_paths
+from replay.options.spec import ReplaySpec, check_result_folder
 from replay.processes.launch import refuse_launcher
 
 
@@ -41,16 +42,16 @@ def at_once_option(help: str) -> Any:
     return typer.Option(None, min=1, metavar="N", help=help)
 
 
-def make_begin_action(command: str, inputs: InputsSpec | None, *arguments: Any, **options: Any) -> CommandAction:
+def make_begin_action(command: str, paths: ReplaySpec | None, *arguments: Any, **options: Any) -> CommandAction:
     """Return the work of a new campaign: `begin(*arguments, **options)` of the command's `runs.py`.
 
-    inputs  must be on this machine; None: they may be elsewhere
+    paths  what its options name must be on this machine; None: it may be elsewhere
     """
 
     def begin() -> int:
         refuse_launcher(command)
-        if inputs is not None:
-            check_inputs(inputs)
+        if paths is not None:
+            check_paths(paths)
         runs = import_module(f"replay.commands.{command}.runs")
         return int(runs.begin(*arguments, **options))
 

@@ -29,8 +29,8 @@ from replay.options.option_parsing import (
     join_optional_values,
     refuse_typed,
 )
+from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import check_inputs
 from replay.output.text import join_lines
 from replay.processes.child_job import ChildJob
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
@@ -100,7 +100,7 @@ def replay(
 def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
     """Run a replay. `typed` is the command line, which each rank of a launch gets."""
     spec = job.spec
-    check_inputs(spec.inputs)
+    check_paths(spec)
     if num_processes := count_missing_processes(spec.actor.parallel):
         return relaunch(num_processes, typed)
     # Going through what is imported takes the collector a fifth of the time of importing it. The runner enables it

@@ -10,8 +10,9 @@ import typer
 from actor_init.spec import UsageError
 from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import check_inputs, is_objective
+from replay.options.spec import is_objective
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import count_missing_processes, relaunch
 
@@ -69,7 +70,7 @@ def _diagnose(
     show_traceback: bool,
 ) -> int:
     run = job.spec
-    check_inputs(run.inputs)
+    check_paths(run)
     if num_processes := count_missing_processes(run.actor.parallel):
         return relaunch(num_processes, typed)
     from replay.commands.diagnose.report import diagnose

@@ -84,7 +84,7 @@ def minimise(
             _minimise_cell, parity, cell, build_replay_spec(given).measure.log_folder, DEFAULTS | limits, redact
         )
     spec = build_replay_spec(given)
-    return make_begin_action("minimise", spec.inputs, spec, processes, DEFAULTS | limits, redact=redact)
+    return make_begin_action("minimise", spec, spec, processes, DEFAULTS | limits, redact=redact)
 
 
 def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:

@@ -28,7 +28,8 @@ from replay.commands.minimise.failure import JOB_DIFFERENCES, ReplayFailure, Rep
 from replay.commands.minimise.standalone import GRACE_SECONDS, Standalone, write_standalone
 from replay.commands.minimise.trials import MinimiseLog, ParityCell
 from replay.options.option_parsing import spec_from_dict
-from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec
+from replay.options.path_checks import list_file_options
+from replay.options.spec import ReplaySpec
 from replay.output.text import join_lines, pluralise
 from replay.processes.child_job import ChildJob
 from replay.processes.pool import Child
@@ -146,46 +147,26 @@ def _copy_files(home: Path, best: Candidate) -> Candidate:
     candidate = _make_paths_absolute(best)
     spec = candidate.spec
     copies = {path: shutil.copy(path, home) for path in _list_files(spec) if path.is_file()}
-    for flag, value, path in _list_file_options(spec):
+    for flag, value, path in list_file_options(spec):
         if path in copies:
             candidate = candidate.with_option(flag, value.replace(str(path), path.name))
     return candidate
 
 
 def _make_paths_absolute(best: Candidate) -> Candidate:
-    for flag, value, path in _list_file_options(best.spec):
+    for flag, value, path in list_file_options(best.spec):
         if path.exists():
             best = best.with_option(flag, value.replace(str(path), str(path.absolute())))
     return best
 
 
-def _list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
-    """Return the options that name files: flag, value and path."""
-    loss, model = USER_LOSS_PATTERN.fullmatch(spec.measure.loss), spec.actor.custom_model
-    options = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
-    if spec.actor.model is not None:
-        options.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
-    if spec.actor.custom_optimizer is not None:
-        options.append(("--optimizer", spec.actor.optimizer, spec.actor.custom_optimizer[0]))
-    for flag, path in (
-        ("--weights", spec.actor.weights),
-        ("--adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
-        ("--deepspeed-config", spec.actor.deepspeed_config),
-        ("--load-state", spec.state.load_state),
-        ("--optimizer-state", spec.state.optimizer_state),
-    ):
-        if path:
-            options.append((flag, str(path), path))
-    return options
-
-
 def _list_paths(spec: ReplaySpec) -> list[Path]:
-    return [path for _, _, path in _list_file_options(spec)]
+    return [path for _, _, path in list_file_options(spec)]
 
 
 def _list_files(spec: ReplaySpec) -> list[Path]:
     return [
-        path for flag, _, path in _list_file_options(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))
+        path for flag, _, path in list_file_options(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))
     ]
 
 

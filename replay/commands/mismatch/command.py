@@ -10,7 +10,7 @@ import typer
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
-from replay.options.spec import check_inputs
+from replay.options.path_checks import check_paths
 from replay.processes.launch import count_missing_processes, relaunch
 
 Word = TypeVar("Word", bound=str)
@@ -53,7 +53,7 @@ def mismatch(
     kernels = _parse_words("--attention", attention, WORDS)
 
     def measure() -> int:
-        check_inputs(run.inputs)
+        check_paths(run)
         if num_processes := count_missing_processes(run.actor.parallel):
             return relaunch(num_processes, context.obj)
         from replay.commands.mismatch.report import mismatch

@@ -60,11 +60,12 @@ def parity(
     if continued_folder is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
         return make_continue_action("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
-    inputs = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file")}).inputs
+    # The others may contradict each other, as long as no run of the matrix has both.
+    paths = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file", "model", "adapter", "loss")})
     return make_begin_action(
         "parity",
         # The nodes of a cluster may have inputs that this machine lacks.
-        inputs if ray is None else None,
+        paths if ray is None else None,
         matrix or "quick",
         given,
         processes,

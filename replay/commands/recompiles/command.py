@@ -76,4 +76,4 @@ def recompiles(
         multiple=multiple or MULTIPLE,
         num_passes=num_passes or NUM_PASSES,
     )
-    return make_begin_action("recompiles", plan.spec.inputs, plan, list_words(own_options), limits)
+    return make_begin_action("recompiles", plan.spec, plan, list_words(own_options), limits)

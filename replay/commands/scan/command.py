@@ -52,5 +52,5 @@ def scan(
         return make_continue_action("scan", continued_folder, {"group": group, **given}, limits, ray)
     spec = build_replay_spec(given)
     # The nodes of a cluster may have inputs that this machine lacks.
-    inputs = spec.inputs if ray is None else None
-    return make_begin_action("scan", inputs, spec, group or GROUP_SIZE, limits, ray)
+    paths = spec if ray is None else None
+    return make_begin_action("scan", paths, spec, group or GROUP_SIZE, limits, ray)

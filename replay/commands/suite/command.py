@@ -10,13 +10,14 @@ from typing import Any, get_type_hints
 
 import typer
 
-from actor_init.spec import UsageError
+from actor_init.spec import ActorSpec, UsageError
 from capture.facts import flag_of
 from replay.campaign.command_options import list_words
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
 from replay.options.option_parsing import METAVARS, CommandAction, unwrap_optional, with_parameters
+from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import check_result_folder
+from replay.options.spec import ReplaySpec, check_result_folder
 
 
 def _add_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +135,8 @@ def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions 
         raise UsageError(
             f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
         )
+    if ray is None:
+        check_paths(ReplaySpec(actor=ActorSpec(model=spec.model)))
     from replay.commands.suite.runs import begin
 
     return begin(spec, log_folder, words, ray, plot)

@@ -80,4 +80,4 @@ def worst(
     words = list_words(
         {"measured": measured, "check": check, "predict": [other.text for other in other_configurations]}
     )
-    return make_begin_action("worst", plan.spec.inputs, plan, words, limits)
+    return make_begin_action("worst", plan.spec, plan, words, limits)

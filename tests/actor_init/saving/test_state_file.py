@@ -181,7 +181,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, world: Any) -> Path:
 
 
 REFUSED = {
-    "no such state": ("--load-state {home}/nowhere", "No such file or directory. Give a folder that --save-state"),
+    "no such state": ("--load-state {home}/nowhere", "{home}/nowhere. Give a folder that --save-state wrote"),
     "an empty folder": ("--load-state {home}/empty", "Give a folder that --save-state wrote"),
     "a damaged state": ("--load-state {home}/mangled", "it is damaged"),
     "another format": ("--load-state {home}/old", "is not of format 1"),

@@ -259,6 +259,12 @@ NOWHERE = [
     *(f"{command} --continue nowhere" for command in ("minimise", "parity", "scan", "suite")),
     "minimise --parity nowhere --cell x",
     "suite --dataset nowhere",
+    *(
+        f"{command} --model nowhere"
+        for command in ("", "diagnose", "minimise", "mismatch", "parity", "recompiles", "scan", "suite", "worst")
+    ),
+    "--adapter nowhere",
+    "--loss nowhere.py:loss",
 ]
 
 
@@ -272,7 +278,7 @@ def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(tmp_path
     assert done.stdout == "{2} []\n"
     lines = done.stderr.splitlines()
     assert len(lines) == len(NOWHERE)
-    assert all("nowhere" in line and ("Try: " in line or "Give " in line) for line in lines)
+    assert all("nowhere" in line and any(word in line for word in ("Try: ", "Give ", "Allowed: ")) for line in lines)
     assert [*tmp_path.iterdir()] == []
 
 
