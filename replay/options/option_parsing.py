@@ -351,8 +351,9 @@ def format_error_with_flags(error: BaseException | str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's type and its sentence, in one line, as the terminal shows it."""
-    return f"{type(error).__name__}: {' '.join(format_error_with_flags(error).split())}"
+    """Return an error's sentence in one line, as the terminal shows it; behind its type where it is no refusal."""
+    sentence = " ".join(format_error_with_flags(error).split())
+    return sentence if isinstance(error, FactError) else f"{type(error).__name__}: {sentence}"
 
 
 def spell_setting(setting: Setting) -> str:

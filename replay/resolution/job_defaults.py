@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from actor_init.attention.kernel_choice import find_kernel_obstacle
 from actor_init.declarations.attention import find_job_kernel
+from actor_init.declarations.backends import find_declaration
 from actor_init.fused.liger import find_liger_lack
 from actor_init.inputs.documents import BORDER_NAMES
 from actor_init.model import ModelSource, find_model
@@ -22,6 +23,7 @@ from capture.file_format.actor_config import read_actor_config, read_adapter_con
 from capture.file_format.capture_file import Call
 from capture.file_format.folder_layout import find_recording_folder
 from capture.file_format.micro_batch import CaptureError
+from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import KERNELS, PACKING, ROUTING, ChosenBy, ResolvedChoice
 from replay.options.spec import InputsSpec, ReplayParts, VerdictRule, find_sample_folder
 from replay.resolution.selection import Selection
@@ -104,9 +106,17 @@ def _choose_dtype(actor: ActorSpec, first_call: Call | None, device_type: str) -
         return choose(Dtype.BF16, ChosenBy.DEFAULT, "the inputs do not say what the job computed in")
     coarsest = max(job_dtypes, key=roundoff)
     dtype = DTYPES.get(coarsest, Dtype.FP32)
-    if dtype is Dtype.FP16 and device_type == "cpu":
-        return choose(Dtype.FP32, ChosenBy.MACHINE, "the job computed in float16, which a CPU does not have")
+    if dtype is Dtype.FP16 and (why := explain_missing_fp16(actor, device_type)) is not None:
+        return choose(Dtype.FP32, ChosenBy.MACHINE, why)
     return choose(dtype, ChosenBy.JOB, f"it computed in {coarsest}")
+
+
+def explain_missing_fp16(actor: ActorSpec, device_type: str) -> str | None:
+    """Say why the backend cannot compute in a job's fp16 on a CPU; None on other devices and if it can."""
+    if device_type != "cpu":
+        return None
+    why = find_declaration(actor.backend).find_obstacle(replace(actor, dtype=Dtype.FP16), device_type)
+    return None if why is None else f"the job computed in float16, and {format_error_with_flags(why)}"
 
 
 def _choose_packing(spec: ReplayParts, first_call: Call | None, selection: Selection) -> ResolvedChoice:

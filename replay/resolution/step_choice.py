@@ -16,7 +16,7 @@ from capture.file_format.optimizer_step import ParameterSamples
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.resolved import STEP, ChosenBy, ResolvedChoice
 from replay.options.spec import InputOrder, LossName, Passes, ReplayParts, StepMode
-from replay.resolution.job_defaults import find_inputs_folder
+from replay.resolution.job_defaults import explain_missing_fp16, find_inputs_folder
 from replay.resolution.job_steps import FollowedSteps, explain_missing_start, find_followed_steps
 from replay.resolution.job_windows import JobWindow, list_job_windows
 from replay.resolution.selection import Selection
@@ -105,8 +105,9 @@ def _choose_on_rank(
         return refuse(format_error_with_flags(option), ChosenBy.OPTION)
     if world.num_data_ranks > max(job_pass.world_size for job_pass in job_passes):
         return refuse(f"{world.num_data_ranks} data ranks replay the inputs of fewer ranks", ChosenBy.OPTION)
-    if world.device.type == "cpu" and "float16" in job_dtypes:
-        return refuse("the job computed in float16, which a CPU does not have", ChosenBy.MACHINE)
+    missing_fp16 = explain_missing_fp16(spec.actor, world.device.type)
+    if "float16" in job_dtypes and missing_fp16 is not None:
+        return refuse(missing_fp16, ChosenBy.MACHINE)
     if has_other_weights:
         return refuse("the weights are not those that the job's first pass here had")
     if (foreign := _find_foreign_parameter(spec, checker, recorded)) is not None:

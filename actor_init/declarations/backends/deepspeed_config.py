@@ -37,7 +37,7 @@ def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     """Return why DeepSpeed cannot run `spec` on a `device_type` or cannot take its config file; None if it can."""
     on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
-        return f"DeepSpeed has no fp16 on a CPU. Try: {Setting('dtype', Dtype.BF16)}, or {FSDP2}"
+        return f"DeepSpeed has no fp16 on a CPU. Try: {FSDP2}"
     if on_cpu and spec.compile is Compile.DEEPCOMPILE:
         return f"{DEEPCOMPILE} needs CUDA, and this machine has none. Try: {Setting('compile', Compile.BLOCKS)}"
     if not spec.has_optimizer and spec.resolved_zero_stage:

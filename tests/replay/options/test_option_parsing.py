@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from actor_init.spec import ActorSpec, Attention, Compile, ParallelSpec, TpPlan, UsageError
+from capture.facts import Setting
 from replay.command_line.cli import parse_command_line
-from replay.options.option_parsing import format_command_line, list_options, spec_from_dict, spec_to_dict
+from replay.options.option_parsing import (
+    describe_error,
+    format_command_line,
+    list_options,
+    spec_from_dict,
+    spec_to_dict,
+)
 from replay.options.spec import InputsSpec, MeasureSpec, Passes, ReplaySpec, StateSpec
 from replay.processes.child_job import ChildJob
 
@@ -161,3 +168,9 @@ def test_no_page_gives_a_switch_a_value() -> None:
     typed = [words.split() for page in pages for words in re.findall("`(--[^`]+)`", page.read_text())]
     assert ["--grad-accumulation", "1"] in typed
     assert [words for words in typed if words[0] in switches and words[1:] and not words[1].startswith("--")] == []
+
+
+def test_a_refusal_shows_its_sentence_alone_and_another_error_its_type() -> None:
+    refusal = UsageError("DeepSpeed", "has no fp16 on a CPU", f"Try: {Setting('backend', 'fsdp2')}")
+    assert describe_error(refusal) == "DeepSpeed has no fp16 on a CPU. Try: --backend fsdp2"
+    assert describe_error(ValueError("no events")) == "ValueError: no events"

@@ -123,8 +123,31 @@ def test_the_machine_chooses_where_it_cannot_do_what_the_job_did(monkeypatch: py
         choose_from_job(ReplaySpec(), make_half_call(), SELECTION, device)[0] for device in ("cpu", "cuda")
     )
     assert (on_cpu.value, on_cpu.by) == (Dtype.FP32, ChosenBy.MACHINE)
+    assert on_cpu.why == "the job computed in float16, and DeepSpeed has no fp16 on a CPU. Try: --backend fsdp2"
     assert (on_cuda.value, on_cuda.by) == (Dtype.FP16, ChosenBy.JOB)
     assert choose_from_job(ReplaySpec(), None, SELECTION, "cpu")[0].by is ChosenBy.DEFAULT
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "ddp"])
+def test_a_job_s_fp16_is_taken_on_a_cpu_where_the_backend_has_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.resolution.job_defaults.list_job_dtypes", lambda call: ["float16"])
+    spec = ReplaySpec(actor=ActorSpec(backend=backend))
+    chosen = choose_from_job(spec, make_half_call(), SELECTION, "cpu")[0]
+    assert (chosen.value, chosen.by) == (Dtype.FP16, ChosenBy.JOB)
+
+
+def test_the_steps_of_a_job_in_fp16_are_taken_on_a_cpu_where_the_backend_has_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.resolution.step_choice.list_job_dtypes", lambda call: ["float16"])
+
+    def explain_steps(*typed: str) -> str:
+        return next(choice.why for choice in resolve_typed(world, *typed).choices if choice.setting == STEP)
+
+    # The sample's steps cannot be followed for another reason, which is asked for last.
+    why = "the job computed in float16, and DeepSpeed has no fp16 on a CPU. Try: --backend fsdp2"
+    assert explain_steps() == why
+    assert "float16" not in explain_steps("--backend", "fsdp2")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

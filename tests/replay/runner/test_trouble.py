@@ -176,7 +176,7 @@ USAGE = {
     "flash-attn that is not there": ("--attention flash", "Try: --attention sdpa"),
     "varlen on a CPU": ("--attention varlen", "Try: --attention sdpa"),
     "varlen on padded rows": ("--attention varlen --no-packing", "Try: --packing"),
-    "fp16 on a CPU": ("--dtype fp16", "Try: --dtype bf16"),
+    "fp16 on a CPU": ("--dtype fp16", "Try: --backend fsdp2"),
     "no optimizer to shard": ("--optimizer none --zero-stage 1", "Try: --zero-stage 0"),
     "step without backward": ("--step --no-backward", "Drop one"),
     "step without optimizer": ("--step --optimizer none", "Try: --optimizer adamw"),
