@@ -6,8 +6,8 @@
 
 Each environment needs this project (`pip install --no-deps -e .`) and what is to be tried. Results are added to the
 file as they come, by the versions that were found; what is there is not tried again. A replay counts as `works` if the
-sample's first pass is REPRODUCED, and a recording if it has every pass and its checksums hold. docs/versions.md has
-the table.
+sample's first pass is REPRODUCED, and a recording if it has every pass and its checksums hold. docs/trust.md has the
+table.
 """
 
 import argparse
