@@ -120,7 +120,7 @@ def describe_first_difference(difference: "FirstDifference | None") -> str:
 
 
 def print_comparison(comparison: Comparison, *, written: Sequence[Path], full_names: bool = False) -> None:
-    """Print the answer to `replay compare`; docs/compare.md shows one."""
+    """Print the answer to `replay compare`; docs/compare-and-trace.md shows one."""
     out = open_console()
     print_pairs(out, describe_other_work(comparison))
     print_pairs(out, describe_runs(comparison))
