@@ -151,6 +151,7 @@ def run(command: str, folder: Path) -> str:
 PROGRAMS = [block for block in BLOCKS if block.language == "python"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.line}")
 def test_the_program_of_a_page_runs(program: Block, folder: Path) -> None:
     """What it records is REPRODUCED by the command line below it."""
@@ -167,6 +168,7 @@ def test_the_program_of_a_page_runs(program: Block, folder: Path) -> None:
 STORY = [block for block in BLOCKS if block.page == "README.md" and block.text.startswith("$ ")]
 
 
+@pytest.mark.slow
 def test_the_story_of_the_readme_goes_as_it_says(folder: Path) -> None:
     """Each line that README shows is printed, but for its numbers and for what it leaves out as [...]."""
     assert STORY
