@@ -3,7 +3,8 @@
 Shape letters: B rows, S tokens a row, N tokens whose log-prob is requested, V this rank's share of the vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,15 @@ class VocabularyParallelEmbedding(ParallelStyle):
         # An embedding gives the row of its padding no gradient. Only the rank that holds that row must know its index.
         if module.padding_idx is not None:
             module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + size else None
-        # Any, since mypy does not allow replacing methods.
-        patched: Any = module
         forward, group = module.forward, device_mesh.get_group()
+        bare = _WithoutHooks(module, forward)
 
         def look_up(ids_BS: Tensor) -> Tensor:
             local_ids_BS, owned_BS = to_local_ids(ids_BS, first, size)
-            patched.forward = forward
-            try:
-                others = {name: sum_gradient(p, group) for name, p in module.named_parameters() if name != "weight"}
-                hidden = functional_call(module, {"weight": patched.weight.to_local(), **others}, (local_ids_BS,))
-            finally:
-                patched.forward = look_up
+            others = {name: sum_gradient(p, group) for name, p in module.named_parameters() if name != "weight"}
+            parameters = {"weight": cast(DTensor, module.weight).to_local(), **others}
+            named = {f"module.{name}": parameter for name, parameter in parameters.items()}
+            hidden = functional_call(bare, named, (local_ids_BS,))
             shares = hidden.masked_fill(~owned_BS.unsqueeze(-1), 0)
             summed = DTensor.from_local(shares, device_mesh, [Partial()], run_check=False).redistribute(
                 placements=[self.output]
@@ -53,8 +51,26 @@ class VocabularyParallelEmbedding(ParallelStyle):
             # It is a copy because CTRL scales it in place, which autograd does not allow for a view.
             return summed.to_local().clone() if self.use_local_output else summed
 
+        # Any, since mypy does not allow replacing methods.
+        patched: Any = module
         patched.forward = look_up
         return module
+
+
+class _WithoutHooks(nn.Module):
+    """Computes what a module's own forward computes, without the module's hooks.
+
+    FSDP's hook behind a forward puts the sharded parameters back. Where it ran inside `functional_call`, that put back
+    the gathered ones last, and an optimizer that was made then never stepped the weight.
+    """
+
+    def __init__(self, module: nn.Module, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.compute = compute
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        return self.compute(ids_BS)
 
 
 def compute_sharded_log_probs(logits: DTensor, predictor_N: Tensor, target_ids_N: Tensor) -> Tensor:
