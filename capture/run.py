@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -164,8 +164,11 @@ def run(
 ) -> None:
     """Run `job` in this process, and record it and the ranks that it starts. Raises what the job raises, no more.
 
+    Where that ends the process, the job's own traceback is printed first and what was recorded last.
+
     The parameters are those of `RecordingOrder`.
     """
+    error_printer = _ErrorPrinter()
     marks = choose_marks_folder()
     order = RecordingOrder(
         folder=str(folder), module_name=module_name, arguments=arguments or {}, settings=settings, marks=str(marks)
@@ -185,7 +188,41 @@ def run(
         children = take_marks(marks)
         rank = search.recordings[0][1].rank if search and search.recordings else read_rank_and_world_size()[0]
         if search is not None and rank == 0 and (search.recordings or not children):
-            print(search.describe(), file=sys.stderr)
+            error_printer.print_last(search.describe())
+
+
+class _ErrorPrinter:
+    """Prints the error that ends the process as python does for a script run alone, and then the last line."""
+
+    def __init__(self) -> None:
+        self._last_line = ""
+        self._previous = sys.excepthook
+        sys.excepthook = self._print_error
+
+    def print_last(self, line: str) -> None:
+        """Print the line now, or behind the error that is being raised, unless the job prints its errors itself."""
+        error = sys.exc_info()[1]
+        if error is None or isinstance(error, SystemExit) or sys.excepthook != self._print_error:
+            print(line, file=sys.stderr)
+        else:
+            self._last_line = line
+
+    def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        trace = _skip_own_frames(trace)
+        self._previous(kind, error.with_traceback(trace), trace)
+        if self._last_line:
+            print(self._last_line, file=sys.stderr)
+
+
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the frames of the job alone; None if it did not get as far, as with a syntax error."""
+    own = (ScriptJob.run.__code__, ScriptJob._run_script.__code__)
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    last = max((number for number, step in enumerate(frames) if step.tb_frame.f_code in own), default=-1)
+    return next((step for step in frames[last + 1 :] if "runpy" not in step.tb_frame.f_code.co_filename), None)
 
 
 def run_again() -> None:

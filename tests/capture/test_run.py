@@ -140,6 +140,23 @@ def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_p
     assert len(capture_files(tmp_path / "loud")) == 2
 
 
+@pytest.mark.parametrize("typed", [["job.py"], ["-m", "job"]])
+def test_a_script_that_raises_shows_its_own_traceback_first(typed: list[str], tmp_path: Path) -> None:
+    script = "def inner():\n    raise ValueError('broke')\nTiny()(ids)\ninner()"
+    done = capture_run(tmp_path, script, "--to", "kept", *typed)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert [line.partition(" in ")[2] for line in lines if line.startswith("  File ")] == ["<module>", "inner"]
+    assert lines.index("ValueError: broke") == len(lines) - 2
+    assert lines[-1].startswith("capture: 1 pass of Tiny, in ")
+
+
+def test_a_script_that_is_no_python_is_shown_without_frames_of_ours(tmp_path: Path) -> None:
+    done = capture_run(tmp_path, "x = (", "--to", "kept", "job.py")
+    assert "Traceback" not in done.stderr
+    assert "SyntaxError: '(' was never closed" in done.stderr
+
+
 def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
     script, file = "raise ValueError('broke')", tmp_path / "error.json"
     capture_run(tmp_path, script, "job.py", TORCHELASTIC_ERROR_FILE=str(file))
@@ -152,7 +169,7 @@ def test_torchrun_is_left_the_job_s_traceback(tmp_path: Path) -> None:
 def test_a_job_ends_as_it_would_where_nothing_can_be_left_for_torchrun(tmp_path: Path) -> None:
     unwritable = str(tmp_path / "no folder" / "error.json")
     done = capture_run(tmp_path, "raise ValueError('broke')", "job.py", TORCHELASTIC_ERROR_FILE=unwritable)
-    assert done.stderr.splitlines()[-1] == "ValueError: broke"
+    assert "ValueError: broke" in done.stderr.splitlines()
 
 
 def test_what_a_job_has_left_for_torchrun_stays(tmp_path: Path) -> None:
