@@ -10,15 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from capture.facts import CaptureError
     from capture.file_format.actor_config import read_actor_config, write_actor_config
     from capture.file_format.capture_file import read_micro_batch, write_call
     from capture.file_format.listing import capture_files
-    from capture.file_format.micro_batch import CaptureError, MicroBatch, Origin
+    from capture.file_format.micro_batch import MicroBatch, Origin
     from capture.record.recorder import Recorder, note, note_next
     from capture.recordings import recording
 
 _HOMES = {
-    "CaptureError": "capture.file_format.micro_batch",
+    "CaptureError": "capture.facts",
     "MicroBatch": "capture.file_format.micro_batch",
     "Origin": "capture.file_format.micro_batch",
     "Recorder": "capture.record.recorder",

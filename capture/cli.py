@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from capture.facts import FactError, Setting, flag_of, spell_settings
-from capture.file_format.micro_batch import CaptureError
+from capture.facts import CaptureError, FactError, Setting, flag_of, spell_settings
 
 RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
 # An issue on GitHub takes attachments of this size.
@@ -21,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `run` returns 0 where its script ends, and raises what its script raises.
     """
-    parsed = _parser().parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = _parser(has_importers="convert" in typed).parse_args(typed)
     return int(parsed.action(parsed))
 
 
@@ -33,9 +33,16 @@ def find_product_version() -> str:
         return "of a folder that is not installed"
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Build the parser. Each command but `run` takes a folder first, and has its function as `action`."""
-    from capture.importers import IMPORTERS
+def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
+    """Build the parser. Each command but `run` takes a folder first, and has its function as `action`.
+
+    has_importers  with the words of `convert --from`, which are declared where dumps are read: with torch
+    """
+    importers: list[str] | None = None
+    if has_importers:
+        from capture.importers import IMPORTERS
+
+        importers = list(IMPORTERS)
 
     parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
     parser.add_argument("--version", action="version", version=f"capture {find_product_version()}")
@@ -47,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, action: Callable[[argparse.Namespace], int], help: str, folder_help: str = "Folder of captures."
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
-        command.set_defaults(action=_catch_errors(action))
+        command.set_defaults(action=_catch_errors(action), is_folder_here=name != "collect")
         command.add_argument("folder", type=Path, help=folder_help)
         return command
 
@@ -81,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--from",
         dest="project",
-        choices=list(IMPORTERS),
+        choices=importers,
         help="Project that wrote them (default: told from each file).",
     )
     convert.add_argument(
@@ -171,6 +178,9 @@ def _run(parsed: argparse.Namespace) -> int:
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         check_retention(**settings)
+        if not parsed.is_module and not Path(parsed.job[0]).is_file():
+            advice = "Try: capture run train.py, or capture run -m package.module"
+            raise CaptureError(f"{parsed.job[0]}: no such script. {advice}")
         arguments = _parse_argument_names(parsed.arguments)
     except ValueError as error:
         return _print_usage_error(error)
@@ -208,6 +218,8 @@ def _parse_argument_names(typed: str | None) -> dict[str, str]:
 def _catch_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def run_action(parsed: argparse.Namespace) -> int:
         try:
+            if parsed.is_folder_here and not parsed.folder.exists():
+                raise CaptureError(f"{parsed.folder}: no such folder. Give one that a recording was written to")
             return action(parsed)
         except (CaptureError, OSError) as error:
             return _print_usage_error(error)

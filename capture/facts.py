@@ -92,3 +92,7 @@ class FactError(ValueError):
     def __str__(self) -> str:
         """Return the sentence as Python code would name the settings."""
         return spell_settings(self.text.replace("⟩ ⟨", "⟩, ⟨"), lambda setting: setting.in_python)
+
+
+class CaptureError(FactError):
+    """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""

@@ -271,10 +271,8 @@ def _repeat_for_torchrun(error: Exception, job: ScriptJob) -> None:
 def choose_folder(job: ScriptJob, typed: Path | None) -> Path:
     """Choose the folder: the typed one, or `inputs/<time>-<script>`, with the time at which the whole job began.
 
-    Raises CaptureError for a script that does not exist, and if ranks cannot agree on a time.
+    Raises CaptureError if ranks cannot agree on a time.
     """
-    if not job.is_module and not Path(job.name).is_file():
-        raise CaptureError(f"{job.name}: no such script. Try: capture run train.py, or capture run -m package.module")
     if typed is not None:
         return typed.absolute()
     start = datetime.now().astimezone()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.facts import FactError
+# Where what reads captures imports it from. The command line refuses what was typed wrong without torch.
+from capture.facts import CaptureError as CaptureError
 
 # The most tokens of a micro-batch, padding included: a bound for readers, far above what a device holds.
 MAX_TOKENS = 2**24
@@ -29,10 +30,6 @@ SHIFT_LABELS = "shift_labels"
 # [rows, tokens]; and which share of the logits' gradient is not of a log-prob's form, one number.
 LOSS_TARGETS, LOSS_GRADIENTS, LOSS_MISFIT = "loss_targets", "loss_gradients", "loss_misfit"
 NOTED_SHAPES = "a number, [rows], [rows / 2] for pairs, or [rows, up to as many as a row has tokens]"
-
-
-class CaptureError(FactError):
-    """A capture that cannot be read or is no micro-batch. The message names the file where one is known."""
 
 
 class NotReplayableError(CaptureError):
