@@ -33,6 +33,7 @@ from actor_init.custom.checkpoint import CheckpointWeights
 from actor_init.custom.config import CustomConfig, CustomVectors
 from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers.declaration import ParameterGroup
+from actor_init.hub import find_folder
 from actor_init.model_config import (
     PRESET_NAMES,
     PRESETS,
@@ -126,8 +127,7 @@ def find_model(
     elif spec.model in PRESET_NAMES:
         values, name = json.loads((PRESETS / f"{spec.model}.json").read_text()), spec.model
     else:
-        path = Path(spec.model)
-        name = str(path)
+        path, name = find_folder(Setting("model", spec.model)), str(Path(spec.model))
         if path.is_dir() and not (path / "config.json").exists() and (config := read_captured_config(path)) is not None:
             values = config
         elif path.is_dir() and (path / ADAPTER_CONFIG_NAME).exists() and not (path / "config.json").exists():
@@ -158,7 +158,7 @@ def _add_adapter_weights(
     if spec.adapter is None:
         adapter = Adapter.from_configs(adapters, captured_name)
     else:
-        folder = Path(spec.adapter)
+        folder = find_folder(Setting("adapter", spec.adapter))
         adapter = read_adapter(folder, next(iter(adapters)) if len(adapters) == 1 else DEFAULT_NAME)
         adapter_weights = FolderWeights.open(folder, None)
     if spec.parallel.tp > 1:

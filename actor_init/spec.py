@@ -153,8 +153,8 @@ class ActorSpec:
     backend: str = option(DEFAULT, _backend_help, choices=BACKENDS, brief="Who shards, reduces and steps.")
     model: str | None = option(
         None,
-        "A preset (llama-3.1-8b), a model folder, a config.json, a folder of captures, or FILE.py:function, which "
-        "returns a module of your own. Default: the config beside the inputs.",
+        "A preset (llama-3.1-8b), a model folder, an id of the Hugging Face Hub, a config.json, a folder of captures, "
+        "or FILE.py:function, which returns a module of your own. Default: the config beside the inputs.",
         metavar="NAME|PATH",
         brief="Default: the config beside the inputs.",
     )
@@ -166,8 +166,9 @@ class ActorSpec:
     )
     adapter: str | None = option(
         None,
-        "A folder with a LoRA adapter, as PEFT writes it; none: build the model without. Default: the job's adapter, "
-        "with random weights, where the model's are random; a folder of weights is taken to have it merged.",
+        "A folder or an id of the Hub with a LoRA adapter, as PEFT writes it; none: build the model without. Default: "
+        "the job's adapter, with random weights, where the model's are random; a folder of weights is taken to have "
+        "it merged.",
         metavar="FOLDER|none",
         brief="A LoRA adapter, as PEFT writes it.",
     )

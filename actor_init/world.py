@@ -48,7 +48,7 @@ class World:
         if world_size % num_model_ranks:
             raise UsageError(
                 f"{world_size} processes were started, but tp {parallel.tp} x ring {parallel.ring} needs a multiple "
-                f"of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} replay ..."
+                f"of {num_model_ranks}. Try: torchrun --nproc-per-node {num_model_ranks} -m replay ..."
             )
         device = _choose_device(local_rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -146,7 +146,8 @@ def _choose_device(local_rank: int) -> torch.device:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         raise UsageError(
             f"{local_world_size} processes were started on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}. "
-            f"Try: deepspeed --num_gpus={num_gpus} replay ..., or torchrun --nproc-per-node {num_gpus} replay ..."
+            f"Try: deepspeed --num_gpus={num_gpus} --module replay ..., "
+            f"or torchrun --nproc-per-node {num_gpus} -m replay ..."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -178,10 +178,10 @@ def _run(parsed: argparse.Namespace) -> int:
         if not parsed.job:
             raise CaptureError("run needs a script. Try: capture run train.py, or capture run -m package.module")
         check_retention(**settings)
+        arguments = _parse_argument_names(parsed.arguments)
         if not parsed.is_module and not Path(parsed.job[0]).is_file():
             advice = "Try: capture run train.py, or capture run -m package.module"
             raise CaptureError(f"{parsed.job[0]}: no such script. {advice}")
-        arguments = _parse_argument_names(parsed.arguments)
     except ValueError as error:
         return _print_usage_error(error)
     from capture.run import ScriptJob, choose_folder, run

@@ -164,7 +164,7 @@ FLAGS_LEFT = {
     # A user's objective may catch this error, which is a ValueError.
     "actor_init/inputs/documents.py": ["--ring", "--tp"],
     # These are flags of launchers.
-    "actor_init/world.py": ["--nproc-per-node", "--nproc-per-node", "--num_gpus"],
+    "actor_init/world.py": ["--module", "--nproc-per-node", "--nproc-per-node", "--num_gpus"],
     # Checks give advice in their table.
     "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],
     # It is a flag of a command, whose errors may name those of another.

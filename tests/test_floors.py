@@ -38,7 +38,7 @@ ROOMS = {
             "sketching",
         ),  # of backends and kernels: what each needs and refuses
         ("spec",),
-        ("fused", "optimizer", "training_mode", "weights", "world"),
+        ("fused", "hub", "optimizer", "training_mode", "weights", "world"),
         ("adapters", "custom", "model_config"),
         ("optimizers",),
         ("model",),
@@ -80,6 +80,7 @@ LIBRARIES = {
     "pydantic": {"actor_init/as_json.py"},
     "pydantic_core": {"actor_init/as_json.py"},
     "matplotlib": {"replay/comparison/plot.py"},
+    "huggingface_hub": {"actor_init/hub.py"},
     "peft": {"actor_init/adapters.py"},
     "pyarrow": {"replay/commands/suite/inputs.py"},
     "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},

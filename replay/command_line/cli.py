@@ -44,7 +44,6 @@ CommandLineError: type[Any] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     cls=GroupHelp,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import actor_init
+from actor_init.hub import find_folder, names_hub
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec, check_inputs
@@ -21,7 +22,9 @@ def check_paths(spec: ReplaySpec) -> None:
     check_inputs(spec.inputs)
     for flag, typed, path in list_file_options(spec):
         setting = Setting(flag.removeprefix("--").replace("-", "_"), typed)
-        if setting.name == "model":
+        if setting.name in ("model", "adapter") and names_hub(typed):
+            find_folder(setting)
+        elif setting.name == "model":
             _check_model(setting, path)
         elif not path.exists():
             raise UsageError(

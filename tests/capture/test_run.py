@@ -140,6 +140,17 @@ def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_p
     assert len(capture_files(tmp_path / "loud")) == 2
 
 
+def test_what_is_typed_wrong_is_refused_without_torch(tmp_path: Path) -> None:
+    probe = (
+        "import sys; from capture.cli import main; "
+        "print(main(['run', 'nowhere.py']), main(['check', 'nowhere']), 'torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", probe]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 2 False\n"
+
+
 @pytest.mark.parametrize("typed", [["job.py"], ["-m", "job"]])
 def test_a_script_that_raises_shows_its_own_traceback_first(typed: list[str], tmp_path: Path) -> None:
     script = "def inner():\n    raise ValueError('broke')\nTiny()(ids)\ninner()"

@@ -53,7 +53,7 @@ def find_load_obstacle(state: SavedStateFacts, world_size: int) -> str | None:
             return (
                 f"was partitioned over {state.world_size} ranks by ZeRO stage {state.zero_stage}, and here are "
                 f"{world_size}. DeepSpeed's universal format does not take a state that {reason}. "
-                f"Try: torchrun --nproc-per-node {state.world_size} replay ..."
+                f"Try: torchrun --nproc-per-node {state.world_size} -m replay ..."
             )
     return None
 

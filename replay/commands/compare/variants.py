@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actor_init.as_json import to_json
+from actor_init.hub import find_folder
 from actor_init.spec import USER_FUNCTION, ActorSpec, Attention, Head, Kernels, UsageError
 from capture.facts import Setting
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
@@ -134,7 +135,7 @@ def _make_custom(actor: ActorSpec, function: str) -> ActorSpec:
     """
     weights = actor.weights
     if weights is None and actor.model is not None and not actor.is_custom:
-        weights = Path(actor.model)
+        weights = find_folder(Setting("model", actor.model))
     return replace(actor, model=function, weights=weights, packing=None, attention=Attention.AUTO, kernels=Kernels.AUTO)
 
 

@@ -206,7 +206,7 @@ def choose_inputs_goal(first: float) -> float:
     return LEARNED_SHARE * first
 
 
-TRY_TWO_PROCESSES = "Try: torchrun --nproc-per-node 2 replay diagnose"
+TRY_TWO_PROCESSES = "Try: torchrun --nproc-per-node 2 -m replay diagnose"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

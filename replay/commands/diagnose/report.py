@@ -6,7 +6,7 @@
 
       note         attention kernel     sdpa, for flash-attn has no CPU kernel
       ok           same pass twice      loss by 0, bound 0.001; gradient by 0 at most, bound 0.05, lm_head.weight
-      not run      gradient on ranks    one process; Try: torchrun --nproc-per-node 2 replay diagnose
+      not run      gradient on ranks    one process; Try: torchrun --nproc-per-node 2 -m replay diagnose
 
 Lines, and diagnose.json, are written as they become known.
 """

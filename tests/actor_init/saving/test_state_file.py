@@ -198,7 +198,7 @@ REFUSED = {
     "another clipping": ("--max-norm 2 --load-state {home}/zero1", "Try: --max-norm 0.5"),
     "another model": ("--num-layers 1 --load-state {home}/zero1", "n_layer is 2, and that of"),
     "other ranks, but not adamw": ("--optimizer sgd --load-state {home}/of-2-sgd", "one of sgd, not adamw"),
-    "other ranks, but no moments": ("--load-state {home}/of-2-new", "Try: torchrun --nproc-per-node 2 replay"),
+    "other ranks, but no moments": ("--load-state {home}/of-2-new", "Try: torchrun --nproc-per-node 2 -m replay"),
     "no optimizer to load": ("--optimizer none --load-state {home}/zero1", "Try: --save-model and --model"),
     "no optimizer to save": ("--optimizer none --save-state {home}/new", "--save-state needs an optimizer"),
     "two sources of weights": ("--random-weights --load-state {home}/zero1", "exclude each other"),

@@ -1,6 +1,9 @@
 """--help shows what most people need, --help-all every option; a folder may be typed as the first word."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,15 @@ def test_what_follows_two_dashes_is_no_option(tmp_path: Path, monkeypatch: pytes
 def test_suite_and_doctor_take_the_short_name_of_the_log_folder(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("suite", "doctor"):
         assert "-o, --log-folder FOLDER" in read_help(capsys, command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"), [("replay mis", ["mismatch"]), ("replay --inp", ["--inputs", "--input-file"])]
+)
+def test_the_shell_completes_commands_and_options(words: str, proposed: list[str]) -> None:
+    """As the line of `replay --show-completion bash` in ~/.bashrc asks for it."""
+    environment = {"_REPLAY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "replay"], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == proposed
