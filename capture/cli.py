@@ -199,16 +199,18 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _parse_argument_names(typed: str | None) -> dict[str, str]:
     """Parse `idx=input_ids,targets=labels`. Raises CaptureError."""
+    if typed is None:
+        return {}
     from capture.record.call_arguments import check_argument_names
 
-    pairs = [pair.partition("=") for pair in (typed or "").split(",") if pair]
+    pairs = [pair.partition("=") for pair in typed.split(",") if pair]
     try:
         names = check_argument_names(
             {forward_name.strip(): capture_name.strip() for forward_name, _, capture_name in pairs}
         )
     except (TypeError, ValueError):
         names = {}
-    if typed is not None and (not names or len(names) < len(pairs)):
+    if not names or len(names) < len(pairs):
         raise CaptureError(
             f"--arguments {typed}: give pairs of names, each name once. Try: --arguments idx=input_ids,targets=labels"
         )
