@@ -106,6 +106,12 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def test_the_site_lists_every_page() -> None:
+    listed = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert sorted({*listed} & pages) == sorted(pages)
+
+
 @pytest.mark.parametrize(
     "folder", [ROOT / name for name in ("capture", "actor_init", "replay", "tests", "benchmarks", "examples", "deploy")]
 )
