@@ -200,7 +200,8 @@ def _explain(error: Any, typed: Sequence[str]) -> str:
         names = {name.strip("-"): name for name in error.possibilities or ()}
         if close := get_close_matches(option.strip("-"), names, n=1, cutoff=LEAST_LIKENESS):
             return f"{message}. Did you mean {names[close[0]]}? {advice}"
-    return f"{message[0].lower()}{message[1:]}. {advice}"
+    end = "" if message.endswith("?") else "."
+    return f"{message[0].lower()}{message[1:]}{end} {advice}"
 
 
 def _find_value(option_names: Sequence[str], typed: Sequence[str]) -> str | None:

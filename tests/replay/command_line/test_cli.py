@@ -91,6 +91,7 @@ def test_an_error_that_cannot_be_left_for_torchrun_is_said_all_the_same(
         ("--max-inputs", "option '--max-inputs' requires an argument. Try: replay --help"),
         ("--max-inputs many", "--max-inputs 'many' is not allowed. Give a whole number of at least 1"),
         ("inputs/nowhere", "no such command 'inputs/nowhere'. Try: replay --help"),
+        ("pariti", "no such command 'pariti'. Did you mean 'parity'? Try: replay --help"),
         ("inputs/sample --inputs x", "inputs/sample and --inputs exclude each other."),
         ("parity inputs/sample --inputs x", "inputs/sample and --inputs exclude each other."),
         ("inspect", "missing argument 'FOLDER'. Try: replay inspect --help"),
