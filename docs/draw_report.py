@@ -1,4 +1,4 @@
-"""Draws README's picture of a run's page from a real run: `python docs/draw_report.py`. Needs chromium."""
+"""Draw the picture of a run's page in docs/formats.md from a real run: `python docs/draw_report.py`. Needs chromium."""
 
 import subprocess
 import tempfile
