@@ -34,6 +34,7 @@ from replay.runner.rounding_floor import RunRepeater
 from replay.runner.states import EarlierPasses
 from replay.runner.text import Console
 from replay.tracing.writer import TraceWriter
+from replay.verdict.causes.table import may_lie_in_layer
 from replay.verdict.findings import VerdictSettings
 from replay.verdict.judge import PassEvidence
 from replay.verdict.outcomes import Outcome
@@ -310,7 +311,7 @@ class Session:
                 self.selection,
                 verdict=[
                     *format_verdict(conclusion.verdict),
-                    *(self._lead_to_layer() if is_not_reproduced else []),
+                    *(self._lead_to_layer() if is_not_reproduced and may_lie_in_layer(conclusion.verdict) else []),
                     *describe_unrecorded(self.selection.not_recorded),
                     *conclusion.remarks,
                     *replayed.step_lines,

@@ -65,6 +65,16 @@ class CauseName(StrEnum):
     VERSIONS = "other versions"
 
 
+# What a job's loop does with the log-probs and the gradients of a model: no layer computes otherwise.
+LOOP_CAUSES = frozenset(
+    {
+        *(CauseName.OTHER_TOKENS, CauseName.WINDOW_WEIGHTS, CauseName.OBJECTIVE, CauseName.GRADIENTS_SCALED),
+        *(CauseName.NOT_REDUCED, CauseName.SUMMED, CauseName.NOT_CLEARED, CauseName.CLIPPED_EARLY, CauseName.CLIPPING),
+        *(CauseName.OPTIMIZER, CauseName.SCHEDULE, CauseName.STEPS_SKIPPED, CauseName.OPTIMIZER_STATE),
+    }
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
     """One cause of what differs in a run.

@@ -8,6 +8,7 @@ table.
 
 from collections.abc import Sequence
 
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES
 from replay.verdict.causes import (
     dtype_rules,
     gradient_rules,
@@ -19,8 +20,11 @@ from replay.verdict.causes import (
     trial_rules,
     weight_rules,
 )
-from replay.verdict.causes.cause import Cause, Sureness
+from replay.verdict.causes.cause import LOOP_CAUSES, Cause, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
+from replay.verdict.outcomes import Outcome, Verdict
+from replay.verdict.pass_values import MISSING_GRADIENT
+from replay.verdict.route_findings import ROUTES
 
 RULES = (
     *weight_rules.RULES,
@@ -35,6 +39,8 @@ RULES = (
     *gradient_rules.RULES,
     *model_rules.LAST_RULES,
 )
+# What a layer that computes otherwise changes first. Draws, steps and states tell of no layer.
+_OF_LAYERS = frozenset({*model_rules.FORWARD_FINDINGS, ROUTES, *GRADIENT_QUANTITIES, MISSING_GRADIENT})
 SURENESS_ORDER = (Sureness.IS, Sureness.PROBABLY, Sureness.MAY_BE)
 
 
@@ -77,3 +83,12 @@ def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> tuple[list[
             is_later = wrong is not None and wrong[0] is not first
             (may_follow if is_step_explained and is_later else unexplained).append(name)
     return unexplained, may_follow
+
+
+def may_lie_in_layer(verdict: Verdict) -> bool:
+    """Does a forward or a gradient differ, or is unsettled, for which no cause in the job's loop is enough?"""
+    judged = [one for one in (*verdict.passes, *verdict.windows) if one.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)]
+    wrong = {finding.name for one in judged for finding in one.findings if finding.is_wrong} & _OF_LAYERS
+    of_loop = {name for cause in verdict.causes if cause.name in LOOP_CAUSES for name in cause.explains}
+    of_others = {name for cause in verdict.causes if cause.name not in LOOP_CAUSES for name in cause.explains}
+    return bool(wrong - (of_loop - of_others) - set(verdict.may_follow))

@@ -7,8 +7,9 @@ import pytest
 from docs.write_causes import PAGE, insert_causes
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
-from replay.verdict.causes.table import RULES, find_causes, list_unexplained
+from replay.verdict.causes.table import RULES, find_causes, list_unexplained, may_lie_in_layer
 from replay.verdict.findings import VerdictSettings, make_finding
+from replay.verdict.judge import judge
 from replay.verdict.outcomes import Outcome, PassVerdict
 from tests.broken_jobs.table import JOBS
 
@@ -48,6 +49,35 @@ def test_what_no_cause_explains_stays() -> None:
     causes = find_causes(evidence, [make_rule(CauseName.MASK, Sureness.IS, "loss")])
     assert list_unexplained(evidence, causes) == (["gradient norm"], [])
     assert list_unexplained(evidence, []) == (["loss", "gradient norm"], [])
+
+
+def make_cause(name: CauseName, *explains: str) -> Cause:
+    return Cause(name=name, sureness=Sureness.IS, sentence=str(name), explains=explains)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "causes", "may_follow", "is_sought"),
+    [
+        (["loss"], [], [], True),
+        (["loss"], [make_cause(CauseName.MODEL_CODE, "loss")], [], True),
+        (["gradient samples"], [], [], True),
+        (["gradient samples"], [make_cause(CauseName.GRADIENTS_CHANGED, "gradient samples")], [], True),
+        (["gradient samples"], [make_cause(CauseName.WINDOW_WEIGHTS, "gradient samples")], [], False),
+        (["gradient norm"], [make_cause(CauseName.CLIPPED_EARLY, "gradient norm")], [], False),
+        (["loss", "gradient norm"], [make_cause(CauseName.CLIPPING, "gradient norm")], [], True),
+        (["loss", "gradient norm"], [make_cause(CauseName.CLIPPING, "gradient norm")], ["loss"], False),
+        (["loss"], [make_cause(CauseName.SCHEDULE, "loss"), make_cause(CauseName.MODEL_CODE, "loss")], [], True),
+        (["dropout masks"], [make_cause(CauseName.DROPOUT, "dropout masks")], [], False),
+        (["optimizer state"], [], [], False),
+    ],
+)
+def test_a_layer_is_sought_where_no_cause_in_the_loop_is_enough(
+    wrong: list[str], causes: list[Cause], may_follow: list[str], is_sought: bool
+) -> None:
+    known = replace(judge([], SETTINGS), causes=causes, may_follow=may_follow)
+    verdict = make_evidence(*wrong).verdicts[0]
+    assert may_lie_in_layer(replace(known, passes=[verdict])) is is_sought
+    assert not may_lie_in_layer(replace(known, passes=[replace(verdict, outcome=Outcome.CANNOT_TELL)]))
 
 
 def test_what_is_wrong_behind_an_explained_step_may_follow_from_it() -> None:
