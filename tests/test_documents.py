@@ -129,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a reader's folder: the examples, and the log of a replay of the sample."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "examples").symlink_to(ROOT / "examples")
-    run("replay --max-inputs 1", folder)
+    run("replay --max-inputs 2", folder)
     return folder
 
 
