@@ -96,6 +96,6 @@ def test_under_zero_it_is_refused_by_name(job: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_state_that_is_not_there_or_not_needed_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in replay(job, capsys, "--optimizer-state", str(job / "nothing"), exits=2)
+    assert "no such file or folder" in replay(job, capsys, "--optimizer-state", str(job / "nothing"), exits=2)
     other = ["--optimizer-state", str(job / "checkpoint-3"), "--load-state", str(job)]
     assert "exclude each other" in replay(job, capsys, *other, exits=2)
