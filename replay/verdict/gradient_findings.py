@@ -177,9 +177,9 @@ def _compare_gradient(window: Sequence[ComparedPass], settings: VerdictSettings)
     if not job_norms and not has_samples:
         return []
     replay_norm = window[-1].record.result.grad_norm
-    other_window = _explain_other_window(window, steps, settings)
-    if other_window is not None or replay_norm is None:
-        reason = other_window or "the replay ran no backward, or its window was cut short"
+    why_not = _explain_other_window(window, steps, settings) or _explain_overflow(replay_norm, job_norms, settings)
+    if why_not is not None or replay_norm is None:
+        reason = why_not or "the replay ran no backward, or its window was cut short"
         findings = [make_unjudged_finding(GRAD_NORM, norm, reason, replay_norm) for _, norm in job_norms[:1]]
         largest = _list_largest_elements(steps)
         if largest:
@@ -398,6 +398,17 @@ def _compare_norm(
         is_evidence=doubt is None,
         where=f"rank {rank}" if (window[0].recorded.world_size or 1) > 1 else None,
     )
+
+
+def _explain_overflow(
+    replay_norm: float | None, job_norms: Sequence[tuple[int, float]], settings: VerdictSettings
+) -> str | None:
+    """Say so where the replay's fp16 overflowed, and the job's, at a loss scale of its own, is not known to have."""
+    if settings.dtype != "float16" or replay_norm is None or math.isfinite(replay_norm):
+        return None
+    if any(not math.isfinite(norm) for _, norm in job_norms):
+        return None
+    return "it overflowed here in fp16, at the replay's own loss scale"
 
 
 def _list_largest_elements(steps: Sequence[OptimizerStep]) -> list[float]:

@@ -544,3 +544,12 @@ def test_what_differs_in_the_environment_is_listed_beside() -> None:
 def test_a_finding_at_its_bound_agrees() -> None:
     assert make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.1).agrees
     assert not make_finding(LOSS, 1.0, 1.1, difference=0.1, bound=0.09).agrees
+
+
+@pytest.mark.parametrize(("dtype", "is_said"), [("float16", True), ("float32", False)])
+def test_a_replay_that_overflows_in_fp16_accuses_no_job(dtype: str, is_said: bool) -> None:
+    """The loss scale of a replay is not the job's, and what is inf here may have been finite there."""
+    recorded = make_recorded(Claim(name=GRAD_NORM, values=[4.0]), dtypes=[dtype])
+    verdict = judge_passes(recorded, setting=replace(SETTING, dtype=dtype), grad_norm=math.inf)
+    assert verdict.outcome is Outcome.UNSETTLED
+    assert (verdict.reason == "it overflowed here in fp16, at the replay's own loss scale") is is_said
