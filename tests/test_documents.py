@@ -12,6 +12,7 @@ import pytest
 
 from capture.cli import _parser as build_capture_parser
 from replay.command_line.cli import parse_command_line
+from tests.helpers.machine import job_environment
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[1]
@@ -141,7 +142,7 @@ def run(command: str, folder: Path) -> str:
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | {"PATH": f"{warm_bin()}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        env=job_environment() | {"PATH": f"{warm_bin()}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=1800,
