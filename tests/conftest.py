@@ -42,7 +42,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "about 6 minutes on two cores; the slow tests, pytest -m slow, about 12 more"
+    return "pytest: about 9 minutes on two cores; pytest -m slow, the other tests: up to 20"
 
 
 def _leave_home(config: pytest.Config) -> None:
