@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actor_init.inputs.documents import BORDER_NAMES, find_documents
+from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch, move_to_tokens
 
@@ -113,9 +113,13 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     own_BS = labels_BS
     if own_BS is not None and has_shifted:
         own_BS = move_to_tokens(own_BS)
-    borders, continued, other_restarts = _count_restarts(call, batch)
+    documents = _find_documents(batch)
+    borders, continued, other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
-    is_one_document_B = _is_one_document(batch)
+    # Nothing parts a row in which no position begins again, and no border was given.
+    is_one_document_B = (
+        [False] * batch.num_rows if documents is None else (documents.is_first_BS.sum(dim=1) <= 1).tolist()
+    )
     rows = [
         row
         for number in range(batch.num_rows)
@@ -148,14 +152,12 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     )
 
 
-def _is_one_document(batch: MicroBatch) -> list[bool]:
-    """Tell of each row whether nothing parts it: no position begins again, and no border was given."""
+def _find_documents(batch: MicroBatch) -> Documents | None:
     try:
-        num_firsts_B = find_documents(batch).is_first_BS.sum(dim=1)
+        return find_documents(batch)
     except CaptureError:
         # The pass itself reports what is wrong with its positions or borders.
-        return [False] * batch.num_rows
-    return (num_firsts_B <= 1).tolist()
+        return None
 
 
 def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: int | None) -> RowTraits | None:
@@ -223,14 +225,10 @@ def _find_label_offset(labels_BS: Tensor, ids_BS: Tensor, counts_BS: Tensor) -> 
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _count_restarts(call: Call, batch: MicroBatch) -> tuple[int, int, int]:
+def _count_restarts(call: Call, batch: MicroBatch, documents: Documents | None) -> tuple[int, int, int]:
     """Count the borders inside rows that the job named, those at which positions go on, and restarts elsewhere."""
-    if "position_ids" not in call.tensors or not any(name in call.tensors for name in BORDER_NAMES):
-        return 0, 0, 0
-    try:
-        documents = find_documents(batch)
-    except CaptureError:
-        # The pass itself reports what is wrong with its positions or borders.
+    has_both = "position_ids" in call.tensors and any(name in call.tensors for name in BORDER_NAMES)
+    if documents is None or not has_both:
         return 0, 0, 0
     borders = continued = other_restarts = 0
     for position_S, is_first_S, real_S in zip(
