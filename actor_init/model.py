@@ -35,8 +35,6 @@ from actor_init.custom.user_file import UserFunction
 from actor_init.declarations.optimizers.declaration import ParameterGroup
 from actor_init.hub import find_folder
 from actor_init.model_config import (
-    PRESET_NAMES,
-    PRESETS,
     cut_layers,
     parse_hf_config,
     read_captured_config,
@@ -45,6 +43,7 @@ from actor_init.model_config import (
 from actor_init.model_form import HeadForm, Layout
 from actor_init.optimizer import TORCH_DTYPES
 from actor_init.optimizers.state_loading import AssignedState
+from actor_init.option_words import PRESET_NAMES, PRESETS
 from actor_init.spec import ActorSpec, UsageError
 from actor_init.weights import (
     INIT_FILLS_BUFFERS,

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from transformers import (
     PretrainedConfig,
 )
 
+from actor_init.option_words import MODEL_ADVICE
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from capture.file_format.actor_config import read_actor_config
 from capture.file_format.micro_batch import CaptureError
-
-PRESETS = files("actor_init") / "presets"
-PRESET_NAMES = sorted(path.name.removesuffix(".json") for path in PRESETS.iterdir())
 
 
 def read_captured_config(folder: Path) -> dict[str, object] | None:
@@ -38,9 +35,7 @@ def read_config(path: Path, typed: str) -> dict[str, object]:
     try:
         values = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        known = ", ".join(PRESET_NAMES)
-        advice = f"Allowed: {known}, a folder with config.json, a config.json, or FILE.py:function"
-        raise UsageError(setting, f": {error}", advice) from error
+        raise UsageError(setting, f": {error}", MODEL_ADVICE) from error
     if not isinstance(values, dict):
         why = f": {path} holds a {type(values).__name__}, not a model config"
         raise UsageError(setting, why)

@@ -3,9 +3,15 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from capture.facts import FactError
+
+# Configs of models that ship with the project, and their names, which --model takes.
+PRESETS = Path(__file__).parent / "presets"
+PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
+MODEL_ADVICE = f"Allowed: {', '.join(PRESET_NAMES)}, a folder with config.json, a config.json, or FILE.py:function"
 
 
 class UsageError(FactError):

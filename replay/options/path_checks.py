@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import actor_init
 from actor_init.hub import find_folder, names_hub
+from actor_init.option_words import MODEL_ADVICE, PRESET_NAMES
 from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec, check_inputs
 
-PRESETS = Path(actor_init.__file__).parent / "presets"
 # In a folder for --model one of these says which model it is. A rank's folder has its recording's in the folder above.
 CONFIG_NAMES = ("config.json", "adapter_config.json", "actor.json", "../actor.json")
 ADVICE = {
@@ -20,9 +19,8 @@ ADVICE = {
 def check_paths(spec: ReplaySpec) -> None:
     """Raise UsageError for an option that names a file or folder which is not there, or a folder without a model."""
     check_inputs(spec.inputs)
-    for flag, typed, path in list_file_options(spec):
-        setting = Setting(flag.removeprefix("--").replace("-", "_"), typed)
-        if setting.name in ("model", "adapter") and names_hub(typed):
+    for setting, path in list_file_options(spec):
+        if setting.name in ("model", "adapter") and names_hub(setting.value):
             find_folder(setting)
         elif setting.name == "model":
             _check_model(setting, path)
@@ -35,31 +33,29 @@ def check_paths(spec: ReplaySpec) -> None:
 
 
 def _check_model(setting: Setting, path: Path) -> None:
-    if (PRESETS / f"{path}.json").is_file():
+    if setting.value in PRESET_NAMES:
         return
-    presets = ", ".join(sorted(preset.stem for preset in PRESETS.glob("*.json")))
-    advice = f"Allowed: {presets}, a folder with config.json, a config.json, or FILE.py:function"
     if not path.exists():
-        raise UsageError(setting, f": no such file or folder: {path}", advice)
+        raise UsageError(setting, f": no such file or folder: {path}", MODEL_ADVICE)
     if path.is_dir() and not any((path / name).is_file() for name in CONFIG_NAMES):
-        raise UsageError(setting, "holds no config.json", advice)
+        raise UsageError(setting, "holds no config.json", MODEL_ADVICE)
 
 
-def list_file_options(spec: ReplaySpec) -> list[tuple[str, str, Path]]:
-    """Return the options that name files: flag, value and path."""
+def list_file_options(spec: ReplaySpec) -> list[tuple[Setting, Path]]:
+    """Return the settings that name files or folders, each with what was typed, and the path in that."""
     loss, model = USER_LOSS_PATTERN.fullmatch(spec.measure.loss), spec.actor.custom_model
-    options = [("--loss", spec.measure.loss, Path(loss["file"]))] if loss else []
+    options = [(Setting("loss", spec.measure.loss), Path(loss["file"]))] if loss else []
     if spec.actor.model is not None:
-        options.append(("--model", spec.actor.model, model[0] if model else Path(spec.actor.model)))
+        options.append((Setting("model", spec.actor.model), model[0] if model else Path(spec.actor.model)))
     if spec.actor.custom_optimizer is not None:
-        options.append(("--optimizer", spec.actor.optimizer, spec.actor.custom_optimizer[0]))
-    for flag, path in (
-        ("--weights", spec.actor.weights),
-        ("--adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
-        ("--deepspeed-config", spec.actor.deepspeed_config),
-        ("--load-state", spec.state.load_state),
-        ("--optimizer-state", spec.state.optimizer_state),
+        options.append((Setting("optimizer", spec.actor.optimizer), spec.actor.custom_optimizer[0]))
+    for name, path in (
+        ("weights", spec.actor.weights),
+        ("adapter", spec.actor.adapter and spec.actor.adapter != "none" and Path(spec.actor.adapter)),
+        ("deepspeed_config", spec.actor.deepspeed_config),
+        ("load_state", spec.state.load_state),
+        ("optimizer_state", spec.state.optimizer_state),
     ):
         if path:
-            options.append((flag, str(path), path))
+            options.append((Setting(name, str(path)), path))
     return options

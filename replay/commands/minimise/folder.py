@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actor_init.spec import Head
+from capture.facts import flag_of
 from capture.file_format.capture_file import read_call
 from capture.file_format.listing import capture_files
 from capture.folder_tools.redact import TokenRedaction, redact_folder
@@ -147,26 +148,29 @@ def _copy_files(home: Path, best: Candidate) -> Candidate:
     candidate = _make_paths_absolute(best)
     spec = candidate.spec
     copies = {path: shutil.copy(path, home) for path in _list_files(spec) if path.is_file()}
-    for flag, value, path in list_file_options(spec):
+    for setting, path in list_file_options(spec):
         if path in copies:
-            candidate = candidate.with_option(flag, value.replace(str(path), path.name))
+            candidate = candidate.with_option(flag_of(setting.name), setting.value.replace(str(path), path.name))
     return candidate
 
 
 def _make_paths_absolute(best: Candidate) -> Candidate:
-    for flag, value, path in list_file_options(best.spec):
+    for setting, path in list_file_options(best.spec):
         if path.exists():
-            best = best.with_option(flag, value.replace(str(path), str(path.absolute())))
+            typed = setting.value.replace(str(path), str(path.absolute()))
+            best = best.with_option(flag_of(setting.name), typed)
     return best
 
 
 def _list_paths(spec: ReplaySpec) -> list[Path]:
-    return [path for _, _, path in list_file_options(spec)]
+    return [path for _, path in list_file_options(spec)]
 
 
 def _list_files(spec: ReplaySpec) -> list[Path]:
     return [
-        path for flag, _, path in list_file_options(spec) if flag != "--weights" and (path.suffix in (".py", ".json"))
+        path
+        for setting, path in list_file_options(spec)
+        if setting.name != "weights" and path.suffix in (".py", ".json")
     ]
 
 
