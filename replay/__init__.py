@@ -1,0 +1,69 @@
+"""Replay captured micro-batches, and read what came of it, from Python.
+
+    import replay
+
+    run = replay.run("inputs/my-run", backend="fsdp2", max_inputs=8)
+    assert run.verdict.reproduced, run.verdict.explain()
+
+docs/api.md lists every function. A function imports what it needs when it is first used, so that `import replay` takes
+milliseconds and runs where only `capture` is installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actor_init.spec import UsageError as UsageError
+    from capture.file_format.micro_batch import CaptureError as CaptureError
+    from replay.api.captures import Capture as Capture
+    from replay.api.captures import captures as captures
+    from replay.api.logs import open as open
+    from replay.api.run import ReplayedRun as ReplayedRun
+    from replay.api.running import RunFailedError as RunFailedError
+    from replay.api.running import run as run
+    from replay.commands.compare.comparing import compare as compare
+    from replay.commands.inspect.inspection import inspect_folder as inspect
+    from replay.comparison.comparison import Comparison as Comparison
+    from replay.post_mortem.hang import examine_hang as hang
+
+# The module and the name there of each export.
+_EXPORTS = {
+    "Capture": ("replay.api.captures", "Capture"),
+    "CaptureError": ("capture.file_format.micro_batch", "CaptureError"),
+    "Comparison": ("replay.comparison.comparison", "Comparison"),
+    "ReplayedRun": ("replay.api.run", "ReplayedRun"),
+    "RunFailedError": ("replay.api.running", "RunFailedError"),
+    "UsageError": ("actor_init.spec", "UsageError"),
+    "captures": ("replay.api.captures", "captures"),
+    "compare": ("replay.commands.compare.comparing", "compare"),
+    "hang": ("replay.post_mortem.hang", "examine_hang"),
+    "inspect": ("replay.commands.inspect.inspection", "inspect_folder"),
+    "open": ("replay.api.logs", "open"),
+    "run": ("replay.api.running", "run"),
+}
+
+__all__ = [
+    "Capture",
+    "CaptureError",
+    "Comparison",
+    "ReplayedRun",
+    "RunFailedError",
+    "UsageError",
+    "captures",
+    "compare",
+    "hang",
+    "inspect",
+    "open",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'replay' has no attribute {name!r}")
+    module, attribute = _EXPORTS[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_EXPORTS]

@@ -59,6 +59,7 @@ ROOMS = {
         ("campaign",),  # many replays
         ("agreement",),  # which of them agree
         ("commands",),  # none of which imports another
+        ("api",),
         ("command_line",),
         ("", "__main__"),
     ),
@@ -82,6 +83,7 @@ LIBRARIES = {
     "matplotlib": {"replay/comparison/plot.py"},
     "huggingface_hub": {"actor_init/hub.py"},
     "peft": {"actor_init/adapters.py"},
+    "pandas": {"replay/api/run.py"},
     "pyarrow": {"replay/commands/suite/inputs.py"},
     "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py", "replay/campaign/training_rank.py"}

@@ -27,12 +27,13 @@ from replay.options.option_parsing import (
     build_replay_spec,
     format_error_with_flags,
     join_optional_values,
+    json_option,
     refuse_typed,
 )
 from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.output.text import join_lines
-from replay.processes.child_job import ChildJob
+from replay.processes.child_job import REFUSAL, ChildJob
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
 from replay.processes.launch import count_missing_processes, relaunch
 
@@ -66,6 +67,7 @@ def replay(
     context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     explain: bool = typer.Option(False, "--explain", help="Print each setting and why, and end."),
+    json: bool = json_option(),
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and end."
     ),
@@ -81,7 +83,13 @@ def replay(
     if context.invoked_subcommand is not None:
         if typed := [
             f"--{name.replace('_', '-')}"
-            for name, value in {**given, "explain": explain or None, "job": job, "launcher": ray}.items()
+            for name, value in {
+                **given,
+                "explain": explain or None,
+                "json": json or None,
+                "job": job,
+                "launcher": ray,
+            }.items()
             if value is not None
         ]:
             raise UsageError(
@@ -92,11 +100,22 @@ def replay(
     if job is not None:
         refuse_typed(given, f"--job {job} has all options")
     child_job = ChildJob(spec=build_replay_spec(given)) if job is None else ChildJob.read(job)
-    action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain)
-    return partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
+    action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain, as_json=json)
+    action = partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
+    return action if job is None else partial(_leave_refusal, action, job.parent)
 
 
-def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool) -> int:
+def _leave_refusal(action: CommandAction, folder: Path) -> int:
+    """Run a child's action. Leave the sentence of a refusal for the process that started it, which spells settings."""
+    try:
+        return action()
+    except UsageError as error:
+        if read_own_rank() == 0:
+            (folder / REFUSAL).write_text(error.text, encoding="utf-8")
+        raise
+
+
+def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool, as_json: bool) -> int:
     """Run a replay. `typed` is the command line, which each rank of a launch gets."""
     spec = job.spec
     check_paths(spec)
@@ -110,11 +129,11 @@ def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explai
             from replay.runner.run import explain
 
             return explain(spec)
-        from replay.runner.run import run
+        from replay.api.here import run_here
 
         # What was imported stays, so no collection has to go through it: each would take a third of a second.
         gc.freeze()
-        return run(spec, show_traceback=show_traceback).exit_code
+        return run_here(spec, show_traceback=show_traceback, as_json=as_json).exit_code
     finally:
         gc.unfreeze()
         gc.enable()

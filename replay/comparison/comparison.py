@@ -16,7 +16,7 @@ from replay.runlog.reader import PastRun
 
 if TYPE_CHECKING:
     # This module needs torch, and logs without traces are compared without torch.
-    from replay.tracing.first_difference import FirstDifferences
+    from replay.tracing.first_difference import FirstDifference, FirstDifferences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,16 @@ class Comparison:
     def is_within(self) -> bool:
         """Whether no relative difference that decides is beyond the threshold."""
         return all(differences.max_relative <= self.threshold for differences in self.differences)
+
+    @property
+    def first_difference(self) -> "FirstDifference | None":
+        """The first traced tensor in which a run leaves its bound; None where none does, or a run was not traced."""
+        return next((first for first in self.first_differences.values() if first is not None), None)
+
+    @property
+    def exit_code(self) -> int:
+        """0: within the threshold."""
+        return 0 if self.is_within else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole comparison as JSON has it, with each point, and where traced runs leave their bounds."""

@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from functools import cache
 from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -162,6 +163,11 @@ def add_options(
     return with_parameters(command, [_make_parameter(option) for option in list_options() if serves(option)])
 
 
+def json_option() -> Any:
+    """Return the option of a command that prints its result as JSON."""
+    return typer.Option(False, "--json", help="Print the result as JSON alone, for programs (docs/api.md).")
+
+
 def with_parameters(
     command: Callable[..., Any], parameters: Sequence[inspect.Parameter], *, come_first: bool = False
 ) -> Callable[..., Any]:
@@ -251,16 +257,28 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
 
 
-def parse_value(option: DeclaredOption, given: str | bool) -> Any:
-    """Convert the typed text to the field's type."""
+def parse_value(option: DeclaredOption, given: Any) -> Any:
+    """Convert typed text, or the value that a program gave, to the field's type."""
+    if isinstance(given, bool) and option.bare_value is not None:
+        # The terminal has the flag alone for True, and its own flag for False.
+        given = option.bare_value if given else option.value_type("off")
     try:
-        value = option.value_type(given)
+        value = option.value_type(given) if _is_convertible(option, given) else None
     except ValueError:
         value = None
     if given == "" or value is None or (option.choices and value not in option.choices):
-        raise UsageError(f"{option.flag} {given!r} is not allowed. Give {_describe_allowed(option)}")
+        raise UsageError.not_allowed(option.parameter, given, f"Give {_describe_allowed(option)}")
     _check_range(option, value)
     return value
+
+
+def _is_convertible(option: DeclaredOption, given: Any) -> bool:
+    """Tell whether Python's own conversion keeps the value: `bool("no")`, `int(2.5)` and `str(None)` do not."""
+    if isinstance(given, bool) or option.value_type is bool:
+        return isinstance(given, bool) and option.value_type is bool
+    if option.value_type is int:
+        return isinstance(given, (str, int)) or (isinstance(given, float) and given.is_integer())
+    return isinstance(given, (str, int, float) if option.value_type is float else (str, PathLike))
 
 
 def _check_range(option: DeclaredOption, value: Any) -> None:
@@ -269,10 +287,13 @@ def _check_range(option: DeclaredOption, value: Any) -> None:
         and (option.min is None or value >= option.min)
         and (option.max is None or value <= option.max)
     ):
-        raise UsageError(f"{option.flag} {value} is not allowed. Give {_describe_allowed(option)}")
+        setting = Setting(option.parameter, value)
+        raise UsageError(setting, "is not allowed", f"Give {_describe_allowed(option)}")
 
 
 def _describe_allowed(option: DeclaredOption) -> str:
+    if option.value_type is bool:
+        return "True or False"
     if option.choices:
         return f"one of {', '.join(option.choices)}"
     number = "a number" if option.max == math.inf else "a finite number"

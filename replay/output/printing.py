@@ -1,7 +1,8 @@
 """Print tables and lines, on a terminal or into a file without control characters and wrapped rows."""
 
+import json
 import sys
-from typing import IO
+from typing import IO, Any, Protocol
 
 from rich.console import Console as RichConsole
 from rich.text import Text
@@ -43,3 +44,14 @@ def print_table(out: RichConsole, columns: Columns) -> None:
     """Print a table at its full width; a narrower terminal wraps it."""
     for line in format_table(columns):
         print_line(out, line)
+
+
+class Result(Protocol):
+    """What a command comes to."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def print_json(result: Result) -> None:
+    """Print the fields of a result as one line of strict JSON, for --json: nothing else is on the standard output."""
+    print(json.dumps(result.to_dict(), allow_nan=False), flush=True)

@@ -1,12 +1,8 @@
 """Write which rank the others waited for, and where each rank was; print the answer to `replay hang FOLDER`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from actor_init.spec import UsageError
-from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.listing import format_ranges
-from capture.file_format.micro_batch import CaptureError
 from replay.output.printing import open_console, print_pairs
 from replay.output.text import Pairs, pluralise
 from replay.post_mortem.blocking_ranks import (
@@ -14,10 +10,10 @@ from replay.post_mortem.blocking_ranks import (
     LastSighting,
     find_blocking_ranks,
     find_world_size,
-    read_last_sightings,
 )
-from replay.post_mortem.schedule import Schedule, read_schedules
-from replay.post_mortem.schedule_differences import ScheduleDifference, find_schedule_differences
+from replay.post_mortem.hang import HangReport, is_of_several_ranks
+from replay.post_mortem.schedule import Schedule
+from replay.post_mortem.schedule_differences import ScheduleDifference
 
 # More ranks than these have no line of their own.
 MAX_RANKS = 16
@@ -32,10 +28,9 @@ def describe_hang(sightings: Sequence[LastSighting]) -> Pairs:
                _engine_run_backward; was aborted
     rank 1     after the forward of pass 3, at train.py:27 in compute_loss; SIGTERM
     """
-    world_size = find_world_size(sightings)
-    if not sightings or (len(sightings) == 1 and world_size <= 1):
+    if not is_of_several_ranks(sightings):
         return []
-    blame = find_blocking_ranks(sightings, world_size)
+    blame = find_blocking_ranks(sightings, find_world_size(sightings))
     blamed = [sighting for sighting in sightings if sighting.rank in blame.ranks]
     if not blamed:
         pairs = [("hang", f"which rank was behind cannot be told: {blame.reason}")]
@@ -107,39 +102,12 @@ def describe_schedule(schedule: Schedule, differences: Sequence[ScheduleDifferen
     return pairs
 
 
-def print_report(folder: Path, *, equal_shapes: bool) -> int:
-    """Print what happened to the folder's last job, and whether its ranks' passes fit together; return the exit code.
-
-    First salvage what a killed process left in memory, then read incidents and passes. If a file is damaged, the passes
-    are not compared, and what happened is printed all the same.
-
-    Raises UsageError if `folder` is no folder or holds nothing of a recording, or for a damaged file without incidents.
-    """
-    salvaged = salvage_for_reading(folder)
-    sightings: Sequence[LastSighting] = []
-    schedules: Sequence[Schedule] = []
-    damaged: Pairs = []
-    try:
-        sightings = read_last_sightings(folder)
-        schedules = read_schedules(folder)
-    except CaptureError as error:
-        text = f"{error.text}. What is damaged, all of it: capture check {folder}"
-        if not sightings and salvaged is None:
-            raise UsageError(text) from None
-        damaged = [("not judged", f"the passes: {text}")]
-    if not sightings and not schedules and salvaged is None:
-        raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
-    happened = describe_hang(sightings)
-    pairs: Pairs = [("folder", str(folder))]
-    pairs += [] if salvaged is None else [("incident", salvaged)]
-    pairs += happened
-    has_differences = False
-    for number, schedule in enumerate(schedules):
-        is_last = number == len(schedules) - 1
-        differences = find_schedule_differences(
-            schedule, equal_shapes=equal_shapes, was_cut_short=is_last and bool(sightings)
-        )
-        pairs += describe_schedule(schedule, differences)
-        has_differences |= bool(differences)
-    print_pairs(open_console(None), [*pairs, *damaged])
-    return 1 if happened or has_differences or damaged or salvaged is not None else 0
+def print_report(report: HangReport) -> None:
+    """Print what happened to the folder's last job, and whether its ranks' passes fit together."""
+    pairs: Pairs = [("folder", str(report.folder))]
+    pairs += [] if report.salvaged is None else [("incident", report.salvaged)]
+    pairs += describe_hang(report.sightings)
+    for compared in report.schedules:
+        pairs += describe_schedule(compared.schedule, compared.differences)
+    pairs += [] if report.damage is None else [("not judged", f"the passes: {report.damage}")]
+    print_pairs(open_console(None), pairs)

@@ -21,6 +21,8 @@ from replay.options.spec import ReplaySpec, find_sample_folder
 
 FORMAT = 1
 FILE = "job.json"
+# Beside it a child that refuses leaves its sentence, in which settings are marks.
+REFUSAL = "refusal.txt"
 NO_OPTION = "# and what no option sets: "
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from replay.processes.launch import without_launcher
@@ -31,7 +32,7 @@ def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str
         target=_run_in_fork, args=(program, list(arguments), dict(environment), output, Path.cwd())
     )
     # The first process starts the server, which inherits this environment.
-    with _temporary_environment(_build_server_environment()):
+    with _temporary_environment(_build_server_environment()), _without_main_module():
         process.start()
     return process
 
@@ -77,6 +78,17 @@ def _run(program: Path, arguments: list[str], environment: dict[str, str], outpu
         os.execve(sys.executable, [sys.executable, "-u", str(program), *arguments], environment)
     sys.argv = [str(program), *arguments]
     runpy.run_path(str(program), run_name="__main__")
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hide the program that runs. multiprocessing would run a user's script again in each forked process."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextmanager

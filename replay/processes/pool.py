@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from replay.output.text import pluralise
 from replay.processes import forkserver, interpreter
-from replay.processes.child_job import ChildJob
+from replay.processes.child_job import REFUSAL, ChildJob
 from replay.processes.launch import list_rank_variables, open_rank_store, without_launcher
 from replay.processes.supervisor import ChildGroup, end_processes, wait_for_any
 
@@ -101,6 +101,14 @@ class Child:
         return self.exit_code == REFUSED_EXIT_CODE
 
     @property
+    def refusal(self) -> str | None:
+        """Return the sentence of its refusal, with marks for settings; None where it left none."""
+        try:
+            return (self.logs / REFUSAL).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    @property
     def error(self) -> str:
         """Return why it failed, in one line; empty if it succeeded."""
         if self.exit_code == 0:
@@ -167,7 +175,7 @@ def run_children(
     at_once: int,
     gpus: Sequence[str] = (),
     until: float = math.inf,
-    running: list[tuple[Any, "_RunningTask"]] | None = None,
+    running: list[tuple[Any, "RunningTask"]] | None = None,
 ) -> Generator[tuple[Key, Child], None, None]:
     """Yield the result of each task as it ends. No task starts before there is room for it, or after `until`
     (monotonic).
@@ -188,7 +196,7 @@ def run_children(
                 task_gpus = sorted(gpus, key=in_use.__getitem__)[: task.num_processes]
                 if (in_use[task_gpus[-1]] if task_gpus else len(running)) >= at_once:
                     break
-                running.append((key, _RunningTask.start(task, task_gpus)))
+                running.append((key, RunningTask.start(task, task_gpus)))
                 following = next(waiting, None)
             if not running:
                 return
@@ -209,7 +217,7 @@ class RunHere:
 
     at_once: int
     gpus: Sequence[str] = ()
-    _running: list[tuple[Any, "_RunningTask"]] = field(default_factory=list)
+    _running: list[tuple[Any, "RunningTask"]] = field(default_factory=list)
 
     @property
     def num_running(self) -> int:
@@ -222,7 +230,9 @@ class RunHere:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _RunningTask:
+class RunningTask:
+    """A task whose processes run."""
+
     task: Task
     # The GPUs that are reserved for the task. Empty: it sees what this process sees.
     gpus: Sequence[str]
@@ -231,7 +241,8 @@ class _RunningTask:
     store: "TCPStore | None"
 
     @classmethod
-    def start(cls, task: Task, gpus: Sequence[str]) -> Self:
+    def start(cls, task: Task, gpus: Sequence[str] = ()) -> Self:
+        """Start the processes of a task."""
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_bytes(b"")
         environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})

@@ -24,7 +24,7 @@ from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.resolution.selection import Selection
 from replay.runlog.reader import find_run_folder, read_lines_so_far
-from replay.runlog.records import PassRecord
+from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RUN_FILE, RecordingRemark, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
 from replay.runner import rounding_floor
@@ -132,8 +132,13 @@ class Run:
         return {index: reason for index, reason in reasons.items() if reason}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields of run.json."""
-        return self.file.to_dict()
+        """Return the log as JSON has it: its folder, what is wrong with it, run.json, and the lines of its passes."""
+        return {
+            "folder": str(self.folder),
+            "problems": list(self.problems),
+            "run": self.file.to_dict(),
+            "passes": [to_line(record) for record in self.records],
+        }
 
     @property
     def _end(self) -> RunEnd:

@@ -4,7 +4,7 @@ import gc
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from actor_init.model import ModelSource, count_parameters
 from actor_init.spec import UsageError
@@ -35,15 +35,18 @@ from replay.watch.stacks import extend_collective_timeouts
 from replay.watch.watcher import Watch, watch_run
 
 
-def run(spec: ReplaySpec, *, show_traceback: bool, states: StateStore | None = None) -> Run:
+def run(
+    spec: ReplaySpec, *, show_traceback: bool, states: StateStore | None = None, screen: IO[str] | None = None
+) -> Run:
     """Replay as `spec` says. The exit code of the run is 0 only if every pass succeeded and every file could be read.
 
     states  where those of --save-every are kept; None: below --save-state
+    screen  what rank 0 prints to; None: the standard output
 
     Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(spec.actor.parallel) as world:
-        return run_in(world, spec, show_traceback=show_traceback, states=states)
+        return run_in(world, spec, show_traceback=show_traceback, states=states, screen=screen)
 
 
 def explain(spec: ReplaySpec) -> int:
@@ -110,7 +113,14 @@ def _select(spec: ReplaySpec, world: World) -> Selection:
     )
 
 
-def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, states: StateStore | None = None) -> Run:
+def run_in(
+    world: World,
+    spec: ReplaySpec,
+    *,
+    show_traceback: bool = False,
+    states: StateStore | None = None,
+    screen: IO[str] | None = None,
+) -> Run:
     """Run a replay in a world that is already open, and leave it open.
 
     First everything that can be refused is: options, inputs, folders to save into, the state to go on from. Only then
@@ -138,7 +148,7 @@ def run_in(world: World, spec: ReplaySpec, *, show_traceback: bool = False, stat
     folder.mkdir(parents=True, exist_ok=True)
     with watch_run(world, folder, measure.timeout, show_traceback=show_traceback) as watch:
         full_names = measure.full_names or not have_distinct_short_names([path.name for path in selection.inputs])
-        console = Console(quiet=measure.quiet, full_names=full_names) if world.rank == 0 else None
+        console = Console(quiet=measure.quiet, full_names=full_names, file=screen) if world.rank == 0 else None
         actor = _open_actor(resolved, source, world, folder, state_folder, watch, console)
         resolved = resolved.complete(actor.backend.facts(), actor.backend.loss_scale())
         gc.enable()

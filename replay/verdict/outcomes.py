@@ -134,6 +134,21 @@ class Verdict:
     coverage: Coverage = Coverage()
     trials: TrialReport | None = None
 
+    @property
+    def reproduced(self) -> bool:
+        """Whether all that was judged agrees; `coverage.is_whole` tells whether that is everything."""
+        return self.outcome is Outcome.REPRODUCED
+
+    @property
+    def cause(self) -> Cause | None:
+        """The surest cause of what differs; None where nothing does, or where no cause is known."""
+        return self.causes[0] if self.causes else None
+
+    @property
+    def try_next(self) -> str | None:
+        """What to try next, by the surest cause."""
+        return None if self.cause is None else self.cause.try_next
+
     def to_dict(self) -> dict[str, Any]:
         """Return the `verdict` of run.json."""
         values: dict[str, Any] = to_json(self)

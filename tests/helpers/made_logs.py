@@ -51,6 +51,7 @@ def write_log(
     exit_code: int | None = 0,
     spec: ReplaySpec | None = None,
     chosen_loss: str = LossName.STAND_IN,
+    verdict: Verdict | None = None,
 ) -> Path:
     """A log of `replay` with the options `typed`, pairs of name and value; without an exit code it has no end.
 
@@ -80,7 +81,8 @@ def write_log(
     for pass_record in records:
         books[pass_record.rank].write(pass_record)
     if exit_code is not None:
-        books[0].finish(RunEnd(statistics=summarize(records)), exit_code=exit_code)
+        values = None if verdict is None else verdict.to_dict()
+        books[0].finish(RunEnd(statistics=summarize(records), verdict=values), exit_code=exit_code)
     for book in books:
         book.close()
     return folder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from actor_init.spec import USER_FUNCTION, UsageError
-from replay.options.option_parsing import CommandAction
+from actor_init.spec import USER_FUNCTION
+from replay.options.option_parsing import CommandAction, json_option
 from replay.options.spec import check_log
 
 STOCK = "stock"
@@ -30,7 +30,7 @@ def compare(
     plot: Path | None = typer.Option(  # noqa: B008
         None, metavar="FILE", help="Draw losses and differences, as out.png (needs matplotlib)."
     ),
-    json: Path | None = typer.Option(None, metavar="FILE", help="Write every number, as out.json."),  # noqa: B008
+    json: bool = json_option(),
     full_names: bool = typer.Option(False, "--full-names", help="Print names of captures whole, not as `rank0 #4`."),
 ) -> CommandAction:
     """Compare runs: losses, log-probs, gradient norms, time, memory.
@@ -42,37 +42,27 @@ def compare(
     return partial(_compare, operands, threshold, plot, json, full_names=full_names)
 
 
-def _compare(
-    operands: Sequence[str], threshold: float, plot: Path | None, as_json: Path | None, *, full_names: bool
-) -> int:
+def _compare(operands: Sequence[str], threshold: float, plot: Path | None, as_json: bool, *, full_names: bool) -> int:
     variants = [word for word in operands[1:] if is_variant(word)]
-    logs = [Path(word) for word in operands if word not in variants]
+    logs = [word for word in operands if word not in variants]
     for log in logs:
-        check_log(log)
-    if variants and len(logs) > 1:
-        raise UsageError(f"{variants[0]} beside {len(logs)} logs: give one log with variants, or logs alone")
-    from actor_init.as_json import json_bytes
-    from replay.comparison.comparison import Comparison
+        check_log(Path(log))
+    from replay.commands.compare.comparing import compare
     from replay.comparison.text import print_comparison
+    from replay.output.printing import print_json
 
     if plot is not None:
         from replay.comparison.plot import check_plot, draw
 
         check_plot(plot)
-    if variants:
-        from replay.commands.compare.variants import replay_variants
-
-        logs = replay_variants(logs[0], variants)
-    comparison = Comparison.read(logs, threshold=threshold)
-    if as_json is not None:
-        try:
-            as_json.write_bytes(json_bytes(comparison.to_dict(), indent=2))
-        except OSError as error:
-            raise UsageError(f"--json {as_json}: {error.strerror}. Give a file that can be written") from error
+    comparison = compare(*logs, variants=variants, threshold=threshold)
     if plot is not None:
         draw(plot, comparison)
-    print_comparison(comparison, written=[path for path in (plot, as_json) if path], full_names=full_names)
-    return 0 if comparison.is_within else 1
+    if as_json:
+        print_json(comparison)
+    else:
+        print_comparison(comparison, written=[plot] if plot else [], full_names=full_names)
+    return comparison.exit_code
 
 
 def is_variant(word: str) -> bool:

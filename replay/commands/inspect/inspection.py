@@ -3,6 +3,7 @@
 Files of one pass are read one by one. Of segments the indexes are read, and their passes are added by the column.
 """
 
+import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -332,6 +333,11 @@ class Inspection:
     odd: list[OddPass] = field(default_factory=list)
     num_odd: int = 0
 
+    @property
+    def exit_code(self) -> int:
+        """1: a file is damaged."""
+        return 1 if self.damaged else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as JSON has it."""
         files = {"damaged": self.damaged, "unreplayable": self.unreplayable}
@@ -339,7 +345,7 @@ class Inspection:
         return {**to_json(self), **errors, "hang": dict(self.hang)}
 
 
-def inspect_folder(folder: Path, recording: int | None = None) -> Inspection:
+def inspect_folder(folder: str | os.PathLike[str], *, recording: int | None = None) -> Inspection:
     """Summarise the captures in `folder`, and the passes that dead processes of this host left in memory.
 
     Of a pass in a segment only what stands out is read, and the first passes of one recording, which are checked;
@@ -349,6 +355,7 @@ def inspect_folder(folder: Path, recording: int | None = None) -> Inspection:
 
     Raises UsageError if there is no such folder or recording, or it holds no captures or incidents.
     """
+    folder = Path(folder)
     check_folder(folder, "Try: replay inspect inputs/sample")
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []

@@ -79,12 +79,12 @@ def test_a_verdict_on_numbers_that_are_not_finite_is_read_as_it_was_written() ->
     assert read.to_dict() == values
 
 
-def test_a_comparison_holds_what_json_has(tmp_path: Path) -> None:
+def test_a_comparison_holds_what_json_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_log(tmp_path / "a", [passed(0, "x", 2.0), passed(1, "y", float("nan"))])
     b = write_log(tmp_path / "b", [passed(0, "x", 2.5), passed(1, "y", 2.0)], typed="--zero-stage 2")
-    assert main(["compare", str(a), str(b), "--json", str(tmp_path / "out.json")]) == 1
+    assert main(["compare", str(a), str(b), "--json"]) == 1
     comparison = Comparison.read([a, b], threshold=0.05)
-    assert comparison.to_dict() == json.loads((tmp_path / "out.json").read_text())
+    assert comparison.to_dict() == json.loads(capsys.readouterr().out)
     assert (comparison.names, comparison.is_within) == (["A", "B"], False)
     assert Comparison.read([a, a], threshold=0.0).is_within
 

@@ -22,6 +22,7 @@ from capture.black_box.stacks import correct_phase, find_main_stack, format_all_
 from capture.file_format.end_record import EndRecord, write_end_record
 from capture.file_format.micro_batch import CaptureError
 from capture.record.observer import JobPosition, TrainingPhase
+from replay.command_line.cli import main
 from replay.commands.inspect.inspection import inspect_folder
 from replay.post_mortem.blocking_ranks import (
     End,
@@ -30,7 +31,8 @@ from replay.post_mortem.blocking_ranks import (
     find_world_size,
     read_last_sightings,
 )
-from replay.post_mortem.text import describe_hang, print_report
+from replay.post_mortem.hang import examine_hang
+from replay.post_mortem.text import describe_hang
 from tests.helpers.hanging_jobs import FATAL_PASS, JOBS
 from tests.helpers.made_captures import damage, write_pass
 
@@ -97,7 +99,7 @@ def test_the_right_rank_is_named_with_its_place_and_line(
     name: str, ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ended / name.replace(" ", "-")
-    assert print_report(folder, equal_shapes=False) == 1
+    assert main(["hang", str(folder)]) == 1
     said = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("hang "))
     verb, where, line = LEFT[name]
     if "{}" in line:
@@ -354,7 +356,7 @@ def test_an_incident_that_does_not_fit_is_refused(name: str, value: Any, tmp_pat
 def test_a_damaged_end_is_one_clear_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "end_rank0_x.json").write_text(content)
     with pytest.raises(UsageError, match=r"end_rank0_x.json: .* Delete the file or copy it again"):
-        print_report(tmp_path, equal_shapes=False)
+        examine_hang(tmp_path)
 
 
 def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
@@ -364,7 +366,7 @@ def test_a_damaged_capture_keeps_nobody_from_hearing_who_was_behind(
     write(tmp_path, ranks)
     damage(write_pass(tmp_path))
 
-    assert print_report(tmp_path, equal_shapes=False) == 1
+    assert main(["hang", str(tmp_path)]) == 1
 
     said = capsys.readouterr().out
     assert f"hang       rank {expected[0]} " in said

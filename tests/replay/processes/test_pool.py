@@ -15,7 +15,7 @@ from replay.command_line.cli import parse_command_line
 from replay.options.spec import MeasureSpec, ReplaySpec
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import list_gpus
-from replay.processes.pool import Child, Task, _RunningTask, run_children
+from replay.processes.pool import Child, RunningTask, Task, run_children
 from replay.runlog.reader import PastRun
 from tests.helpers.commands import ROOT
 from tests.helpers.made_time import an_hour_a_line
@@ -204,13 +204,13 @@ def test_after_a_time_none_begins(programs: Programs, monkeypatch: pytest.Monkey
     monkeypatch.setattr("replay.processes.pool.time", SimpleNamespace(monotonic=lambda: now[0]))
     programs.write()
     tasks = [(name, programs.task(name)) for name in "ab"]
-    start = _RunningTask.start
+    start = RunningTask.start
 
-    def late(task: Task, gpus: Sequence[str]) -> _RunningTask:
+    def late(task: Task, gpus: Sequence[str]) -> RunningTask:
         now[0] = 61.0
         return start(task, gpus)
 
-    monkeypatch.setattr(_RunningTask, "start", late)
+    monkeypatch.setattr(RunningTask, "start", late)
     assert [name for name, _ in run_children(tasks, at_once=1, until=60.0)] == ["a"]
 
 

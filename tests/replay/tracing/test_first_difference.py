@@ -161,17 +161,19 @@ def test_steps_are_compared_one_by_one(traced: Run) -> None:
     assert find_first_difference(traced(f"{flags} 1e-2"), traced(f"{flags} 1e-2", anew=True)) is None
 
 
-def test_compare_prints_it(traced: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_it(traced: Run, capsys: pytest.CaptureFixture[str]) -> None:
     fault, flags, _ = FAULTS["attention at a border alone"]
     with fault():
         wrong = traced(flags, anew=True)
-    out = tmp_path / "out.json"
-    assert cli.main(["compare", *map(str, (traced(), traced("--no-packing"), wrong)), "--json", str(out)]) == 0
+    logs = [str(folder) for folder in (traced(), traced("--no-packing"), wrong)]
+    assert cli.main(["compare", *logs]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first diff")]
     assert lines[0] == "first diff B: no traced tensor leaves its bound"
     assert lines[1].startswith("first diff C: forward, model.layers.1.self_attn.o_proj input at rank0 #")
     assert "row 1 token 180: 0.01" in lines[1]
-    first, second = (comparison["first_difference"] for comparison in json.loads(out.read_text())["comparisons"])
+    assert cli.main(["compare", *logs, "--json"]) == 0
+    comparisons = json.loads(capsys.readouterr().out)["comparisons"]
+    first, second = (comparison["first_difference"] for comparison in comparisons)
     assert first is None
     assert second["layer"] == 1
 

@@ -1,0 +1,25 @@
+"""Replay in this process, as each rank that a launcher started does."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from replay.api.run import ReplayedRun
+from replay.options.spec import ReplaySpec
+from replay.output.printing import print_json
+from replay.processes.exit_code import read_own_rank
+from replay.runner.run import run
+
+
+def run_here(spec: ReplaySpec, *, show_traceback: bool, as_json: bool = False) -> ReplayedRun:
+    """Replay as `spec` says, and print header, passes and summary on rank 0, or with `as_json` the result alone.
+
+    Raises UsageError for options that cannot be satisfied here.
+    """
+    with ExitStack() as stack:
+        screen = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")) if as_json else None
+        finished = run(spec, show_traceback=show_traceback, screen=screen)
+    if as_json and read_own_rank() == 0:
+        # The log also tells what is wrong with it, and has the passes of all ranks.
+        print_json(ReplayedRun.read(finished.folder))
+    return ReplayedRun(folder=finished.folder, file=finished.file, records=finished.records)

@@ -1,0 +1,95 @@
+"""Open what an earlier command left in a log folder: `replay.open`."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from actor_init.spec import UsageError
+from replay.api.run import ReplayedRun
+from replay.campaign.campaign import FORMAT, JOURNAL
+from replay.options.spec import check_log
+from replay.runlog.run_file import RUN_FILE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastCampaign(Mapping[str, ReplayedRun]):
+    """What a command of many replays left: its answer, and its replays by name.
+
+    folder   of the command
+    name     of the command, such as `parity`
+    command  the command line that repeats it
+    result   the command's answer, as far as it came; None: it has none yet. docs/formats.md explains the fields
+    folders  of the replays that left a log, by name
+    """
+
+    folder: Path
+    name: str
+    command: str
+    result: Mapping[str, Any] | None
+    folders: Mapping[str, Path]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read `<command>.json`, and find the replays beside it. Raises UsageError for a damaged one."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            file_format, command, result = content["format"], str(content["command"]), content["result"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is damaged: {error!r}. Give a folder that a command left") from error
+        if file_format != FORMAT:
+            raise UsageError(
+                f"{path} is of format {file_format}; this version reads format {FORMAT}. Try: the version that wrote it"
+            )
+        return cls(folder=path.parent, name=path.stem, command=command, result=result, folders=_find_runs(path.parent))
+
+    def __getitem__(self, name: str) -> ReplayedRun:
+        if name not in self.folders:
+            raise KeyError(f"{name}: {self.folder} has {', '.join(self.folders) or 'no replay'}")
+        return ReplayedRun.read(self.folders[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.folders)
+
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the command, its answer, and the folders of its replays."""
+        folders = {name: str(folder) for name, folder in self.folders.items()}
+        return {"command": self.command, "result": self.result, "folders": folders}
+
+
+def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign:
+    """Open a log folder: that of a replay, or of a command of many replays, such as parity or scan.
+
+    Raises UsageError for a folder that no run left, for one that is damaged, and for one that a newer version wrote,
+    which it names. A run that was cut short is read as far as it came: `problems` says what is missing.
+    """
+    folder = Path(path)
+    check_log(folder)
+    if (folder / RUN_FILE).is_file():
+        return ReplayedRun.read(folder)
+    if (folder / JOURNAL).is_file():
+        files = sorted(file for file in folder.glob("*.json") if f"-{file.stem}" in folder.name) or sorted(
+            folder.glob("*.json")
+        )
+        if files:
+            return PastCampaign.read(files[0])
+    return ReplayedRun.read(folder)
+
+
+def _find_runs(folder: Path) -> dict[str, Path]:
+    """Find the folder of each replay below a campaign's folder, by the name that the campaign gave it.
+
+    A replay was tried in one or several attempts, `runs/fsdp2/0/<time>-replay`, of which the last one counts.
+    """
+    runs: dict[str, Path] = {}
+    for file in folder.glob(f"*/**/{RUN_FILE}"):
+        home, attempt = file.parents[2], file.parents[1].name
+        name = home.relative_to(folder).as_posix().partition("/")[2]
+        if name and attempt.isdecimal() and (name not in runs or int(attempt) > int(runs[name].parent.name)):
+            runs[name] = file.parent
+    return dict(sorted(runs.items()))

@@ -1,0 +1,166 @@
+"""A replay's log as an object with tables: what `replay.run` returns, and `replay.open` reads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any, Protocol
+
+from actor_init.spec import UsageError
+from replay.output.printing import NAME_WIDTH
+from replay.runlog.records import PassRecord, to_line
+from replay.runner.result import Run
+from replay.verdict.outcomes import PassVerdict, Verdict
+from replay.verdict.text import format_verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class MetricLogger(Protocol):
+    """What metrics are logged to: a run of wandb, trackio or aim, or anything else with this method."""
+
+    def log(self, metrics: dict[str, float], /) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunVerdict(Verdict):
+    """The verdict on a run, which can say itself."""
+
+    def explain(self) -> str:
+        """Return the lines that the terminal shows: outcome, cause, what to try, evidence, coverage."""
+        return "\n".join(f"{name.ljust(NAME_WIDTH)}{text}" for name, text in format_verdict(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedRun(Run):
+    """One replay: run.json and the records of its passes, which are numbered from 1.
+
+    folder    of its log
+    file      run.json
+    records   of all ranks, by pass and rank
+    problems  why the log is not whole: passes that failed, a rank that broke off, a line that is cut short
+    """
+
+    @property
+    def verdict(self) -> RunVerdict:
+        """The verdict. Raises UsageError for a run that came to none."""
+        verdict = self._section(RunVerdict, "verdict", self._end.verdict)
+        if verdict is None:
+            why = "; ".join(self.problems) or "its log has no end"
+            raise UsageError(f"{self.folder} has no verdict: {why}")
+        return verdict
+
+    @property
+    def has_verdict(self) -> bool:
+        return self._end.verdict is not None
+
+    def passes(self) -> "DataFrame":
+        """Return a table with a row for each pass and rank. Needs pandas.
+
+        Columns are the fields of a line of rank<k>.jsonl, which docs/formats.md explains, with these in place of
+        `index` and `phases`: `number` (from 1), `outcome` (of the verdict; None where there is none), and of each phase
+        `<phase>_seconds` and `<phase>_peak_bytes`.
+        """
+        outcomes = self._outcomes()
+        return _make_frame(self._list_pass_rows(outcomes))
+
+    def gradients(self) -> "DataFrame":
+        """Return a table of what was judged of the gradients: a row for each window, rank and quantity. Needs pandas.
+
+        Columns: `number` of the window's last pass, `rank`, `optimizer_step` (of the job, from 1), and those of
+        `findings`.
+        """
+        return _make_frame(row for window in self.verdict.windows for row in _list_finding_rows(window))
+
+    def findings(self) -> "DataFrame":
+        """Return a table of what was judged of the forwards: a row for each pass, rank and quantity. Needs pandas.
+
+        Columns: `number`, `rank`, `quantity`, `status`, `recorded` (in the job), `replayed`, `difference` (relative),
+        `bound`, `where`, `doubt`.
+        """
+        return _make_frame(row for judged in self.verdict.passes for row in _list_finding_rows(judged))
+
+    def weights(self) -> "DataFrame":
+        """Return a table of the parameters whose samples were compared: `name` and `differs`. Needs pandas."""
+        weights = self.verdict.weights
+        differing = set() if weights is None else {*weights.differing}
+        names = () if weights is None else weights.compared
+        return _make_frame(({"name": name, "differs": name in differing} for name in names), ("name", "differs"))
+
+    def log_to(self, logger: MetricLogger, *, prefix: str = "replay/") -> None:
+        """Log what the run measured: a call of `logger.log` for each pass, and one with the statistics.
+
+        Seconds, bytes, losses and gradient norms, as `replay/forward_seconds`; of several ranks the first one's. The
+        last call also has `replay/reproduced`, 1 or 0, where there is a verdict.
+        """
+        for record in self.records:
+            if record.rank == self.ranks[0]:
+                values = _list_phase_costs(record) | {"loss": record.result.loss, "grad_norm": record.result.grad_norm}
+                logger.log(_prefix_numbers(values, prefix))
+        statistics = self.statistics
+        totals: dict[str, Any] = {
+            "num_passes": statistics.num_passes,
+            "median_seconds": statistics.median_seconds,
+            "real_tokens_per_second": statistics.real_tokens_per_second,
+        }
+        if self.has_verdict:
+            totals["reproduced"] = int(self.verdict.reproduced)
+        logger.log(_prefix_numbers(totals, prefix))
+
+    def _outcomes(self) -> dict[tuple[int, int], str]:
+        if not self.has_verdict:
+            return {}
+        return {(judged.index, judged.rank): judged.outcome for judged in self.verdict.passes}
+
+    def _list_pass_rows(self, outcomes: dict[tuple[int, int], str]) -> Iterator[dict[str, Any]]:
+        for record in self.records:
+            line = to_line(record)
+            del line["index"], line["phases"]
+            outcome = outcomes.get((record.index, record.rank))
+            yield {"number": record.index + 1, **line, **_list_phase_costs(record), "outcome": outcome}
+
+    def _repr_html_(self) -> str:
+        """Return the page of `replay report`, as a notebook shows a result."""
+        from replay.commands.report.page import render_page
+
+        run = Run(folder=self.folder, file=self.file, records=self.records, problems=self.problems)
+        # The page has styles of its own, which must not become the notebook's.
+        page = escape(render_page([run], [], self.folder), quote=True)
+        return f'<iframe srcdoc="{page}" width="100%" height="720" style="border: 0"></iframe>'
+
+
+def _list_phase_costs(record: PassRecord) -> dict[str, Any]:
+    costs: dict[str, Any] = {}
+    for name, cost in record.cost.phases.items():
+        costs |= {f"{name}_seconds": cost.seconds, f"{name}_peak_bytes": cost.peak_allocated_bytes}
+    return costs
+
+
+def _list_finding_rows(judged: PassVerdict) -> Iterator[dict[str, Any]]:
+    place: dict[str, Any] = {"number": judged.index + 1, "rank": judged.rank}
+    if judged.is_window:
+        place["optimizer_step"] = None if judged.optimizer_step is None else judged.optimizer_step + 1
+    for finding in judged.findings:
+        yield {
+            **place,
+            "quantity": finding.name,
+            "status": finding.status.value,
+            "recorded": finding.recorded,
+            "replayed": finding.replayed,
+            "difference": finding.difference,
+            "bound": finding.bound,
+            "where": finding.where,
+            "doubt": finding.doubt,
+        }
+
+
+def _prefix_numbers(values: dict[str, Any], prefix: str) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
+
+
+def _make_frame(rows: Iterator[dict[str, Any]], columns: tuple[str, ...] | None = None) -> "DataFrame":
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise UsageError("a table needs pandas, which is not installed. Try: pip install pandas") from None
+    return DataFrame(list(rows), columns=None if columns is None else list(columns))

@@ -1,0 +1,128 @@
+"""Replay from Python: `replay.run`."""
+
+import math
+import os
+import shutil
+import signal
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Unpack
+
+from actor_init.spec import UsageError
+from replay.api.run import ReplayedRun
+from replay.options.option_parsing import build_replay_spec, list_options
+from replay.options.path_checks import check_paths
+from replay.options.run_options import RunOptions
+from replay.options.spec import ReplaySpec
+from replay.processes.child_job import ChildJob
+from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask, Task
+from replay.runlog.run_file import RUN_FILE
+from replay.runlog.writer import create_folder
+
+# The time that ranks get to write the log of a run that was interrupted, or of one whose other ranks ended.
+GRACE_SECONDS = 30.0
+# A result holds what these would print.
+SCREEN_OPTIONS = ("quiet", "full_names")
+
+
+class RunFailedError(RuntimeError):
+    """A replay whose processes ended before it had a log.
+
+    exit_code  of a rank; negative: the number of the signal that ended it
+    output     the file with what its processes printed
+    """
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(f"the replay ended before its log began: {child.error}. What it printed is in {child.output}")
+        self.exit_code = child.exit_code
+        self.output = child.output
+
+
+def run(
+    inputs: str | os.PathLike[str] | None = None, *, processes: int | None = None, **options: Unpack[RunOptions]
+) -> ReplayedRun:
+    """Replay captures in processes of their own, and return the run.
+
+    The caller's process keeps its memory, its CUDA context, its signal handlers and its working folder: nothing is
+    replayed in it. The options are those of `replay` on the command line; what is not given is the job's. A pass that
+    fails is in the result, and does not raise.
+
+    inputs     folder of captures; None: the sample that ships with the project
+    processes  how many to start, as a launcher would; None: tp x ring
+    options    as `replay --help-all` lists them, with `_` for `-`: `max_inputs=8`, `step=True`, `compile=True`
+
+    Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
+    processes ended without a log. On KeyboardInterrupt the ranks are ended; the log then says that it was interrupted.
+    """
+    spec = build_spec({"inputs": inputs, **options})
+    parallel = spec.actor.parallel
+    needed = parallel.tp * parallel.ring
+    num_processes = needed if processes is None else processes
+    if num_processes < 1 or num_processes % needed:
+        raise UsageError(
+            f"processes={processes} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
+        )
+    refuse_process_group()
+    return run_in_processes(spec, num_processes)
+
+
+def build_spec(options: dict[str, object]) -> ReplaySpec:
+    """Build a spec from options by name; None stands for one that is not given. Raises UsageError for a wrong one."""
+    names = [option.parameter for option in list_options() if option.parameter not in SCREEN_OPTIONS]
+    for name in options:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            advice = f"Did you mean {close[0]}?" if close else "`replay --help-all` lists them, with _ for -"
+            raise UsageError(f"a replay has no option {name}. {advice}")
+    switches = {option.parameter for option in list_options() if option.is_switch}
+    return build_replay_spec(
+        {name: None if name in switches and value is False else value for name, value in options.items()}
+    )
+
+
+def refuse_process_group() -> None:
+    """Raise UsageError where this process is one of several: each of them would start a replay."""
+    rank, world_size, whose = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", "1")), "a launcher's processes"
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world_size, whose = distributed.get_rank(), distributed.get_world_size(), "an open process group"
+    if world_size == 1:
+        return
+    raise UsageError(
+        f"replay.run starts its own processes, and this one is rank {rank} of {world_size} of {whose}. "
+        "Call it elsewhere, or start the ranks with: torchrun -m replay"
+    )
+
+
+def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") -> ReplayedRun:
+    """Replay in that many processes on this machine, and read their log.
+
+    python  path of another environment's interpreter; empty: this one
+    """
+    check_paths(spec)
+    home = create_folder(spec.measure.log_folder, spec.measure.name)
+    job = ChildJob(spec=spec).with_log_folder(home)
+    task = Task(job=job, num_processes=num_processes, output=home / OUTPUT, limit=math.inf, python=python)
+    running = RunningTask.start(task)
+    try:
+        running.ranks.wait()
+    except KeyboardInterrupt as interruption:
+        running.ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGINT)
+        interruption.add_note(f"What ran is in {home}. replay.open({str(home)!r}) reads it")
+        raise
+    finally:
+        # Of an exception here, such as that of a second interruption, no rank may outlive the call.
+        running.ranks.end(grace=0.0 if running.ranks.exit_code is None else GRACE_SECONDS)
+    return _read_result(running.finish(), home)
+
+
+def _read_result(child: Child, home: Path) -> ReplayedRun:
+    """Read the run of ended processes from its log. Raises what kept it from having one."""
+    if any(home.glob(f"*/{RUN_FILE}")):
+        return ReplayedRun.read(home)
+    if child.exit_code == REFUSED_EXIT_CODE:
+        text = child.refusal or child.error
+        shutil.rmtree(home)
+        raise UsageError(text)
+    raise RunFailedError(child)

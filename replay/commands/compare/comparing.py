@@ -1,0 +1,38 @@
+"""Compare logs of runs, or a run with itself under other code or options."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from actor_init.spec import UsageError
+from replay.commands.compare.variants import replay_variants
+from replay.comparison.comparison import Comparison
+from replay.options.spec import check_log
+from replay.runner.result import Run
+
+DEFAULT_THRESHOLD = 0.05
+
+
+def compare(
+    *runs: str | os.PathLike[str] | Run, variants: Sequence[str] = (), threshold: float = DEFAULT_THRESHOLD
+) -> Comparison:
+    """Compare runs with the first of them: losses, log-probs, gradient norms, time, memory, input by input.
+
+    runs       logs, or runs; the first is the reference
+    variants   of one run: `stock` or `FILE.py:FUNCTION` for other code of the model, `python=PATH` for another
+               environment, or an option and its value, such as `attention=eager`. The run's first wrong pass is
+               replayed again, traced, as it was and as each of them says, and these runs are compared
+    threshold  the largest relative difference that is taken for none
+
+    Raises UsageError for logs that cannot be compared: they did other work, or are not whole.
+    """
+    folders = [run.folder if isinstance(run, Run) else Path(run) for run in runs]
+    for folder in folders:
+        check_log(folder)
+    if variants:
+        if len(folders) != 1:
+            raise UsageError(
+                f"{variants[0]} beside {len(folders)} logs: give one log with variants, or logs without variants"
+            )
+        folders = replay_variants(folders[0], variants)
+    return Comparison.read(folders, threshold=threshold)

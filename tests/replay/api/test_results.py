@@ -1,0 +1,279 @@
+"""What a log says is in the tables, and a log that is not whole, foreign or of a newer format is named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import replay
+from replay.api.logs import PastCampaign
+from replay.campaign.campaign import Campaign
+from replay.processes.pool import Machine
+from replay.runlog.run_file import RUN_FILE
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.findings import Finding, FindingStatus
+from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
+from replay.verdict.pass_values import WeightComparison
+from tests.helpers.made_captures import damage, write_pass, write_passes
+from tests.helpers.made_logs import VERDICT, passed, write_log
+
+LOSS = Finding(
+    name="loss", status=FindingStatus.DIFFERS, recorded=2.0, replayed=3.0, difference=0.5, bound=0.1, where="row 1"
+)
+NORM = Finding(name="gradient norm", status=FindingStatus.AGREES, recorded=4.0, replayed=4.0, difference=0.0, bound=0.1)
+CAUSE = Cause(
+    name=CauseName.OBJECTIVE,
+    sureness=Sureness.IS,
+    sentence="the loss is another one",
+    explains=[],
+    try_next="--loss sft",
+)
+WRONG = replace(
+    VERDICT,
+    outcome=Outcome.DIFFERS,
+    first=PassVerdict(index=0, source="x.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=[LOSS]),
+    passes=[
+        PassVerdict(index=0, source="x.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=[LOSS]),
+        PassVerdict(index=1, source="y.pkl", rank=0, outcome=Outcome.REPRODUCED, reason=None, findings=[]),
+    ],
+    windows=[
+        PassVerdict(
+            index=1,
+            source="y.pkl",
+            rank=0,
+            outcome=Outcome.REPRODUCED,
+            reason=None,
+            findings=[NORM],
+            first_index=0,
+            optimizer_step=4,
+        )
+    ],
+    causes=[CAUSE],
+    coverage=Coverage(num_passes=2, num_judged=2),
+    weights=WeightComparison(compared=("a", "b"), differing=("b",), num_parameters=2),
+)
+
+
+def open_run(folder: Path) -> replay.ReplayedRun:
+    run = replay.open(folder)
+    assert isinstance(run, replay.ReplayedRun)
+    return run
+
+
+def test_the_verdict_says_itself(tmp_path: Path) -> None:
+    verdict = open_run(write_log(tmp_path / "log", [passed(0, "x")], verdict=WRONG)).verdict
+    assert (verdict.outcome, verdict.reproduced, verdict.try_next) == (Outcome.DIFFERS, False, "--loss sft")
+    assert verdict.cause == CAUSE
+    assert verdict.coverage.is_whole
+    lines = verdict.explain().splitlines()
+    assert lines[0].startswith("verdict    DIFFERS: loss (row 1) of pass 1, x.pkl")
+    assert lines[1:3] == ["cause      the loss is another one", "try        --loss sft"]
+
+
+def test_a_run_without_a_verdict_says_why(tmp_path: Path) -> None:
+    run = open_run(write_log(tmp_path / "log", [passed(0, "x")], exit_code=None))
+    assert not run.has_verdict
+    assert run.problems == ["run.json has no end: the run goes on, or was killed"]
+    with pytest.raises(replay.UsageError, match="has no verdict: run"):
+        run.verdict  # noqa: B018
+
+
+def test_tables_have_what_the_log_has(tmp_path: Path) -> None:
+    records = [passed(0, "x", warmup=True), passed(1, "y", 2.5)]
+    run = open_run(write_log(tmp_path / "log", records, verdict=WRONG))
+
+    passes = run.passes()
+    assert list(passes.number) == [1, 2]
+    assert list(passes.outcome) == ["DIFFERS", "REPRODUCED"]
+    assert list(passes.loss) == [2.0, 2.5]
+    assert passes.query("not warmup").groupby("rank").forward_seconds.median().to_dict() == {0: 0.25}
+    assert list(passes.backward_peak_bytes) == [
+        record.cost.phases["backward"].peak_allocated_bytes for record in records
+    ]
+
+    [loss] = run.findings().to_dict("records")
+    assert (loss["number"], loss["quantity"], loss["status"], loss["recorded"]) == (1, "loss", "differs", 2.0)
+    [norm] = run.gradients().to_dict("records")
+    assert (norm["number"], norm["optimizer_step"], norm["quantity"]) == (2, 5, "gradient norm")
+    assert list(run.weights().query("differs").name) == ["b"]
+
+
+def test_a_run_without_weights_has_an_empty_table_of_them(tmp_path: Path) -> None:
+    run = open_run(write_log(tmp_path / "log", [passed(0, "x")], verdict=VERDICT))
+    assert list(run.weights().columns) == ["name", "differs"]
+    assert run.weights().query("differs").empty
+
+
+def test_without_pandas_a_table_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    run = open_run(write_log(tmp_path / "log", [passed(0, "x")]))
+    with pytest.raises(replay.UsageError, match="Try: pip install pandas"):
+        run.passes()
+
+
+def test_a_notebook_shows_the_page_of_the_report(tmp_path: Path) -> None:
+    page = open_run(write_log(tmp_path / "log", [passed(0, "x")], verdict=WRONG))._repr_html_()
+    assert page.startswith('<iframe srcdoc="&lt;!doctype html')
+    assert "the loss is another one" in page
+
+
+class Logged:
+    def __init__(self) -> None:
+        self.calls: list[dict[str, float]] = []
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.calls.append(metrics)
+
+
+def test_metrics_go_to_anything_that_logs_a_dictionary(tmp_path: Path) -> None:
+    records = [
+        passed(0, "x"),
+        passed(0, "x", rank=1),
+        passed(1, "y", loss=None, grad_norm=None),
+        passed(1, "y", rank=1),
+    ]
+    logged = Logged()
+    open_run(write_log(tmp_path / "log", records, verdict=WRONG)).log_to(logged, prefix="r/")
+    first, second, last = logged.calls
+    assert first == {
+        "r/forward_seconds": 0.25,
+        "r/forward_peak_bytes": first["r/forward_peak_bytes"],
+        "r/backward_seconds": 0.5,
+        "r/backward_peak_bytes": first["r/backward_peak_bytes"],
+        "r/loss": 2.0,
+        "r/grad_norm": 4.0,
+    }
+    assert second == {}
+    assert (last["r/num_passes"], last["r/reproduced"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"format": 99, "versions": {"micro-replay": "9.0"}}', "was written in format 99, by micro-replay 9.0"),
+        ('{"format": 1, "sta', "cannot be read"),
+        ("[]", "holds a list, not a run"),
+    ],
+)
+def test_a_log_of_another_kind_is_refused_by_name(content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text(content)
+    with pytest.raises(replay.UsageError, match=says):
+        replay.open(tmp_path)
+
+
+def test_a_folder_that_no_run_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(replay.UsageError, match="holds no run"):
+        replay.open(tmp_path)
+    with pytest.raises(replay.UsageError, match="does not exist"):
+        replay.open(tmp_path / "nowhere")
+
+
+def test_a_log_that_is_cut_short_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x"), passed(1, "y")], verdict=VERDICT)
+    path = folder / "rank0.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    run = open_run(folder)
+    assert [record.index for record in run.records] == [0]
+    assert run.problems == ["rank0.jsonl is cut short in line 2"]
+
+
+def begin_campaign(folder: Path, **content: Any) -> Path:
+    campaign = Campaign.begin(
+        "parity", folder, {"cells": 2}, arguments=["--tp", "2"], machine=Machine(num_devices=1, has_gpus=False)
+    )
+    (campaign.folder / "journal.jsonl").touch()
+    path = campaign.path
+    path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    return campaign.folder
+
+
+def test_a_command_of_many_replays_opens_as_a_mapping_of_them(tmp_path: Path) -> None:
+    folder = begin_campaign(tmp_path, result={"verdict": "DIFFERS"})
+    for attempt, loss in ((0, 1.0), (1, 2.0)):
+        write_log(folder / f"runs/fsdp2/{attempt}/20260101-000000-replay", [passed(0, "x", loss)])
+    write_log(folder / "runs/ddp/0/20260101-000000-replay", [passed(0, "x", 3.0)])
+
+    past = replay.open(folder)
+
+    assert isinstance(past, PastCampaign)
+    assert (past.name, past.command, past.result) == ("parity", "replay parity --tp 2", {"verdict": "DIFFERS"})
+    assert list(past) == ["ddp", "fsdp2"]
+    # The last attempt counts.
+    assert past["fsdp2"].records[0].result.loss == 2.0
+    assert replay.compare(past["fsdp2"], past["ddp"]).exit_code == 1
+    with pytest.raises(KeyError, match=r"tp2: .* has ddp, fsdp2"):
+        past["tp2"]
+
+
+def test_a_command_of_a_newer_format_is_named(tmp_path: Path) -> None:
+    folder = begin_campaign(tmp_path, format=99)
+    with pytest.raises(replay.UsageError, match="is of format 99; this version reads format 2"):
+        replay.open(folder)
+
+
+def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
+    write_passes(tmp_path, {0: "ttr", 1: "ttr"})
+    assert [(capture.rank, capture.forward) for capture in replay.captures(tmp_path, passes="train")] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
+    [first, *_] = replay.captures(tmp_path, passes="rollout")
+    assert not first.trains
+    assert first.tensors["sequences"].shape == (2, 10)
+    assert json.loads(json.dumps(first.to_dict()))["tensors"]["sequences"] == {"shape": [2, 10], "dtype": "int64"}
+    assert len(list(replay.captures(tmp_path))) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"passes": "trains"}, "passes 'trains' is not allowed"), ({"recording": 2}, "recording 2 is not allowed")],
+)
+def test_a_wrong_argument_is_refused_before_the_first_pass(
+    arguments: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    write_pass(tmp_path)
+    with pytest.raises(replay.UsageError, match=says):
+        replay.captures(tmp_path, **arguments)
+
+
+def test_a_folder_without_captures_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(replay.UsageError, match="holds no captures"):
+        replay.captures(tmp_path)
+
+
+def test_a_folder_that_changes_while_it_is_read_ends_with_the_file_s_name(tmp_path: Path) -> None:
+    _, second, third = (write_pass(tmp_path, step=step) for step in range(3))
+    captures = replay.captures(tmp_path)
+    next(captures)
+    second.unlink()
+    with pytest.raises(replay.CaptureError, match=second.name):
+        next(captures)
+    assert third.exists()
+
+
+def test_a_damaged_capture_is_named(tmp_path: Path) -> None:
+    path = write_pass(tmp_path)
+    damage(path)
+    with pytest.raises(replay.CaptureError, match=path.name):
+        list(replay.captures(tmp_path))
+
+
+def test_who_hung_is_told_as_on_the_screen(tmp_path: Path) -> None:
+    write_passes(tmp_path, {0: "tt", 1: "tt"})
+    report = replay.hang(tmp_path)
+    assert (report.rank, report.ranks, report.exit_code) == (None, (), 0)
+    assert json.loads(json.dumps(report.to_dict()))["schedules"][0]["differences"] == []
+
+
+def test_an_inspection_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from replay.command_line.cli import main
+
+    write_pass(tmp_path)
+    assert main(["inspect", str(tmp_path), "--json"]) == replay.inspect(tmp_path).exit_code == 0
+    assert json.loads(capsys.readouterr().out) == replay.inspect(tmp_path).to_dict()
