@@ -130,12 +130,8 @@ class Logged:
 
 
 def test_metrics_go_to_anything_that_logs_a_dictionary(tmp_path: Path) -> None:
-    records = [
-        passed(0, "x"),
-        passed(0, "x", rank=1),
-        passed(1, "y", loss=None, grad_norm=None),
-        passed(1, "y", rank=1),
-    ]
+    failed = record(1, source="y.pkl", phases={}, loss=None, grad_norm=None)
+    records = [passed(0, "x"), passed(0, "x", rank=1), failed, passed(1, "y", rank=1)]
     logged = Logged()
     open_run(write_log(tmp_path / "log", records, verdict=WRONG)).log_to(logged, prefix="r/")
     first, second, last = logged.calls
