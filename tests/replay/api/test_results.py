@@ -18,6 +18,7 @@ from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
 from replay.verdict.pass_values import WeightComparison
 from tests.helpers.made_captures import damage, write_pass, write_passes
 from tests.helpers.made_logs import VERDICT, passed, write_log
+from tests.helpers.made_records import record
 
 LOSS = Finding(
     name="loss", status=FindingStatus.DIFFERS, recorded=2.0, replayed=3.0, difference=0.5, bound=0.1, where="row 1"
