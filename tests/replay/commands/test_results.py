@@ -35,12 +35,12 @@ def strict_json(folder: Path) -> Any:
 def test_a_replay_returns_all_that_its_log_holds(tmp_path: Path, world: World, one_world: None) -> None:
     typed = ["--inputs", str(ROWS), "--max-inputs", "2", "--quiet", "--log-folder", str(tmp_path / "logs")]
     run = run_in(world, parse_command_line(typed).args[0].spec)
-    assert run.to_dict() == strict_json(run.folder)
+    assert run.to_dict()["run"] == strict_json(run.folder)
     read = Run.read(tmp_path / "logs")
     assert (read.to_dict(), list(read.records), read.statistics) == (run.to_dict(), list(run.records), run.statistics)
     verdict = run.verdict
     assert verdict is not None
-    assert (verdict, verdict.to_dict()) == (read.verdict, run.to_dict()["verdict"])
+    assert (verdict, verdict.to_dict()) == (read.verdict, run.to_dict()["run"]["verdict"])
     assert (run.exit_code, verdict.outcome, len(run.records)) == (0, Outcome.CANNOT_TELL, 2)
     assert (run.profile, run.memory, run.out_of_memory) == (None, None, None)
 
