@@ -118,7 +118,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> replay.ReplayedRun:
 
 
 def test_a_run_is_that_of_the_command_line(
-    run: replay.ReplayedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: replay.ReplayedRun, one_world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but times and the place of the log is the same."""
     assert main(["--inputs", str(SAMPLE), "--max-inputs", "2", "--json", "-o", str(tmp_path)]) == 0
