@@ -165,7 +165,7 @@ def add_options(
 
 def json_option() -> Any:
     """Return the option of a command that prints its result as JSON."""
-    return typer.Option(False, "--json", help="Print the result as JSON alone, for programs (docs/api.md).")
+    return typer.Option(False, "--json", help="Print the result alone, as JSON.")
 
 
 def with_parameters(

@@ -3,18 +3,21 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actor_init.spec import UsageError
-from replay.commands.compare.variants import replay_variants
 from replay.comparison.comparison import Comparison
 from replay.options.spec import check_log
-from replay.runner.result import Run
+
+if TYPE_CHECKING:
+    # It needs transformers, and logs are compared without it.
+    from replay.runner.result import Run
 
 DEFAULT_THRESHOLD = 0.05
 
 
 def compare(
-    *runs: str | os.PathLike[str] | Run, variants: Sequence[str] = (), threshold: float = DEFAULT_THRESHOLD
+    *runs: str | os.PathLike[str] | "Run", variants: Sequence[str] = (), threshold: float = DEFAULT_THRESHOLD
 ) -> Comparison:
     """Compare runs with the first of them: losses, log-probs, gradient norms, time, memory, input by input.
 
@@ -26,7 +29,7 @@ def compare(
 
     Raises UsageError for logs that cannot be compared: they did other work, or are not whole.
     """
-    folders = [run.folder if isinstance(run, Run) else Path(run) for run in runs]
+    folders = [Path(run) if isinstance(run, (str, os.PathLike)) else run.folder for run in runs]
     for folder in folders:
         check_log(folder)
     if variants:
@@ -34,5 +37,7 @@ def compare(
             raise UsageError(
                 f"{variants[0]} beside {len(folders)} logs: give one log with variants, or logs without variants"
             )
+        from replay.commands.compare.variants import replay_variants
+
         folders = replay_variants(folders[0], variants)
     return Comparison.read(folders, threshold=threshold)

@@ -29,10 +29,10 @@ Fake = Callable[..., SimpleNamespace]
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
-    """Puts a function in the place of replay.runner.run.run."""
+    """Puts a function in the place of replay.api.here.run_here."""
 
     def put(run: Fake) -> None:
-        monkeypatch.setitem(sys.modules, "replay.runner.run", SimpleNamespace(run=run))
+        monkeypatch.setitem(sys.modules, "replay.api.here", SimpleNamespace(run_here=run))
 
     return put
 
@@ -143,7 +143,8 @@ def test_a_commands_bad_value_is_said_in_one_line(
 def test_what_was_typed_reaches_the_run_and_its_exit_code_comes_back(session: Callable[[Fake], None]) -> None:
     seen: list[tuple[ReplaySpec, bool]] = []
 
-    def run(spec: ReplaySpec, *, show_traceback: bool) -> SimpleNamespace:
+    def run(spec: ReplaySpec, *, show_traceback: bool, as_json: bool) -> SimpleNamespace:
+        assert not as_json
         seen.append((spec, show_traceback))
         return SimpleNamespace(exit_code=1)
 
@@ -165,7 +166,7 @@ def test_what_was_typed_reaches_the_run_and_its_exit_code_comes_back(session: Ca
 def test_what_a_run_raises_is_one_line_without_a_traceback(
     session: Callable[[Fake], None], capsys: pytest.CaptureFixture[str], error: BaseException, code: int, says: str
 ) -> None:
-    def run(spec: ReplaySpec, *, show_traceback: bool) -> SimpleNamespace:
+    def run(spec: ReplaySpec, *, show_traceback: bool, as_json: bool) -> SimpleNamespace:
         raise error
 
     session(run)
@@ -177,7 +178,7 @@ def test_what_a_run_raises_is_one_line_without_a_traceback(
 def test_traceback_shows_where(
     session: Callable[[Fake], None], capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def run(spec: ReplaySpec, *, show_traceback: bool) -> SimpleNamespace:
+    def run(spec: ReplaySpec, *, show_traceback: bool, as_json: bool) -> SimpleNamespace:
         raise error
 
     session(run)
@@ -196,7 +197,7 @@ def test_of_several_ranks_only_the_first_speaks_of_a_wrong_command_line(
 def test_a_rank_that_alone_is_refused_says_so_in_the_end(
     session: Callable[[Fake], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(spec: ReplaySpec, *, show_traceback: bool) -> SimpleNamespace:
+    def run(spec: ReplaySpec, *, show_traceback: bool, as_json: bool) -> SimpleNamespace:
         raise UsageError("more processes than GPUs")
 
     session(run)
