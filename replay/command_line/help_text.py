@@ -128,7 +128,9 @@ class GroupHelp(TyperGroup):
                 if _find_panel(parameter) == title and parameter.name in brief
                 if (record := parameter.get_help_record(context)) is not None
             ]
-            _write_sections(formatter, {"Options": records + own["Options"]}, MAX_OPTION_WIDTH)
+            # Installing the completion is enough for most people; --help-all also tells how to look at it.
+            general = [record for record in own["Options"] if record[0] != "--show-completion"]
+            _write_sections(formatter, {"Options": records + general}, MAX_OPTION_WIDTH)
         self.format_commands(context, formatter)
 
     def format_commands(self, context: Any, formatter: Any) -> None:

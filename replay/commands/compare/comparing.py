@@ -17,7 +17,7 @@ DEFAULT_THRESHOLD = 0.05
 
 
 def compare(
-    *runs: str | os.PathLike[str] | "Run", variants: Sequence[str] = (), threshold: float = DEFAULT_THRESHOLD
+    *runs: "str | os.PathLike[str] | Run", variants: Sequence[str] = (), threshold: float = DEFAULT_THRESHOLD
 ) -> Comparison:
     """Compare runs with the first of them: losses, log-probs, gradient norms, time, memory, input by input.
 
