@@ -41,6 +41,7 @@ class Shutdown:
         # The main thread holds the lock while it writes what a shutdown must not cut off. The watch's thread, which
         # ends the process, acquires it first. `_writing` names the other ranks that hold their lock.
         self._writing_lock = threading.Lock()
+        self._writing_since: float | None = None
         self._writing: set[int] = set()
         self._processes: list[tuple[str, int]] = world.gather((socket.gethostname(), os.getpid()))
 
@@ -49,10 +50,17 @@ class Shutdown:
         """Do not end this rank while the block runs, for WRITING_SECONDS at most; the other ranks wait for it."""
         with self._writing_lock:
             self.peers.send({"kind": "writing"})
+            self._writing_since = time.monotonic()
             try:
                 yield
             finally:
+                self._writing_since = None
                 self.peers.send({"kind": "written"})
+
+    def is_writing(self) -> bool:
+        """Is this rank writing what a shutdown must not cut off, for no longer than WRITING_SECONDS?"""
+        since = self._writing_since
+        return since is not None and time.monotonic() - since < WRITING_SECONDS
 
     def note_writing(self, rank: int, kind: str) -> None:
         """Note that another rank has begun or finished writing what a shutdown must not cut off."""

@@ -228,7 +228,8 @@ class Watch:
         """Act on what is known, if it is time: ask the others, judge their answers, or end the run."""
         tracker = self.tracker
         progress = (tracker.num_phase_changes, tracker.num_parts_done, sum(count_collectives().values()))
-        if progress != self._progress:
+        # A rank that writes why it failed is about to say so. The others wait for it, and would report a hang instead.
+        if progress != self._progress or self._shutdown.is_writing():
             self._progress, self._progress_at = progress, now
         if self._error is not None:
             self._begin_grace()

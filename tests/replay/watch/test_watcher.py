@@ -235,6 +235,24 @@ def test_an_opening_that_reports_goes_on_and_one_that_does_not_hangs(
     assert reports or said[0].startswith("no progress for 120 s in phase opening the actor")
 
 
+def test_a_rank_that_writes_why_it_failed_is_not_reported_as_hanging(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --timeout 10 it may write for 30 s, WRITING_SECONDS; after that it hangs like any other."""
+    clock, said = Clock(), []
+    for module in ("watcher", "shutdown"):
+        monkeypatch.setattr(f"replay.watch.{module}.time", FakeTime(clock))
+    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
+    monkeypatch.setattr(
+        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
+    )
+    with watch_run(world, tmp_path, 10.0) as watch, watch.postpone_shutdown():
+        clock.pass_by(25.0)
+        assert said == []
+        clock.pass_by(25.0)
+        assert said[0].startswith("no progress for 10 s")
+
+
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
     """As where all run out of memory in the same pass."""
     Tracker(tmp_path, rank=0)
