@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from capture.cli import _parser as build_capture_parser
+from docs import write_api, write_options
 from replay.command_line.cli import parse_command_line
 from tests.helpers.machine import job_environment
 from tests.warm import warm_bin
@@ -113,6 +114,16 @@ def test_the_site_lists_every_page() -> None:
     assert sorted({*listed} & pages) == sorted(pages)
 
 
+def test_the_reference_of_the_api_is_what_the_docstrings_say() -> None:
+    text = write_api.PAGE.read_text(encoding="utf-8")
+    assert write_api.insert_reference(text) == text, "run `python -m docs.write_api`"
+
+
+def test_the_options_of_a_run_are_those_that_are_declared() -> None:
+    text = write_options.FILE.read_text(encoding="utf-8")
+    assert write_options.format_file() == text, "run `python -m docs.write_options`"
+
+
 @pytest.mark.parametrize(
     "folder", [ROOT / name for name in ("capture", "actor_init", "replay", "tests", "benchmarks", "examples", "deploy")]
 )
@@ -166,7 +177,7 @@ def test_the_program_of_a_page_runs(program: Block, folder: Path) -> None:
         pytest.skip("tests/capture/on_ray/test_ray_jobs.py runs it on two nodes")
     (folder / "program.py").write_text(program.text)
     run("python program.py", folder)
-    if "capture" in program.text:
+    if re.search(r"^(from|import) capture", program.text, re.MULTILINE):
         below = BLOCKS[BLOCKS.index(program) + 1]
         (command,) = find_commands(below)
         assert "verdict    REPRODUCED" in run(shlex.join(command), folder)

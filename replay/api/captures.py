@@ -66,9 +66,7 @@ class Capture:
         }
 
 
-def captures(
-    folder: str | os.PathLike[str], *, passes: str = Passes.ALL, recording: int | None = None
-) -> Iterator[Capture]:
+def captures(folder: str | os.PathLike[str], *, passes: str = "all", recording: int | None = None) -> Iterator[Capture]:
     """Iterate over the passes in a folder by rank, in recorded order within a rank. One pass at a time is in memory.
 
     folder     of captures

@@ -17,7 +17,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.record.job_facts import read_device_name
 from capture.record.job_facts import read_versions as loaded_versions
 from capture.record.rng_and_outputs import read_environment
-from replay.options.option_parsing import describe_error
+from replay.options.option_parsing import describe_error, spec_from_dict
 from replay.options.resolved import ChosenBy, ResolvedReplay
 from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
@@ -92,6 +92,11 @@ class Run:
         """What was known before the first pass."""
         assert self.file.start is not None, "read() and a run that ended have one"
         return self.file.start
+
+    @property
+    def inputs_folder(self) -> Path:
+        """The folder of captures that was replayed."""
+        return find_inputs_folder(spec_from_dict(self.start.spec, source=f"{self.folder / RUN_FILE}, spec").inputs)
 
     @property
     def exit_code(self) -> int:

@@ -1,0 +1,83 @@
+"""Write the reference of docs/api.md, between its two marks, from the docstrings of what `import replay` offers.
+
+python -m docs.write_api
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import replay
+
+PAGE = Path(__file__).parent / "api.md"
+BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
+# The argument or field of a docstring's list, and what it is.
+ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)  +(?P<text>\S.*)")
+
+
+def list_reference() -> Iterator[str]:
+    """Yield the lines of the reference: functions first, then classes, each in alphabetical order."""
+    exports = {name: getattr(replay, name) for name in replay.__all__}
+    for name, function in exports.items():
+        if not inspect.isclass(function):
+            yield f"### replay.{name}"
+            yield from ["", f"`{format_call(name, function)}`", ""]
+            yield from format_docstring(function)
+    for name, kind in exports.items():
+        if inspect.isclass(kind):
+            yield from [f"### {name}", "", *format_docstring(kind)]
+            yield from list_members(kind)
+
+
+def format_call(name: str, function: Any) -> str:
+    """Format a function's arguments with their defaults; the options of a replay are `**options`."""
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    return f"replay.{name}{inspect.Signature(parameters)}"
+
+
+def list_members(kind: type) -> Iterator[str]:
+    """Yield a line for each public property and method that a class of this project gives a docstring."""
+    members = {
+        name: member
+        for owner in reversed(kind.__mro__)
+        if owner.__module__.partition(".")[0] in ("replay", "actor_init", "capture")
+        for name, member in vars(owner).items()
+        if not name.startswith("_")
+    }
+    lines = []
+    for name, member in members.items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isfunction(function) and (text := inspect.getdoc(function)):
+            first = text.partition("\n\n")[0].replace("\n", " ")
+            lines.append(f"* `{name}{'' if isinstance(member, property) else '()'}`: {first}")
+    if lines:
+        yield from [*lines, ""]
+
+
+def format_docstring(documented: Any) -> Iterator[str]:
+    """Yield a docstring as Markdown: its lists of arguments or fields become lists."""
+    for paragraph in (inspect.getdoc(documented) or "").split("\n\n"):
+        lines = paragraph.splitlines()
+        if ENTRY.fullmatch(lines[0]):
+            for line in lines:
+                entry = ENTRY.fullmatch(line)
+                yield f"* `{entry['names']}`: {entry['text']}" if entry else f"  {line.strip()}"
+        else:
+            yield from lines
+        yield ""
+
+
+def insert_reference(text: str) -> str:
+    """Return the page with the reference as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, "", *list_reference()]) + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(insert_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
