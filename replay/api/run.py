@@ -6,7 +6,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.output.printing import NAME_WIDTH
+from replay.runlog import token_log_probs
 from replay.runlog.records import PassRecord, to_line
 from replay.runner.result import Run
 from replay.verdict.outcomes import PassVerdict, Verdict
@@ -86,6 +88,30 @@ class ReplayedRun(Run):
         differing = set() if weights is None else {*weights.differing}
         names = () if weights is None else weights.compared
         return _make_frame(({"name": name, "differs": name in differing} for name in names), ("name", "differs"))
+
+    def tokens(self, *, worst: int | None = None) -> "DataFrame":
+        """Return a table of the tokens' log-probs: a row for each pass, rank and token. Needs pandas, and `trace=True`.
+
+        Columns: `number`, `rank`, `row` and `column` in the captured rows, `log_prob`, `recorded` (in the job; of a
+        sample of tokens, and of all where the job computed log-probs), `difference` (absolute). With `worst`, only so
+        many of those that the job recorded, the farthest from the job first.
+
+        Raises UsageError for a run that kept no tokens.
+        """
+        if not (self.folder / token_log_probs.FOLDER).is_dir():
+            trace = Setting("trace", True)
+            raise UsageError(f"{self.folder} kept no tokens. Try: the run again, with {trace}")
+        rows = [row for record in self.records if record.error is None for row in self._list_token_rows(record)]
+        if worst is not None:
+            known = [row for row in rows if row["difference"] is not None]
+            rows = sorted(known, key=lambda row: float(row["difference"]), reverse=True)[:worst]
+        return _make_frame(iter(rows), ("number", "rank", "row", "column", "log_prob", "recorded", "difference"))
+
+    def _list_token_rows(self, record: PassRecord) -> Iterator[dict[str, Any]]:
+        for token in token_log_probs.read_tokens(self.folder, record.index, record.rank):
+            difference = None if token.recorded is None else abs(token.log_prob - token.recorded)
+            place = {"number": record.index + 1, "rank": record.rank, "row": token.row, "column": token.column}
+            yield {**place, "log_prob": token.log_prob, "recorded": token.recorded, "difference": difference}
 
     def log_to(self, logger: MetricLogger, *, prefix: str = "replay/") -> None:
         """Log what the run measured: a call of `logger.log` for each pass, and one with the statistics.

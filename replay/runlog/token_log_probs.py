@@ -1,10 +1,13 @@
 """Store each action token's log-prob, so that runs are compared by token and not only by the sum of a row.
 
 log_probs/rank0-pass000003.safetensors    by each rank, per pass: the rows concatenated
+
+Beside each log-prob stand the token's row and column in the captured rows, and what the job recorded of it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -16,16 +19,50 @@ from torch import Tensor
 from actor_init.spec import UsageError
 
 FOLDER = "log_probs"
-_NAME = "log_probs"
+_NAME, _ROWS, _COLUMNS, _RECORDED = "log_probs", "rows", "columns", "recorded"
 
 
-def write(folder: Path, index: int, rank: int, log_probs: Sequence[float | None]) -> None:
-    """Write the log-probs of a pass; None stands for tokens that are no action tokens."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPlaces:
+    """Where the log-probs of a pass stand in its captured rows, and what the job recorded there.
+
+    num_rows      rows that the log-probs are of, each of as many tokens
+    first_column  of a row, which the first of these tokens has
+    recorded      the job's log-prob by row and column, as far as it recorded them
+    """
+
+    num_rows: int
+    first_column: int
+    recorded: Mapping[tuple[int, int], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogProb:
+    """The log-prob of one token in the replay, and in the job; None: the job recorded none."""
+
+    row: int
+    column: int
+    log_prob: float
+    recorded: float | None
+
+
+def write(
+    folder: Path, index: int, rank: int, log_probs: Sequence[float | None], places: TokenPlaces | None = None
+) -> None:
+    """Write the log-probs of a pass, row by row; None stands for tokens that are no action tokens."""
     path = path_of(folder, index, rank)
     path.parent.mkdir(exist_ok=True)
-    values = [value for value in log_probs if value is not None]
-    values_N = torch.tensor(values, dtype=torch.float32, device="cpu")
-    save_file({_NAME: values_N}, path)
+    values_by_number = {number: value for number, value in enumerate(log_probs) if value is not None}
+    tensors = {_NAME: torch.tensor(list(values_by_number.values()), dtype=torch.float32, device="cpu")}
+    if places is not None:
+        row_length = len(log_probs) // max(places.num_rows, 1)
+        pairs = [divmod(number, row_length) for number in values_by_number]
+        located = [(row, column + places.first_column) for row, column in pairs]
+        recorded = [places.recorded.get(place, math.nan) for place in located]
+        tensors[_ROWS] = torch.tensor([row for row, _ in located], dtype=torch.int32, device="cpu")
+        tensors[_COLUMNS] = torch.tensor([column for _, column in located], dtype=torch.int32, device="cpu")
+        tensors[_RECORDED] = torch.tensor(recorded, dtype=torch.float32, device="cpu")
+    save_file(tensors, path)
 
 
 def path_of(folder: Path, index: int, rank: int) -> Path:
@@ -33,13 +70,27 @@ def path_of(folder: Path, index: int, rank: int) -> Path:
 
 
 def read(folder: Path, index: int, rank: int) -> Tensor:
-    """Read what `write` wrote, [N] fp32. Raises UsageError if it is missing or damaged."""
+    """Read the log-probs that `write` wrote, [N] fp32. Raises UsageError if they are missing or damaged."""
+    [values_N] = _read(folder, index, rank, (_NAME,))
+    return values_N
+
+
+def read_tokens(folder: Path, index: int, rank: int) -> list[TokenLogProb]:
+    """Read the tokens of a pass with their places. Raises UsageError if they are missing or damaged."""
+    tensors = _read(folder, index, rank, (_ROWS, _COLUMNS, _NAME, _RECORDED))
+    return [
+        TokenLogProb(row=row, column=column, log_prob=log_prob, recorded=None if math.isnan(recorded) else recorded)
+        for row, column, log_prob, recorded in zip(*(tensor.tolist() for tensor in tensors), strict=True)
+    ]
+
+
+def _read(folder: Path, index: int, rank: int, names: Sequence[str]) -> list[Tensor]:
     path = path_of(folder, index, rank)
     try:
-        values_N: Tensor = load_file(path)[_NAME]
+        tensors = load_file(path)
+        return [tensors[name] for name in names]
     except (OSError, KeyError, SafetensorError) as error:
         raise UsageError(f"{path} is missing or damaged: {error}. Try: the run again") from error
-    return values_N
 
 
 def compare(references: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, float, float, int]:

@@ -69,6 +69,7 @@ from replay.verdict.pass_values import (
     doubt_claims_with_router_loss,
     list_action_log_probs,
     list_switched_parts,
+    read_recorded_log_probs,
     read_recorded_pass,
     read_token_positions,
     sample_log_probs,
@@ -313,7 +314,10 @@ class Replayer:
             stepped=stepped_weights,
         )
         if self.details_folder is not None:
-            token_log_probs.write(self.details_folder, record.index, record.rank, replayed.action_log_probs)
+            log_probs = replayed.action_log_probs
+            token_log_probs.write(
+                self.details_folder, record.index, record.rank, log_probs, _locate_tokens(call, batch)
+            )
         # Each rank of a ring is fed an equal slice of the row.
         fed_tokens = inputs.actor_inputs.input_ids.numel() * self.spec.actor.parallel.ring
         record = run_observers.add_to(
@@ -473,6 +477,18 @@ class Replayer:
             if needs_all_action_tokens
             else (),
         )
+
+
+def _locate_tokens(call: Call, batch: MicroBatch) -> token_log_probs.TokenPlaces:
+    """Return where the log-probs of a pass stand in its rows, and what the job recorded of the same tokens."""
+    target_is_own_token_BA, first_column = find_targets_that_are_own_tokens(batch)
+    is_own = target_is_own_token_BA.tolist()
+    recorded = {
+        (row, column): value
+        for (row, column), value in read_recorded_log_probs(call, batch).items()
+        if column >= first_column and is_own[row][column - first_column]
+    }
+    return token_log_probs.TokenPlaces(num_rows=batch.num_rows, first_column=first_column, recorded=recorded)
 
 
 def _has_output_of_every_token(call: Call) -> bool:

@@ -319,6 +319,24 @@ def read_token_positions(call: Call, num_rows: int, num_tokens: int) -> list[tup
     return [(row, column) for row, column in positions if 0 <= row < num_rows and 0 < column < num_tokens]
 
 
+def read_recorded_log_probs(call: Call, batch: MicroBatch) -> dict[tuple[int, int], float]:
+    """Read the log-probs of the rows' own tokens that the job recorded, by row and column of the token."""
+    recorded: dict[tuple[int, int], float] = {}
+    mask_BA = batch.action_mask_BA
+    for claim in _claim_log_probs(call, batch, LossName.AUTO) if mask_BA is not None else ():
+        if claim.name == ACTION_TOKENS and mask_BA is not None:
+            first = batch.sequences_BS.shape[1] - mask_BA.shape[1]
+            numbers = zip(claim.values, mask_BA.flatten().tolist(), strict=True)
+            for number, (value, is_action) in enumerate(numbers):
+                if is_action:
+                    row, column = divmod(number, mask_BA.shape[1])
+                    recorded[row, first + column] = value
+    for claim in _claim_token_log_probs(call):
+        positions = read_token_positions(call, *batch.sequences_BS.shape)
+        recorded.update(zip(positions, claim.values, strict=False))
+    return recorded
+
+
 def _claim_token_log_probs(call: Call) -> list[Claim]:
     values = call.outputs.get("token_log_probs")
     return [Claim(name=TOKENS, values=values)] if isinstance(values, list) and values else []

@@ -11,7 +11,9 @@ import replay
 from replay.api.logs import PastCampaign
 from replay.campaign.campaign import Campaign
 from replay.processes.pool import Machine
+from replay.runlog import token_log_probs
 from replay.runlog.run_file import RUN_FILE
+from replay.runlog.token_log_probs import TokenPlaces
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.findings import Finding, FindingStatus
 from replay.verdict.outcomes import Coverage, Outcome, PassVerdict
@@ -99,6 +101,25 @@ def test_tables_have_what_the_log_has(tmp_path: Path) -> None:
     [norm] = run.gradients().to_dict("records")
     assert (norm["number"], norm["optimizer_step"], norm["quantity"]) == (2, 5, "gradient norm")
     assert list(run.weights().query("differs").name) == ["b"]
+
+
+def test_tokens_are_those_that_a_trace_kept(tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x"), passed(1, "y")])
+    with pytest.raises(replay.UsageError, match="kept no tokens"):
+        open_run(folder).tokens()
+    places = TokenPlaces(num_rows=2, first_column=5, recorded={(0, 5): -1.5, (1, 6): -2.25})
+    for index in range(2):
+        token_log_probs.write(folder, index, 0, [-1.0, None, -3.0, -2.0], places)
+    tokens = open_run(folder).tokens()
+    assert list(tokens.number) == [1, 1, 1, 2, 2, 2]
+    assert list(zip(tokens.row, tokens.column, tokens.log_prob, strict=True))[:3] == [
+        (0, 5, -1.0),
+        (1, 5, -3.0),
+        (1, 6, -2.0),
+    ]
+    assert open_run(folder).tokens(worst=1).to_dict("records") == [
+        {"number": 1, "rank": 0, "row": 0, "column": 5, "log_prob": -1.0, "recorded": -1.5, "difference": 0.5}
+    ]
 
 
 def test_a_run_without_weights_has_an_empty_table_of_them(tmp_path: Path) -> None:

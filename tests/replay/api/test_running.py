@@ -114,14 +114,14 @@ def test_every_name_it_lists_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> replay.ReplayedRun:
-    return replay.run(SAMPLE, max_inputs=2, log_folder=tmp_path_factory.mktemp("logs"))
+    return replay.run(SAMPLE, max_inputs=2, trace=True, log_folder=tmp_path_factory.mktemp("logs"))
 
 
 def test_a_run_is_that_of_the_command_line(
     run: replay.ReplayedRun, one_world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but times and the place of the log is the same."""
-    assert main(["--inputs", str(SAMPLE), "--max-inputs", "2", "--json", "-o", str(tmp_path)]) == 0
+    assert main(["--inputs", str(SAMPLE), "--max-inputs", "2", "--trace", "--json", "-o", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     [printed] = [json.loads(line) for line in out.splitlines() if line.startswith('{"folder"')]
     whole = run.to_dict()
@@ -145,6 +145,23 @@ def test_a_run_does_nothing_to_the_process_that_asked_for_it(run: replay.Replaye
     home = run.folder.parent
     assert sorted(path.name for path in home.iterdir() if path != run.folder) == ["job.json", "output.txt"]
     assert replay.open(home).folder == run.folder
+
+
+def test_each_token_stands_beside_what_the_job_recorded_of_it(run: replay.ReplayedRun) -> None:
+    """The job computed log-probs of all action tokens. Both passes have the weights that it began with."""
+    tokens = run.tokens()
+    capture = next(replay.captures(SAMPLE, passes="train"))
+    mask_BA = capture.tensors["action_mask"]
+    offset = capture.tensors["sequences"].shape[1] - mask_BA.shape[1]
+    of_first = tokens.query("number == 1")
+    assert list(zip(of_first.row, of_first.column - offset, strict=True)) == [
+        tuple(x) for x in mask_BA.nonzero().tolist()
+    ]
+    assert len(tokens) == sum(sum(record.result.row_action_tokens) for record in second)
+    assert tokens.recorded.notna().all()
+    assert tokens.difference.max() < 1e-5
+    worst = run.tokens(worst=3)
+    assert list(worst.difference) == sorted(tokens.difference, reverse=True)[:3]
 
 
 def test_what_only_the_replay_can_refuse_is_refused_in_python_s_words(tmp_path: Path) -> None:
