@@ -154,10 +154,9 @@ def test_each_token_stands_beside_what_the_job_recorded_of_it(run: replay.Replay
     mask_BA = capture.tensors["action_mask"]
     offset = capture.tensors["sequences"].shape[1] - mask_BA.shape[1]
     of_first = tokens.query("number == 1")
-    assert list(zip(of_first.row, of_first.column - offset, strict=True)) == [
-        tuple(x) for x in mask_BA.nonzero().tolist()
-    ]
-    assert len(tokens) == sum(sum(record.result.row_action_tokens) for record in second)
+    places = [[row, column - offset] for row, column in zip(of_first.row, of_first.column, strict=True)]
+    assert places == mask_BA.nonzero().tolist()
+    assert len(tokens) == sum(sum(record.result.row_action_tokens) for record in run.records)
     assert tokens.recorded.notna().all()
     assert tokens.difference.max() < 1e-5
     worst = run.tokens(worst=3)
