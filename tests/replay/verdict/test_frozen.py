@@ -160,3 +160,4 @@ def test_what_the_job_trains_from_a_later_pass_on_is_no_fault(
     assert f"verdict    {outcome}" in screen
     assert says in screen
     assert ("frozen here" in screen) is bool(says)
+    assert ("does not follow what the job trains from pass 3 on. Try: --backend fsdp2" in screen) is bool(says)
