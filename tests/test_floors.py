@@ -25,7 +25,7 @@ ROOMS = {
         ("black_box",),  # beside recording, which it observes: recording works without it
         ("folder_tools", "module_search", "child_processes", "on_ray", "recordings"),
         ("run", "integrations"),
-        ("cli",),
+        ("auto", "cli"),
         ("", "__main__"),
     ),
     "actor_init": (
