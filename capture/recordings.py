@@ -9,7 +9,7 @@ gradients, and for nothing else. No exception of the recorder reaches the job.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -94,3 +94,9 @@ def recording(
     path = Path(folder).absolute()
     black_box = BlackBox(path, retention)
     return Recorder(model, path, retention=retention, max_queued=max_queued, names=names, observer=black_box)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings of a recording that begins later. Raises TypeError or ValueError."""
+    check_argument_names(settings.get("arguments"))
+    check_retention(**{name: value for name, value in settings.items() if name not in ("max_queued", "arguments")})

@@ -7,8 +7,10 @@ The script sees the command line, the path and the `__main__` that python would 
 code that it leaves with, pass through.
 """
 
+import atexit
 import io
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -19,7 +21,7 @@ from datetime import datetime, timedelta, timezone
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -101,9 +103,13 @@ class ModelSearch:
     language_model  tells the model that is trained from other modules
     close           is called with the recorder, to have it closed when this process's job ends; a fork of this process
                     closes its recorder at its own end
+    has_begun       whether there is or was a search in this process
     """
 
+    has_begun: ClassVar[bool] = False
+
     def __init__(self, order: RecordingOrder, close: Callable[[Recorder], object]) -> None:
+        ModelSearch.has_begun = True
         self.recordings: list[tuple[str, Recorder]] = []
         self.language_model = TrainedLanguageModel(order.arguments)
         self._order = order
@@ -153,6 +159,15 @@ class ModelSearch:
         """Return the last line of `capture run`."""
         return _describe_recordings(self.recordings, self.language_model, self._order)
 
+    def describe_job(self) -> str | None:
+        """Return the last line at the end of the job that runs in this process; None if it is not this one's to say.
+
+        Rank 0 alone says it; where nothing was recorded here but in children, they say theirs.
+        """
+        children = take_marks(Path(self._order.marks))
+        rank = self.recordings[0][1].rank if self.recordings else read_rank_and_world_size()[0]
+        return self.describe() if rank == 0 and (self.recordings or not children) else None
+
 
 def run(
     job: ScriptJob,
@@ -169,9 +184,12 @@ def run(
     The parameters are those of `RecordingOrder`.
     """
     error_printer = _ErrorPrinter()
-    marks = choose_marks_folder()
     order = RecordingOrder(
-        folder=str(folder), module_name=module_name, arguments=arguments or {}, settings=settings, marks=str(marks)
+        folder=str(folder),
+        module_name=module_name,
+        arguments=arguments or {},
+        settings=settings,
+        marks=str(choose_marks_folder()),
     )
     search = None
     try:
@@ -184,11 +202,45 @@ def run(
         _repeat_for_torchrun(error, job)
         raise
     finally:
-        # Rank 0 alone prints the last line; where nothing was recorded here but in children, they print theirs.
-        children = take_marks(marks)
-        rank = search.recordings[0][1].rank if search and search.recordings else read_rank_and_world_size()[0]
-        if search is not None and rank == 0 and (search.recordings or not children):
-            error_printer.print_last(search.describe())
+        if search is not None and (line := search.describe_job()) is not None:
+            error_printer.print_last(line)
+
+
+def record_this_process(folder: Path) -> None:
+    """Record the job that runs in this process already, and the ranks that it starts, until the process ends.
+
+    It is what `run` does with the defaults of `capture run`. Where a search has begun in this process, this does
+    nothing: under `capture run`, and in a rank that a recorded job has started.
+    """
+    if ModelSearch.has_begun:
+        return
+    order = RecordingOrder(
+        folder=str(folder),
+        module_name=None,
+        arguments={},
+        settings={"reproduce": True},
+        marks=str(choose_marks_folder()),
+    )
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    stack, process, is_child = ExitStack(), os.getpid(), multiprocessing.parent_process() is not None
+    search = _search_in(stack, order)
+    name = sys.argv[0] if module is None else module.name
+    stack.enter_context(record_children(name=name, is_module=module is not None, order=asdict(order)))
+
+    def end() -> None:
+        # A fork of the job that ends as python does comes here too, and the recording is not its own.
+        if os.getpid() != process:
+            return
+        stack.close()
+        line = search.describe_job()
+        # A child of multiprocessing that trains nothing may be a data loader's worker: it says nothing.
+        if line is not None and (search.recordings or not is_child):
+            print(line, file=sys.stderr)
+
+    if is_child:
+        call_at_child_exit(end, priority=0)
+    else:
+        atexit.register(end)
 
 
 class _ErrorPrinter:

@@ -24,6 +24,11 @@ from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
+# The files that take longest, by processor time.
+LONGEST = (
+    "replay/commands/test_parity_faults.py",
+    "test_commands.py",
+)
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -76,9 +81,9 @@ def _refuse_missing_gpus(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put slow files first, and leave out tests that need more GPUs than this machine has."""
-    # A worker that takes a slow file last keeps the others waiting.
-    items.sort(key=lambda item: not _is_of_slow_file(item))
+    """Put long files first, and leave out tests that need more GPUs than this machine has."""
+    # A worker that takes a long file last keeps the others waiting.
+    items.sort(key=_find_place)
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
     if left_out:
@@ -86,10 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def _is_of_slow_file(item: pytest.Item) -> bool:
-    """Is the whole file marked slow, and not some of its tests alone?"""
+def _find_place(item: pytest.Item) -> tuple[bool, int]:
+    """Find a file's place in the order: files that are slow as a whole, then others; of each the longest first."""
     module = item.getparent(pytest.Module)
-    return module is not None and any(mark.name == "slow" for mark in module.own_markers)
+    is_slow = module is not None and any(mark.name == "slow" for mark in module.own_markers)
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return not is_slow, LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """The commands of the README, as they are typed, each in processes of its own.
 
-COLD ones are as a user's in everything; each launcher is among them. The others have their imports already.
+COLD ones are as a user's in everything; each launcher is among them. The others have their imports already. Most have
+short inputs.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import ROOT, run
+from tests.helpers.made_captures import copy_short_inputs
 
 COLD = [
     "replay --max-inputs 5",
@@ -29,6 +31,9 @@ WARM = [
     "deepspeed --num_gpus=1 --module replay --quiet",
     "torchrun -m replay --max-inputs 2 --passes all --loss sft --step",
 ]
+# Two ranks are dealt twenty inputs, and a rollout pass comes first.
+OF_THE_SAMPLE = (COLD[0], COLD[1], WARM[0], WARM[-1])
+NUM_SHORT = 10
 
 
 def only_log(log_folder: Path) -> dict[str, Any]:
@@ -37,13 +42,19 @@ def only_log(log_folder: Path) -> dict[str, Any]:
     return log
 
 
+@pytest.fixture(scope="module")
+def short_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_short_inputs(tmp_path_factory.mktemp("short") / "inputs", NUM_SHORT)
+
+
 @pytest.mark.parametrize("command", [*COLD, *WARM])
-def test_the_command_succeeds_and_leaves_its_log(command: str, tmp_path: Path) -> None:
-    done = run(command, tmp_path, cold=command in COLD)
+def test_the_command_succeeds_and_leaves_its_log(command: str, short_inputs: Path, tmp_path: Path) -> None:
+    inputs = "" if command in OF_THE_SAMPLE else f" --inputs {short_inputs}"
+    done = run(command + inputs, tmp_path, cold=command in COLD)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     log = only_log(tmp_path)
     assert log["status"] == "finished"
-    num_asked = int(command.split("--max-inputs ")[1].split()[0]) if "--max-inputs" in command else 32
+    num_asked = int(command.split("--max-inputs ")[1].split()[0]) if "--max-inputs" in command else NUM_SHORT
     assert log["statistics"]["num_passes"] == num_asked
     assert "passes measured" in done.stdout
     assert "\x1b" not in done.stdout

@@ -117,6 +117,13 @@ def test_accelerate_with_two_ranks(kind: str, tmp_path: Path, one_world: None) -
     check(tmp_path, 6)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_accelerate_with_two_ranks_and_the_line_that_records(kind: str, tmp_path: Path, one_world: None) -> None:
+    run_command([*TORCHRUN, "2", str(JOBS / "accelerate_job.py"), str(tmp_path), kind, "recorded"], cold=False)
+    assert len(capture_files(tmp_path / "captures")) == 6
+    check(tmp_path, 6)
+
+
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world: None) -> None:
     run_job(
@@ -129,7 +136,7 @@ def test_deepspeeds_engine_with_two_ranks(stage: str, tmp_path: Path, one_world:
     check(tmp_path, 6)
 
 
-@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
 @pytest.mark.parametrize("strategy", ["one device", "ddp", "ddp_fork"])
 def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_world: None) -> None:
     """It starts the script again for rank 1, or forks; a batch of validation runs without autograd in each rank."""
@@ -140,7 +147,15 @@ def test_lightning_with_its_own_launcher(strategy: str, tmp_path: Path, one_worl
     check(tmp_path, 3 * num_ranks)
 
 
-@pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra: pip install -e '.[trainers]'")
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
+@pytest.mark.parametrize("typed", [["1", "auto"], ["2", "ddp"]])
+def test_lightning_with_the_callback(typed: list[str], tmp_path: Path, one_world: None) -> None:
+    """The validation pass comes first: the recording begins at the first training forward, and has the later one."""
+    run_command([str(JOBS / "lightning_job.py"), str(tmp_path), *typed, "callback"])
+    check(tmp_path, 3 * int(typed[0]))
+
+
+@pytest.mark.skipif(not find_spec("lightning"), reason="needs lightning")
 def test_fabric_with_its_own_launcher_and_an_evaluation_between_steps(tmp_path: Path, one_world: None) -> None:
     said = run_job(tmp_path, ONE, "fabric_job", "2", cold=False)
     assert "capture: 6 passes of _FabricModule" in said

@@ -108,8 +108,8 @@ class DDPBackend(TorchBackend):
         with nullcontext() if self.window.is_last_pass else self.replica.no_sync():
             return action_log_probs(self.replica, inputs)
 
-    def begin_window(self, num_passes: int) -> None:
-        self.window.num_backwards = self.window.size - num_passes
+    def skip_passes(self, num_passes: int) -> None:
+        self.window.num_backwards += num_passes
 
     def backward(self, loss: Tensor) -> None:
         # super() without arguments does not work in a dataclass with slots, which is made a second time.

@@ -176,9 +176,9 @@ class DeepSpeedBackend:
         self.engine.train(train_mode)
         return action_log_probs(self.engine, inputs)
 
-    def begin_window(self, num_passes: int) -> None:
+    def skip_passes(self, num_passes: int) -> None:
         # The engine ends a window where its count of passes is a multiple.
-        self.engine.micro_steps += self.spec.num_accumulated - num_passes
+        self.engine.micro_steps += num_passes
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)

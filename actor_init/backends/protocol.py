@@ -41,8 +41,11 @@ class Backend(Protocol):
         """Return action log-probs [B, A], fp32, a plain tensor. `train_mode` says nothing of autograd."""
         ...
 
-    def begin_window(self, num_passes: int) -> None:
-        """Begin a window of fewer passes than --grad-accumulation says. `backward` still averages over as many."""
+    def skip_passes(self, num_passes: int) -> None:
+        """End the window so many passes earlier than --grad-accumulation says. `backward` still averages over as many.
+
+        num_passes  below 0, it ends so many later: a window ended before any pass of it ran
+        """
         ...
 
     def backward(self, loss: Tensor) -> None:

@@ -34,8 +34,8 @@ class TorchBackend:
     attention: str
     kernels: str | None
 
-    def begin_window(self, num_passes: int) -> None:
-        """Begin a window of so many passes, which makes no difference where each backward averages over the ranks."""
+    def skip_passes(self, num_passes: int) -> None:
+        """Count passes that do not run, which makes no difference where each backward averages over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss / self.spec.num_accumulated))

@@ -84,6 +84,7 @@ class ResolvedReplay(ReplayParts):
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
     followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
     own_limit         the norm that the job clipped to by code of its own, which its recorded gradients show
+    unfollowed_from   the forward from which on the job trained other parameters than this run can; None: none
     """
 
     source: "ModelSource"
@@ -95,6 +96,7 @@ class ResolvedReplay(ReplayParts):
     step_settings: "Mapping[int, StepSettings]" = field(default_factory=dict)
     followed_settings: frozenset[str] = frozenset()
     own_limit: float | None = None
+    unfollowed_from: int | None = None
 
     def __post_init__(self) -> None:
         ReplayParts.__post_init__(self)

@@ -27,10 +27,12 @@ class FrozenParameters:
     always  in any pass
     later   by the number of a forward: besides those, from this forward on; empty: the same in all passes, or the
             replay does not follow it
+    unfollowed_from  the forward from which on the job trained other parameters, which this backend cannot follow
     """
 
     always: frozenset[str] = frozenset()
     later: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    unfollowed_from: int | None = None
 
 
 def find_frozen_in_job(
@@ -54,8 +56,9 @@ def find_frozen_in_job(
         # The comparison of the models says which file cannot be read. Nothing is known of what was frozen.
         all_facts = []
     stated = [facts for facts in all_facts if facts.recording == first_call.recording and facts.trains]
-    later = _date_changes(stated, checker.names, rounds) if _follows_changes(spec.actor) else {}
-    if later:
+    later = _date_changes(stated, checker.names, rounds)
+    unfollowed_from = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
+    if later and unfollowed_from is None:
         always = frozenset.intersection(*later.values())
         return FrozenParameters(
             always=always, later={forward: names - always for forward, names in sorted(later.items())}
@@ -65,8 +68,8 @@ def find_frozen_in_job(
         names = sorted(_list_frozen_first(stated[0], checker.names))
     num_frozen = None if first_call.weights is None else first_call.weights.num_frozen
     if not names or num_frozen != len(names):
-        return FrozenParameters()
-    return FrozenParameters(always=checker.translate_names(names))
+        return FrozenParameters(unfollowed_from=unfollowed_from)
+    return FrozenParameters(always=checker.translate_names(names), unfollowed_from=unfollowed_from)
 
 
 def _follows_changes(actor: ActorSpec) -> bool:

@@ -5,6 +5,7 @@ A window of the replay is a step of the job if it has the same passes, of all ra
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.resolution.windows import InputRound, JobPass, find_training_rounds, find_window_size
@@ -35,19 +36,35 @@ def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[li
     """Note in rounds how many passes their windows have, if not all have `usual_size`; also return the largest number.
 
     The job's last window of an epoch may be shorter than the others. What is no whole step of the job's is divided into
-    windows of the usual size.
+    windows of the usual size, and what is left of it is an incomplete window: no pass of another step joins it. The
+    last of all passes leave their window open.
     """
     indices = [index for index, input_round in enumerate(rounds) if input_round.trains]
     sizes: dict[int, int] = {}
+    incomplete: set[int] = set()
     begin = 0
     while begin < len(indices):
-        size = _count_passes_of_step([rounds[index] for index in indices[begin:]]) or usual_size
+        later_rounds = [rounds[index] for index in indices[begin:]]
+        size = _count_passes_of_step(later_rounds)
+        if not size:
+            num_passes = _count_passes_before_next_step(later_rounds)
+            size = num_passes if num_passes < min(usual_size, len(later_rounds)) else usual_size
+            incomplete.update(indices[begin : begin + size] if size < usual_size else ())
         sizes |= dict.fromkeys(indices[begin : begin + size], size)
         begin += size
     if set(sizes.values()) <= {usual_size}:
         return list(rounds), usual_size
-    noted = [replace(each, num_in_window=sizes.get(index, 0)) for index, each in enumerate(rounds)]
+    noted = [
+        replace(each, num_in_window=sizes.get(index, 0), is_incomplete=index in incomplete)
+        for index, each in enumerate(rounds)
+    ]
     return noted, max(sizes.values())
+
+
+def _count_passes_before_next_step(rounds: Sequence[InputRound]) -> int:
+    """Count the rounds that have as many steps before them as the first one; all where that is not known of it."""
+    number = rounds[0].num_steps_before
+    return len(rounds) if number is None else len(list(takewhile(lambda each: each.num_steps_before == number, rounds)))
 
 
 def _count_passes_of_step(rounds: Sequence[InputRound]) -> int:

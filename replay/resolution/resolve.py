@@ -156,6 +156,7 @@ def resolve(
         step_settings=steps.followed.settings if steps.followed is not None else {},
         followed_settings=steps.followed.setting_names if steps.followed is not None else frozenset(),
         own_limit=steps.followed.own_limit if steps.followed is not None else None,
+        unfollowed_from=frozen.unfollowed_from,
     )
 
 

@@ -77,6 +77,8 @@ class InputRound:
     job_passes  by data rank; empty where a capture could not be read
     most_real_tokens, most_padded_tokens  the most that a data rank has
     num_in_window  passes of a data rank in the window that a training pass is in; 0: as --grad-accumulation says
+    is_incomplete  these are not all passes of that window, and passes of other windows come behind them
+    num_steps_before  steps that the job's optimizer had taken, as the captures or their index tell; None: they do not
     """
 
     trains: bool
@@ -86,11 +88,14 @@ class InputRound:
     most_real_tokens: int = 0
     most_padded_tokens: int = 0
     num_in_window: int = 0
+    is_incomplete: bool = False
+    num_steps_before: int | None = None
 
     @classmethod
     def from_captures(cls, captures: Sequence[SelectedCapture]) -> Self:
         """Return what is known of a round, given the capture of each data rank, whose tokens are counted."""
         job_passes = [capture.job_pass for capture in captures if capture.job_pass is not None]
+        step_numbers = {capture.optimizer_step for capture in captures}
         return cls(
             trains=captures[0].trains,
             num_tokens=[capture.num_tokens or 0 for capture in captures],
@@ -98,6 +103,7 @@ class InputRound:
             job_passes=job_passes if len(job_passes) == len(captures) else (),
             most_real_tokens=max(capture.real_tokens for capture in captures),
             most_padded_tokens=max(capture.padded_tokens for capture in captures),
+            num_steps_before=step_numbers.pop() if len(step_numbers) == 1 else None,
         )
 
 

@@ -240,12 +240,16 @@ def group_passes_and_windows(records: Sequence[PassRecord]) -> tuple[list[Shared
     passes: list[SharedPass] = []
     windows: list[GradientWindow] = []
     open_inputs: list[str] = []
+    open_window: int | None = None
     for _, group in groupby(records, key=lambda record: record.index):
         ranks = list(group)
         by_data_rank: dict[int, list[PassRecord]] = {}
         for record in ranks:
             by_data_rank.setdefault(record.data_rank, []).append(record)
         is_counted = find_reason_to_leave_out(ranks) is None
+        if ranks[0].window is not None and ranks[0].window != open_window:
+            # A window that lacks a pass ended without a norm.
+            open_inputs, open_window = [], ranks[0].window
         for peers in by_data_rank.values():
             passes.append(SharedPass(peers=peers, is_counted=is_counted, num_windows_before=len(windows)))
             if peers[0].input.trains:

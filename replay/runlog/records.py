@@ -152,6 +152,7 @@ class PassRecord:
     first_uses        values of FirstUse, in its order
     first_non_finite  the first tensor with a nan or an inf, as far as this rank saw it
     traced            a trace was written, which makes a pass slower
+    window            index of the first pass of its accumulation window; None: it has no backward
     """
 
     index: int
@@ -167,6 +168,7 @@ class PassRecord:
     first_non_finite: str | None = None
     warmup: bool = False
     traced: bool = False
+    window: int | None = None
     error: str | None = None
     error_type: str | None = None
 

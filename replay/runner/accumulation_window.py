@@ -1,4 +1,8 @@
-"""Follow the accumulation window that is open on one rank."""
+"""Follow the accumulation window that is open on one rank.
+
+A window ends where the job's did, whatever fails in it: a pass that failed counts like one that ran, so that the passes
+behind it stay in their windows. What is left of the gradient is then no gradient of the job's, and is dropped.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +22,10 @@ class AccumulationWindow:
     usual_size        passes of each data rank in a window, as --grad-accumulation says
     rounds            one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
-    num_passes        passes of the window that have run
+    num_passes        passes of the window that are behind: they ran, or failed
+    is_incomplete     a pass of the window failed, or is not among the inputs
+    num_with_gradient passes of the window whose gradient the backend holds
+    num_counted       passes of the window by the backend's count, which has those that it was told to skip
     recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
     recorded_signatures  signatures of it, by that name
     """
@@ -27,6 +34,9 @@ class AccumulationWindow:
     rounds: Sequence[InputRound] = ()
     first_index: int = 0
     num_passes: int = 0
+    is_incomplete: bool = False
+    num_with_gradient: int = 0
+    num_counted: int = 0
     recorded_samples: dict[str, list[Sample]] = field(default_factory=dict)
     recorded_signatures: dict[str, list[GradientSignature]] = field(default_factory=dict)
 
@@ -37,7 +47,7 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Has a pass of the window run, and is another to come?"""
+        """Is a pass of the window behind, and another to come?"""
         return self.num_passes > 0
 
     def enter_pass(
@@ -48,14 +58,22 @@ class AccumulationWindow:
         backend: Backend,
     ) -> None:
         """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
-        if not self.is_open:
-            self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
-            if self.size != self.usual_size:
-                backend.begin_window(self.size)
+        self._begin(index)
+        # A short window begins as if passes had run, and a pass that failed is behind for the backend, too.
+        num_behind = self.usual_size - self.size + self.num_passes
+        if num_behind != self.num_counted:
+            backend.skip_passes(num_behind - self.num_counted)
+            self.num_counted = num_behind
         for name, sample in samples.items():
             self.recorded_samples.setdefault(name, []).append(sample)
         for name, signature in signatures.items():
             self.recorded_signatures.setdefault(name, []).append(signature)
+
+    def _begin(self, index: int) -> None:
+        if not self.is_open:
+            self.first_index, self.recorded_samples, self.recorded_signatures = index, {}, {}
+            self.is_incomplete = index < len(self.rounds) and self.rounds[index].is_incomplete
+            self.num_with_gradient = 0
 
     def ends_with_next_pass(self, *, runs_backward: bool) -> bool:
         return runs_backward and self.num_passes + 1 == self.size
@@ -63,11 +81,24 @@ class AccumulationWindow:
     def count_pass(self, *, runs_backward: bool) -> None:
         """Count a pass that succeeded."""
         is_last = self.ends_with_next_pass(runs_backward=runs_backward)
+        self.num_with_gradient += runs_backward
+        self.num_counted = 0 if is_last else self.num_counted + runs_backward
         self.num_passes = 0 if is_last else self.num_passes + runs_backward
 
-    def discard(self) -> None:
-        """Forget the window: a pass of it failed, and its gradient is gone."""
-        self.num_passes = 0
+    def lose_pass(self, index: int) -> bool:
+        """Count pass `index`, which was to run a backward and failed.
+
+        Returns whether the window ended with it and left a gradient in the backend, which only a new one is rid of.
+        """
+        self._begin(index)
+        self.is_incomplete = True
+        is_last = self.ends_with_next_pass(runs_backward=True)
+        self.num_passes = 0 if is_last else self.num_passes + 1
+        return is_last and self.num_with_gradient > 0
+
+    def forget_backend(self) -> None:
+        """Begin with a new backend, which holds no gradient and has counted nothing."""
+        self.num_with_gradient = self.num_counted = 0
 
     def has_gradient_samples(self, index: int) -> bool:
         """Did the job record samples of this window's gradient up to pass `index`? Every rank knows from the rounds."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from actor_init.declarations.attention import find_attention_form
+from actor_init.declarations.backends import list_whole_backend
 from actor_init.model import ModelSource
 from actor_init.spec import ActorSpec, Compile, CompileLengths, PadTo
 from actor_init.world import World
@@ -30,6 +31,18 @@ from replay.verdict.weight_check import WeightChecker
 # The header names this many differences of the config; run.json has all.
 MAX_NAMED_DIFFERENCES = 4
 MAX_NAMED_PARTS = 4
+
+
+def describe_frozen_in_job(resolved: ResolvedReplay) -> str:
+    """Say what is not trained, and that the backend does not follow what the job changed later; empty for neither."""
+    frozen, unfollowed = list_frozen(resolved.source), resolved.unfollowed_from
+    if unfollowed is None:
+        return f"{frozen}, as in the job" if frozen else ""
+    follower = " ".join(map(spell_setting, list_whole_backend(resolved.actor)))
+    return (
+        f"{frozen or 'none'}, as in the job up to pass {unfollowed}: {resolved.actor.backend} does not follow what the "
+        f"job trains from pass {unfollowed + 1} on. Try: {follower}"
+    )
 
 
 def list_frozen(source: ModelSource) -> str:
@@ -110,7 +123,7 @@ class Header:
         lines |= _format_config_line(self.config_differences)
         lines |= {} if self.model_problem is None else {"job model": f"not compared: {self.model_problem}"}
         lines |= _describe_adapter(resolved)
-        lines |= {"frozen": f"{frozen}, as in the job"} if (frozen := list_frozen(resolved.source)) else {}
+        lines |= {"frozen": frozen} if (frozen := describe_frozen_in_job(resolved)) else {}
         lines |= self._describe_resumption()
         lines |= self._describe_first_call()
         lines |= self._describe_optimizer()

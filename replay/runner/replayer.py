@@ -163,6 +163,7 @@ class Replayer:
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
         self._has_failed_pass = False
+        self._is_pass_counted = False
         self._draw_counter = DrawCounter()
         self._objective = Objective.open(spec)
         self._kept_logits = (
@@ -181,6 +182,7 @@ class Replayer:
             if self.trace:
                 self.trace.attach(self.actor.backend)
             self._has_failed_pass = False
+            self.window.forget_backend()
             self.follower.forget("a pass failed, and with it the weights of the steps were lost")
 
     def search_latest_pass(self, record: PassRecord) -> PassRecord:
@@ -239,6 +241,7 @@ class Replayer:
             traced=self.trace is not None,
         )
         recorded: RecordedPass | None = None
+        self._is_pass_counted = False
         self.tracker.begin_pass(index, path.name, place_in_window=self.window.num_passes)
         try:
             call = read_call(path)
@@ -258,10 +261,23 @@ class Replayer:
             # A user's code may leave with sys.exit: that fails the pass, and must not end the run without a report.
             exit_error = RuntimeError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
             failed = replace(record, error=str(exit_error), error_type="SystemExit")
-            return PassEvidence(failed, recorded, ReplayedPass()), exit_error
+            return PassEvidence(self._lose_pass(failed), recorded, ReplayedPass()), exit_error
         except Exception as error:
             failed = replace(record, error=join_lines(format_error_with_flags(error)), error_type=type(error).__name__)
-            return PassEvidence(failed, recorded, ReplayedPass()), error
+            return PassEvidence(self._lose_pass(failed), recorded, ReplayedPass()), error
+
+    def _lose_pass(self, record: PassRecord) -> PassRecord:
+        """Leave a pass that failed out of its window, which ends where it would have; return its record with that.
+
+        Whether a capture that cannot be read was to be trained on, its round knows.
+        """
+        rounds, index = self.window.rounds, record.index
+        trains = rounds[index].trains if record.input.trains is None and index < len(rounds) else record.input.trains
+        if self._is_pass_counted or not trains or not self.spec.measure.backward:
+            return record
+        self._has_failed_pass |= self.window.lose_pass(index)
+        self.follower.stop("a pass of the step failed")
+        return replace(record, window=self.window.first_index)
 
     def _run_micro_batch(
         self, record: PassRecord, call: Call, batch: MicroBatch, extra_observers: Sequence[PassObserver]
@@ -269,9 +285,9 @@ class Replayer:
         """Run the pass of a micro-batch, and return its record with results, and what the verdict needs besides.
 
         The pass enters the accumulation window, the micro-batch is laid out on the device, and `run_pass` runs it under
-        the observers of this run. If `run_pass` fails, the window is discarded; a micro-batch that cannot be laid out
-        leaves it open, since the gradient is still that of the passes before. After a pass that succeeded, its results
-        go into the record, its log-probs and samples into what the verdict needs, and details and trace are written.
+        the observers of this run. If `run_pass` fails, the actor has to be opened again. After a pass that succeeded,
+        its results go into the record, its log-probs and samples into what the verdict needs, and details and trace are
+        written.
         """
         gradients = call.step.gradients if call.step is not None else None
         gradient_samples = self.weight_checker.match_samples(gradients.samples if gradients is not None else ())
@@ -293,10 +309,11 @@ class Replayer:
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
-            self.window.discard()
             self._has_failed_pass = True
             raise
+        window = self.window.first_index if inputs.runs_backward else None
         self.window.count_pass(runs_backward=inputs.runs_backward)
+        self._is_pass_counted = True
         cost = self.follower.leave_out_state(outcome.cost)
         self.follower.note_pass(inputs, self.actor.backend)
 
@@ -323,6 +340,7 @@ class Replayer:
         record = run_observers.add_to(
             replace(
                 record,
+                window=window,
                 input=replace(record.input, fed_tokens=fed_tokens),
                 cost=cost,
                 result=replace(
@@ -383,7 +401,8 @@ class Replayer:
             runs_backward=runs_backward,
             loss_weight=self._choose_loss_weight(index, recorded),
             window_factor=self.window.usual_size / self.window.size,
-            ends_window=ends_window,
+            ends_window=ends_window and not self.window.is_incomplete,
+            drops_gradient=ends_window and self.window.is_incomplete,
             untrained=self.source.find_frozen_at(call.origin.step),
             random_states=call.random,
             captured_row_length=batch.sequences_BS.shape[1],

@@ -274,7 +274,8 @@ class Reruns:
             pass
         earlier_indices = [trained_index for trained_index in trained_indices if trained_index < index]
         ends = [record.index for record in records if record.result.grad_norm is not None and record.index < index]
-        for earlier_index in (each for each in earlier_indices if each > max(ends, default=-1)):
+        begin = next((record.window for record in records if record.index == index and record.window is not None), 0)
+        for earlier_index in (each for each in earlier_indices if each > max(ends, default=-1) and each >= begin):
             self._fill_window(earlier_index)
 
     def _fill_window(self, index: int) -> bool:

@@ -58,6 +58,7 @@ class PassInputs:
     window_factor        a further factor, the usual number of passes of a window by the number in this window: the
                          backend averages over the usual number
     ends_window          the accumulation window ends with this pass
+    drops_gradient       a window that lacks a pass ends with this one: what is left of its gradient is cleared
     untrained            parameters that have no gradient in this window, as the job did not train them then
     takes_step           a step was asked for: it is a measured part of this pass; only with `ends_window`
     follows_step         nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
@@ -78,6 +79,7 @@ class PassInputs:
     loss_weight: float = 1.0
     window_factor: float = 1.0
     ends_window: bool = False
+    drops_gradient: bool = False
     untrained: frozenset[str] = frozenset()
     takes_step: bool = False
     follows_step: bool = False
@@ -337,6 +339,8 @@ def run_pass(
             # is that of a step that nobody asked for.
             if inputs.ends_window and not inputs.takes_step:
                 grad_norm = backend.end_window(step=inputs.follows_step, settings=inputs.step_settings)
+            elif inputs.drops_gradient:
+                backend.end_window(step=False)
         return PassOutcome(
             log_probs_BA=log_probs_BA.detach(),
             loss=loss.detach(),

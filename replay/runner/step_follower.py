@@ -68,6 +68,10 @@ class StepFollower:
             return inputs
         return replace(inputs, follows_step=True, step_settings=replace(settings, needs_finite=True))
 
+    def stop(self, why: str) -> None:
+        """Follow no more of the job's steps."""
+        self.why_stopped = self.why_stopped or why
+
     def note_pass(self, inputs: PassInputs, backend: Backend) -> None:
         """Note what the optimizer did in a pass that succeeded."""
         if not (inputs.takes_step or inputs.follows_step):
@@ -85,7 +89,7 @@ class StepFollower:
     def forget(self, why: str) -> None:
         """Begin again: the actor was opened anew, with the weights that the run began with."""
         self.num_steps, self.has_stepped, self.state_bytes, self._first_num_steps = 0, False, 0, None
-        self.why_stopped = self.why_stopped or why
+        self.stop(why)
 
     @torch.no_grad()
     def sample_weights(

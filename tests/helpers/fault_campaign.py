@@ -62,9 +62,14 @@ class Ground:
 
 
 def ground_of(
-    model: str, settings: Iterable[Setting], home: Path, options: Mapping[str, Any], group: str = ""
+    model: str,
+    settings: Iterable[Setting],
+    home: Path,
+    options: Mapping[str, Any],
+    group: str = "",
+    folder: Path | None = None,
 ) -> Ground:
-    """What parity would run for these settings of one dtype, on the inputs that ship with the project."""
+    """What parity would run for these settings of one dtype, on inputs of the group, of `folder`, or of the sample."""
     home.mkdir(parents=True, exist_ok=True)
     values = {**SIZES, **MODELS[OF_MODEL[model]]}
     config = home / f"{model}.json"
@@ -77,7 +82,8 @@ def ground_of(
         must_pack=group == EDGE_DOCUMENTS,
         group=group,
     )
-    inputs = {"inputs": str(find_edge_folder(EDGES[group]))} if group else {}
+    folder = find_edge_folder(EDGES[group]) if group else folder
+    inputs = {"inputs": str(folder)} if folder else {}
     planned = plan_matrix(list(settings), {"model": str(config), **inputs, **options}, here)
     assert not [reason for name, reason in planned.refused.items() if "flash" not in name], planned.refused
     return Ground(cells=planned.cells, model=model, options=options, group=group)
@@ -109,6 +115,7 @@ def replay_all(runs: Sequence[Run], home: Path) -> None:
     for run in runs:
         spec = run.cell.spec
         spec = replace(spec, measure=replace(spec.measure, trace=run.traced and is_traceable(run.cell)))
+        spec = spec.as_child()
         job = ChildJob(spec=spec).with_log_folder(run.logs)
         worlds.setdefault(run.world, []).append({"job": job.text, "fault": run.fault})
     for world, jobs in worlds.items():
@@ -212,7 +219,7 @@ class Campaign:
         return PastRun.read(self._runs[number, cell.name, fault].logs).folder
 
 
-def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
+def grounds_for(faults: Iterable[Fault], home: Path, folder: Path | None = None) -> list[Ground]:
     """One for each model, options and group, with the cells that the faults are put into."""
     grounds: list[tuple[str, Mapping[str, Any], str, list[Setting]]] = []
     for fault in faults:
@@ -222,4 +229,4 @@ def grounds_for(faults: Iterable[Fault], home: Path) -> list[Ground]:
             grounds.append((fault.model, fault.options, fault.group, settings))
         if fault.cell not in settings:
             settings.append(fault.cell)
-    return [ground_of(model, settings, home, options, group) for model, options, group, settings in grounds]
+    return [ground_of(model, settings, home, options, group, folder) for model, options, group, settings in grounds]

@@ -68,8 +68,8 @@ class WatchedBackend:
         with self._watch:
             return self._backend.forward(*args, **kwargs)
 
-    def begin_window(self, num_passes: int) -> None:
-        self._backend.begin_window(num_passes)
+    def skip_passes(self, num_passes: int) -> None:
+        self._backend.skip_passes(num_passes)
 
     def backward(self, loss: Tensor) -> None:
         with self._watch:

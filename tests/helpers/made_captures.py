@@ -1,13 +1,16 @@
 """Captures with known contents, for the tests that need a folder of them."""
 
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 
+from capture import capture_files, read_micro_batch
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import write_call
 from capture.file_format.micro_batch import Origin
+from replay.options.spec import find_sample_folder
 
 BEGINNING = datetime(2026, 3, 1, 9, 12, 44, tzinfo=UTC)
 # A config for write_actor_config, of a model that is opened in no time.
@@ -74,3 +77,21 @@ def write_config(folder: Path) -> None:
 
 def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
+
+
+def copy_short_inputs(folder: Path, number: int, *, min_tokens: int = 1) -> Path:
+    """Make `folder` of the shortest training passes of the sample with `min_tokens` real tokens, and its config.
+
+    The sample's first passes have ten times as many tokens, and a replay of them takes ten times as long.
+    """
+    sample = find_sample_folder()
+    batches = {path: read_micro_batch(path) for path in capture_files(sample)}
+    sizes = {
+        path: batch.sequences_BS.numel()
+        for path, batch in batches.items()
+        if batch.trains and batch.attention_mask_BS.sum() >= min_tokens
+    }
+    folder.mkdir(parents=True)
+    for path in [*sorted(sizes, key=sizes.__getitem__)[:number], sample / "actor.json"]:
+        shutil.copy(path, folder)
+    return folder

@@ -74,7 +74,7 @@ class ToyBackend:
         self.model.train(train_mode)
         return action_log_probs(self.model, inputs)
 
-    def begin_window(self, num_passes: int) -> None:
+    def skip_passes(self, num_passes: int) -> None:
         """Each window ends where `end_window` is called."""
 
     def backward(self, loss: Tensor) -> None:

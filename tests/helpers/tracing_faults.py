@@ -16,8 +16,9 @@ from actor_init.inputs.packing import ActorInputs, prepare_inputs
 from replay.objective.objective import compute_negated_mean
 from replay.tracing.trace_file import TensorKind
 
-BORDER = 912  # of the packed row of FIRST_INPUT, where its second document begins
-PLACE_OF_BORDER = (1, 180)  # row and token as captured: the row is padded on its left
+SHORT_INPUT = 19  # of the sample's: two rows of 200 tokens, the second padded on both sides
+BORDER = 200  # of its packed row, where the second document begins
+PLACE_OF_BORDER = (1, 14)  # row and token as captured
 
 Found = tuple[
     TensorKind, str, str, int | None, tuple[int, int] | None

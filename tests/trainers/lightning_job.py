@@ -1,4 +1,4 @@
-"""Lightning's Trainer on CPUs: python lightning_job.py FOLDER DEVICES [STRATEGY]
+"""Lightning's Trainer on CPUs: python lightning_job.py FOLDER DEVICES [STRATEGY] [callback]
 
 With two devices and strategy `ddp` Lightning starts this script again for rank 1; with `ddp_fork` it forks, and with
 `ddp_spawn` it spawns.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from capture.integrations import LightningCaptureCallback
 from tests.trainers.common import make_batches, make_model, write_losses
 
 
@@ -54,7 +55,7 @@ def _loader(*num_batches: int) -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)
 
 
-def main(folder: Path, devices: int, strategy: str = "auto") -> None:
+def main(folder: Path, devices: int, strategy: str = "auto", *with_callback: str) -> None:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     trainer = lightning.Trainer(
@@ -68,6 +69,7 @@ def main(folder: Path, devices: int, strategy: str = "auto") -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=folder,
+        callbacks=[LightningCaptureCallback(folder / "captures", reproduce=True)] if with_callback else [],
     )
     trainer.fit(Language(folder))
 

@@ -10,7 +10,7 @@ from replay.verdict.causes.wrong_gradient import GRADIENT_FINDINGS
 from replay.verdict.gradient_findings import ComparedPass, list_steps
 from replay.verdict.model_facts import ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
-from replay.verdict.pass_values import WEIGHTING
+from replay.verdict.pass_values import MISSING_GRADIENT, WEIGHTING
 
 CLIP_ONCE = "clip once, after the backward of a step's last pass"
 
@@ -82,6 +82,9 @@ def find_other_norm(evidence: Evidence) -> Cause | None:
     verdict, norm = wrong
     if any(difference.kind is ModelDifferenceKind.FROZEN for difference in evidence.settings.model_differences):
         # The job's norm is of fewer parameters, then.
+        return None
+    if any(finding.is_wrong and finding.name == MISSING_GRADIENT for finding in verdict.findings):
+        # So it is here.
         return None
     if not any(finding.agrees and finding.name == GRADIENT_NORMS for finding in verdict.findings):
         return None

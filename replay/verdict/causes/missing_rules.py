@@ -1,4 +1,4 @@
-"""Tell which parameters had no gradient in the job, and where the gradient ends."""
+"""Tell which parameters had no gradient in the job's step, and which module they are all of."""
 
 from collections.abc import Sequence
 
@@ -23,18 +23,21 @@ def find_missing_gradient(evidence: Evidence) -> Cause | None:
         return Cause(
             name=CauseName.MODEL_CODE,
             sureness=Sureness.PROBABLY,
-            sentence=f"{what} takes no part in the job's forward, {name_time(verdict)}: no gradient reaches it, and "
-            "the forward gives other numbers than with it",
+            sentence=f"{what} takes no part in the job's forward, {name_time(verdict)}: the job steps without its "
+            "gradient, and the forward gives other numbers than with it",
             try_next="look for a module that is skipped, or replaced, in the job's model",
             explains=(*FORWARD_FINDINGS, *GRADIENT_FINDINGS),
         )
     module = _find_module_without_gradient(missing, names)
-    place = "" if module is None or module in what else f"; the gradient ends in {module}"
+    place = "" if module is None or module in what else f"; no parameter of {module} has one"
     return Cause(
         name=CauseName.NO_GRADIENT,
         sureness=Sureness.IS,
-        sentence=f"no gradient reaches {what} in the job, {name_time(verdict)}{place}",
-        try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the loss",
+        # What was recorded when the optimizer stepped does not tell a gradient that the backward never made from one
+        # that the loop dropped after it.
+        sentence=f"the job steps without a gradient for {what}, {name_time(verdict)}{place}",
+        try_next="look for detach(), no_grad, .data or a copy of a tensor on the way from these parameters to the "
+        "loss, and in the loop for gradients that are set to None",
         explains=GRADIENT_FINDINGS,
     )
 
@@ -74,7 +77,8 @@ def _find_zero_gradient(evidence: Evidence) -> Cause | None:
         sureness=Sureness.IS,
         sentence=f"the gradient of {name_parameters(zero, list(parameters))} is zero in the job, "
         f"{name_time(wrong.verdict)}, and is not here",
-        try_next="look for detach(), no_grad, .data or a factor of 0 on the way from these parameters to the loss",
+        try_next="look for detach(), no_grad, .data or a factor of 0 on the way from these parameters to the loss, and "
+        "in the loop for gradients that are set to 0",
         explains=GRADIENT_FINDINGS,
     )
 
@@ -83,7 +87,7 @@ RULES = (
     CauseRule(
         name=CauseName.NO_GRADIENT,
         find=find_missing_gradient,
-        means="trained parameters have no gradient in the job, or a gradient of zero: something is detached or unused",
+        means="trained parameters have no gradient in the job's step, or one of zero: detached, unused or emptied",
         told_by="the names of parameters without a gradient, and the norm of each gradient, recorded at each step",
         job="o-proj-detached",
     ),

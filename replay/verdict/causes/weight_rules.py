@@ -8,6 +8,7 @@ from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.causes.step_rules import EXPLAINED
+from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.stepped_weights import measure_drift
@@ -107,13 +108,16 @@ def find_other_update(evidence: Evidence) -> Cause | None:
     still = {sample.name for sample in samples if _stays_still(sample)}
     if still and len(still) < len({sample.name for sample in samples}):
         patterns = format_patterns(sorted(still), [sample.name for sample in samples])
+        # Gradients are recorded when they are clipped, if they are. The loop may drop some between that and the step.
+        window = evidence.find_window(verdict) or ()
+        is_clipped = any(step.max_norm is not None for step in list_steps(window))
         return Cause(
             name=CauseName.OPTIMIZER,
             sureness=Sureness.PROBABLY,
             sentence=f"no step of the job moves {name_some(patterns, 3)}, {name_time(verdict)}: its optimizer was not "
-            "given what has a gradient there",
+            f"given what has a gradient there{', or had lost the gradient since the clipping' if is_clipped else ''}",
             try_next="make the optimizer after all that makes new parameters (resize_token_embeddings, "
-            "load_state_dict(assign=True), fully_shard)",
+            f"load_state_dict(assign=True), fully_shard){'; keep .grad until the step' if is_clipped else ''}",
             explains=(STEPPED, *EXPLAINED),
         )
     steps = evidence.settings.steps

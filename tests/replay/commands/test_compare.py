@@ -426,7 +426,7 @@ def test_weights_are_known_by_their_values(models: dict[str, Path]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
     """Real ones over the sample, each in processes of its own."""
     home = tmp_path_factory.mktemp("runs")
-    common = "--quiet --dtype fp32 --model"
+    common = "--quiet --dtype fp32 --skip-inputs 13 --model"  # short ones
     commands = {
         "deepspeed": f"replay --max-inputs 3 {common} {models['first']}",
         "tp": f"torchrun --nproc-per-node 2 replay --backend fsdp2 --tp 2 --max-inputs 3 {common} {models['copy']}",

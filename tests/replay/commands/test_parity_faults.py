@@ -10,8 +10,9 @@ import pytest
 
 from replay.agreement.noise_floor import CellResult
 from replay.agreement.plan import Role
-from tests.helpers.fault_campaign import Campaign, comparing_once, grounds_for, is_traceable
+from tests.helpers.fault_campaign import NUM_INPUTS, Campaign, comparing_once, grounds_for, is_traceable
 from tests.helpers.faults import FAULTS, Fault
+from tests.helpers.made_captures import copy_short_inputs
 
 OF_PARITY = [
     fault for fault in FAULTS.values() if fault.command == "parity" and fault.model == "llama" and not fault.options
@@ -21,7 +22,10 @@ OF_PARITY = [
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     home = tmp_path_factory.mktemp("faults")
-    campaign = Campaign(home=home, grounds=grounds_for(OF_PARITY, home), faults=OF_PARITY)
+    # Rows of 60 tokens hardly show wrong positions or masks, and one fault needs equal numbers of rows.
+    inputs = copy_short_inputs(home / "inputs", NUM_INPUTS, min_tokens=150)
+    grounds = grounds_for(OF_PARITY, home, inputs)
+    campaign = Campaign(home=home, grounds=grounds, faults=OF_PARITY)
     campaign.replay()
     with comparing_once():
         yield campaign

@@ -42,8 +42,8 @@ class Backend:
             raise RuntimeError("the forward failed")
         return self.weight * inputs.action_mask_BA.float()
 
-    def begin_window(self, num_passes: int) -> None:
-        self.events.append(f"window of {num_passes}")
+    def skip_passes(self, num_passes: int) -> None:
+        self.events.append(f"{num_passes} skipped")
 
     def backward(self, loss: Tensor) -> None:
         self.events.append(f"backward of {loss.item():g}")

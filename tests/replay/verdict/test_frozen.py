@@ -36,7 +36,18 @@ def with_query_detached(model: Any) -> None:
     query.forward = detached
 
 
-def train(folder: Path, fault: Callable[[Any], None] = lambda model: None) -> Path:
+def drop_query(model: Any) -> None:
+    """As where a loop leaves parameters out of its steps by hand."""
+    model.model.layers[0].self_attn.q_proj.weight.grad = None
+
+
+def do_nothing(model: Any) -> None:
+    pass
+
+
+def train(
+    folder: Path, fault: Callable[[Any], None] = do_nothing, before_step: Callable[[Any], None] = do_nothing
+) -> Path:
     model: Any = make_model(folder)
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[1].requires_grad_(False)
@@ -46,6 +57,7 @@ def train(folder: Path, fault: Callable[[Any], None] = lambda model: None) -> Pa
     with recording(model, folder / "captures", reproduce=True):
         for batch in make_batches(2):
             model(**batch).loss.backward()
+            before_step(model)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -78,6 +90,14 @@ def test_a_trained_parameter_without_a_gradient_is_a_finding(tmp_path: Path) -> 
     first = verdict["windows"][0]
     assert first["outcome"] == "DIFFERS"
     assert f"{LOST}, which has no gradient in the job" in [finding["where"] for finding in first["findings"]]
+
+
+def test_a_gradient_that_the_loop_drops_is_not_said_to_be_missing_from_the_backward(tmp_path: Path) -> None:
+    """The norm that the job clips by is that of the other gradients, and needs no cause of its own."""
+    verdict = verdict_of(train(tmp_path, before_step=drop_query), tmp_path / "logs")
+    assert verdict["windows"][0]["outcome"] == "DIFFERS"
+    [cause] = verdict["causes"]
+    assert cause["sentence"] == f"the job steps without a gradient for {LOST}, since the job's step 1"
 
 
 def test_a_redacted_recording_still_says_what_was_frozen(job: Path, tmp_path: Path) -> None:
@@ -140,3 +160,4 @@ def test_what_the_job_trains_from_a_later_pass_on_is_no_fault(
     assert f"verdict    {outcome}" in screen
     assert says in screen
     assert ("frozen here" in screen) is bool(says)
+    assert ("does not follow what the job trains from pass 3 on. Try: --backend fsdp2" in screen) is bool(says)

@@ -134,7 +134,9 @@ def test_parameters_without_a_gradient_are_named_with_their_module() -> None:
     )
     cause = find_causes(evidence)[0]
     assert (cause.name, cause.sureness) == (CauseName.NO_GRADIENT, Sureness.IS)
-    assert cause.sentence.startswith("no gradient reaches model.layers.1.self_attn in the job")
+    # A loop may have dropped what the backward made: the sentence is true of both.
+    assert cause.sentence.startswith("the job steps without a gradient for model.layers.1.self_attn")
+    assert "set to None" in str(cause.try_next)
 
 
 def test_ranks_with_gradients_of_their_own_did_not_reduce_them() -> None:

@@ -17,7 +17,7 @@ from replay.verdict.causes.step_rules import (
     find_untaken_passes,
 )
 from replay.verdict.findings import make_finding
-from replay.verdict.pass_values import OPTIMIZER, OPTIMIZER_STATE
+from replay.verdict.pass_values import MISSING_GRADIENT, OPTIMIZER, OPTIMIZER_STATE
 from replay.verdict.pass_weights import find_miscounted_steps
 from tests.replay.verdict.causes.made_evidence import (
     SETTINGS,
@@ -121,9 +121,15 @@ def test_a_pass_between_others_that_no_step_took_is_named() -> None:
     assert find_untaken_passes(make_steps([(0,), (1,), (2,), (3,)], left_out=[3])) is None
 
 
-@pytest.mark.parametrize(("off", "is_found"), [(0.0, True), (1.0, False)])
-def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(off: float, is_found: bool) -> None:
+@pytest.mark.parametrize(
+    ("off", "missing", "is_found"), [(0.0, [], True), (1.0, [], False), (0.0, [MISSING_GRADIENT], False)]
+)
+def test_a_norm_that_is_not_that_of_the_parts_is_one_of_another_clipping(
+    off: float, missing: Sequence[str], is_found: bool
+) -> None:
+    """Where parameters have no gradient in the job, its norm is of the others."""
     findings = [
+        *(make_finding(name, 0.0, 3.0, difference=1.0, bound=0.0) for name in missing),
         make_finding(GRAD_NORM, 5.0, 4.0, difference=0.25, bound=1e-4),
         make_finding(GRADIENT_NORMS, 1.0 + off, 1.0, difference=off, bound=1e-3),
     ]

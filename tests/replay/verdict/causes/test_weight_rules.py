@@ -46,10 +46,13 @@ def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int])
     assert find_cause(versions) is None
 
 
-def judge_update(moves: Sequence[float], **settings: Any) -> Cause:
+def judge_update(moves: Sequence[float], max_norm: float | None = None, **settings: Any) -> Cause:
     """The first cause where the job's step moved each of eight parameters by so many of the replay's steps."""
     gradients = draw_gradients()
     [first] = make_window([gradients], gradients)
+    assert first.recorded.step_after is not None
+    step = replace(first.recorded.step_after, max_norm=max_norm)
+    first = replace(first, recorded=replace(first.recorded, step_after=step))
     [second] = make_window([gradients], gradients, index=1)
     stepped = [
         SteppedSample(
@@ -74,6 +77,10 @@ def test_parameters_that_no_step_moves_are_in_no_optimizer() -> None:
     cause = judge_update([1.0] * 6 + [0.0] * 2)
     assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
     assert "model.layers.[6-7].weight" in cause.sentence
+    assert cause.sentence.endswith("its optimizer was not given what has a gradient there")
+    # The gradients of a job that clips were recorded before its step.
+    clipped = judge_update([1.0] * 6 + [0.0] * 2, max_norm=1.0)
+    assert clipped.sentence.endswith("or had lost the gradient since the clipping")
 
 
 def test_weights_farther_off_than_a_step_moves_them_are_not_those_of_the_pass() -> None:

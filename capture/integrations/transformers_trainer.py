@@ -1,6 +1,6 @@
 """Record from trainers with callbacks: `trainer = Trainer(..., callbacks=[CaptureCallback("inputs/my-run")])`.
 
-This is the only module of `capture` that imports transformers; no other module imports this one.
+This is the only module of `capture` that imports transformers.
 """
 
 import math
@@ -12,10 +12,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from capture.module_search import ModuleSearch
-from capture.record.call_arguments import check_argument_names
 from capture.record.recorder import Recorder
-from capture.record.retention import check_retention
-from capture.recordings import recording
+from capture.recordings import check_settings, recording
 
 
 # transformers has no types.
@@ -29,8 +27,7 @@ class CaptureCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        check_argument_names(settings.get("arguments"))
-        check_retention(**{name: value for name, value in settings.items() if name not in ("max_queued", "arguments")})
+        check_settings(settings)
         self.recorder: Recorder | None = None
         self._folder = Path(folder).absolute()
         self._settings = settings
