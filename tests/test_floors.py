@@ -261,7 +261,9 @@ def test_what_help_and_the_doctor_need_imports_nothing_heavy_at_the_top(name: st
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in (ROOT / "replay").iterdir() if path.name != "__pycache__"), ids=name_of
+    "path",
+    sorted(path for path in (ROOT / "replay").iterdir() if path.name not in ("__pycache__", "py.typed")),
+    ids=name_of,
 )
 def test_nothing_in_replay_hides_another_package_when_the_folder_is_run(path: Path) -> None:
     assert path.stem not in sys.stdlib_module_names | INSTALLED
