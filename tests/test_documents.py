@@ -1,4 +1,4 @@
-"""README and the pages of docs/: links lead somewhere, commands are accepted, programs run."""
+"""README, AGENTS.md and the pages of docs/: links lead somewhere, commands are accepted, programs run."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.warm import warm_bin
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "python", "sbatch")
@@ -106,6 +106,16 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in read_anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_the_map_for_agents_is_short_and_names_files_that_are_there() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100
+    named = set(re.findall(r"`([\w./]+(?:/|\.py|\.md|\.toml|\.yml|\.yaml))`", text))
+    assert len(named) > 30
+    files = [file for folder in ("capture", "actor_init", "replay", "tests") for file in (ROOT / folder).rglob("*.py")]
+    lost = {name for name in named if not (ROOT / name).exists() and not any(file.match(name) for file in files)}
+    assert lost == set()
 
 
 def test_the_site_lists_every_page() -> None:
