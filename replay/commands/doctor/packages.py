@@ -62,7 +62,10 @@ def check_project() -> list[CheckResult]:
 
 
 def read_required_ranges() -> dict[str, str]:
-    """Return the ranges of this project's metadata by package name, such as ">=2.10"; empty if not installed."""
+    """Return the ranges of this project's metadata by package name, such as ">=2.10"; empty if not installed.
+
+    Extras stand behind what the bare install needs, so torch has the range of `replay` and not that of `capture`.
+    """
     try:
         lines = requires(PROJECT) or []
     except PackageNotFoundError:

@@ -53,7 +53,9 @@ def test_the_bare_install_needs_torch_alone_and_has_no_upper_bound() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (declared["requires-python"], declared["dependencies"]) == (">=3.10", ["torch>=2.4"])
     of_replay = [line.partition(">=") for line in declared["optional-dependencies"]["replay"]]
-    assert {name for name, _, _ in of_replay} == {*entry.NEEDED, "deepspeed"}
+    assert {name for name, _, _ in of_replay} == {*entry.NEEDED, "deepspeed", "torch"}
+    bounds = {name: tuple(int(part) for part in bound.split(".")) for name, _, bound in of_replay}
+    assert {name: bounds[name] for name in entry.FIRST_VERSIONS} == entry.FIRST_VERSIONS
     assert all(bound.replace(".", "").isdigit() for _, _, bound in of_replay)
     assert "micro-replay[replay]" in declared["optional-dependencies"]["test"]
 
