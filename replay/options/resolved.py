@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from actor_init.model import ModelSource
     from actor_init.optimizer import StepSettings
+    from actor_init.world import World
 
 ATTENTION = "actor.attention"
 PACKING = "actor.packing"
@@ -155,6 +156,7 @@ class ResolvedReplay(ReplayParts):
 
     def derive_variant(
         self,
+        world: "World",
         *,
         why: str,
         actor: ActorSpec | None = None,
@@ -164,9 +166,9 @@ class ResolvedReplay(ReplayParts):
     ) -> Self:
         """Derive a run with other parts, checked again. An attention kernel that is `auto` there is chosen anew.
 
-        Raises UsageError if that is not possible here.
+        All ranks must call this. Raises UsageError, on all of them, if that is not possible on one.
         """
-        from actor_init.attention.kernel_choice import choose_kernel
+        from actor_init.attention.kernel_choice import choose_kernel_on_all_ranks
 
         parts: dict[str, Any] = {"actor": actor or self.actor, "inputs": inputs or self.inputs}
         parts["measure"] = measure or self.measure
@@ -177,7 +179,7 @@ class ResolvedReplay(ReplayParts):
             if getattr(spec, declared.name) != getattr(getattr(self, part), declared.name)
         }
         is_open = parts["actor"].attention == Attention.AUTO
-        kernel = choose_kernel(parts["actor"], self.device, self.source.config)
+        kernel = choose_kernel_on_all_ranks(parts["actor"], world, self.source.config)
         parts["actor"] = name_kernel(parts["actor"], kernel)
         # Another dtype may have another kernel, too.
         if kernel != self.kernel:

@@ -22,7 +22,7 @@ from actor_init.saving.huggingface import check_folder, create_whole_folder
 from actor_init.saving.state_file import STATE_FILE, SavedState
 from actor_init.spec import UsageError
 from actor_init.weights import FolderWeights, OnProgress, Weights, ignore_progress
-from actor_init.world import World, decide_on_first_rank
+from actor_init.world import World, decide_on_first_rank, try_on_all_ranks
 from capture.facts import Setting
 from capture.file_format.micro_batch import MicroBatch
 from capture.file_format.tensor_codec import view_bytes
@@ -66,11 +66,19 @@ SAFE_LOAD_VERSION = "2.10.0"
 
 
 def load_state_weights(spec: ResolvedReplay, source: ModelSource, world: World, folder: Path | None) -> ModelSource:
-    """Return `source` with the weights of the state in `folder`, if any. Raises UsageError if they cannot be loaded."""
+    """Return `source` with the weights of the state in `folder`, if any.
+
+    All ranks must call this. Raises UsageError on all of them if one cannot load the weights.
+    """
     if folder is None:
         return source
-    state = SavedState.read(folder)
-    state.check(folder, spec.actor, source, world)
+
+    def read_state() -> SavedState:
+        state = SavedState.read(folder)
+        state.check(folder, spec.actor, source, world)
+        return state
+
+    state = try_on_all_ranks(world, read_state)
     return replace(source, weights=StateWeights(folder=folder, num_steps=state.num_steps))
 
 

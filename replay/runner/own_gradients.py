@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actor_init.backends.protocol import free_closed_backends
+from actor_init.world import World
 from capture.file_format.gradient_signature import GradientSignature
 from replay.options.option_parsing import describe_error
 from replay.options.resolved import ResolvedReplay
@@ -73,7 +74,7 @@ def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdi
     signatures = _list_signatures(passes, indices)
     if not signatures:
         return ()
-    spec = _make_single_pass_spec(repeater.spec)
+    spec = _make_single_pass_spec(repeater.spec, repeater.world)
     actor = ReopenableActor(spec.actor, spec.source, repeater.world)
     own_gradients: list[OwnGradient] = []
     try:
@@ -87,11 +88,11 @@ def _measure_window(repeater: RunRepeater, passes: Sequence[PassEvidence], verdi
     return tuple(own_gradients)
 
 
-def _make_single_pass_spec(spec: ResolvedReplay) -> ResolvedReplay:
+def _make_single_pass_spec(spec: ResolvedReplay, world: World) -> ResolvedReplay:
     """Return a spec in which each pass is a window of its own, weighed by tokens."""
     actor = replace(spec.actor, grad_accumulation=1)
     measure = replace(spec.measure, trace=False, details=False, step=StepMode.OFF, window=WindowWeights.TOKENS)
-    return spec.derive_variant(why="each pass's gradient is measured alone", actor=actor, measure=measure)
+    return spec.derive_variant(world, why="each pass's gradient is measured alone", actor=actor, measure=measure)
 
 
 def _list_signatures(passes: Sequence[PassEvidence], indices: Sequence[int]) -> list[GradientSignature]:

@@ -126,7 +126,7 @@ class PassTrials:
 
     def run(self) -> TrialReport:
         """Run the trials. All ranks must call this."""
-        spec = make_trial_spec(self.repeater.spec)
+        spec = make_trial_spec(self.repeater.spec, self.repeater.world)
         with self._open(spec) as actor:
             results = self._run_on(actor, spec)
             self.num_forwards = actor.num_forwards
@@ -400,7 +400,7 @@ class PassTrials:
         def derive(trial: ConfigTrial) -> ResolvedReplay:
             # The model's head may be one of what differs, so its logits are computed whole.
             source = replace(spec.source, config=build_config(trial), head=None)
-            return spec.derive_variant(why="a trial under the job's config", source=source)
+            return spec.derive_variant(self.repeater.world, why="a trial under the job's config", source=source)
 
         return self._run_variants(
             TrialVariant(
@@ -423,7 +423,7 @@ class PassTrials:
             actor = replace(spec.actor, dtype=Dtype.BF16)
             # What the job computes its logits in is bf16 then, before any cast.
             source = replace(spec.source, head=None)
-            return spec.derive_variant(why="a trial in bf16", actor=actor, source=source)
+            return spec.derive_variant(self.repeater.world, why="a trial in bf16", actor=actor, source=source)
 
         variant = TrialVariant(
             name="all in bf16",

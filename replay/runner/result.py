@@ -338,7 +338,7 @@ def _measure_rounding(
                 settings = replace(settings, why_no_floors=repeater.why_kernel_must_stay)
         if spec.measure.second_opinion:
             num_passes = len(repeater.selection.inputs)
-            fp32_spec = rounding_floor.make_fp32_variant(spec)
+            fp32_spec = rounding_floor.make_fp32_variant(spec, repeater.world)
             fp32_passes = repeater.replay_inputs(fp32_spec, num_passes)
             # The fp32 replay is judged within this run's own distance from it, which is this run's rounding.
             has_masks = rounding_floor.have_same_masks(spec, passes, fp32_spec, fp32_passes, settings.dropout)

@@ -78,7 +78,10 @@ class RunRepeater:
         return bool(self.dropout)
 
     def make_rounding_variant(self, passes: Sequence[PassEvidence]) -> ResolvedReplay:
-        return make_rounding_variant(self.spec, passes, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel)
+        """Return the spec of the replay that the floor is measured by. All ranks must call this."""
+        return make_rounding_variant(
+            self.spec, passes, self.world, has_dropout=self.has_dropout, keeps_kernel=self.keeps_kernel
+        )
 
     @property
     def why_kernel_must_stay(self) -> str | None:
@@ -116,9 +119,11 @@ class RunRepeater:
 
 
 def make_rounding_variant(
-    spec: ResolvedReplay, passes: Sequence[PassEvidence], *, has_dropout: bool, keeps_kernel: bool
+    spec: ResolvedReplay, passes: Sequence[PassEvidence], world: World, *, has_dropout: bool, keeps_kernel: bool
 ) -> ResolvedReplay:
     """Return a spec that changes rounding only: another kernel, reversed rows, the job's dtype where it is coarser.
+
+    All ranks must call this.
 
     A user's own model has one kernel, and on a CPU is run in fp32.
 
@@ -141,7 +146,7 @@ def make_rounding_variant(
     actor = replace(actor, attention=kernel if can_change else chosen, gradient_checkpointing=kernel == Attention.EAGER)
     measure = replace(spec.measure, trace=False, details=False)
     inputs = replace(spec.inputs, reverse_rows=not has_dropout)
-    return spec.derive_variant(why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
+    return spec.derive_variant(world, why="rounding alone is to be other", actor=actor, inputs=inputs, measure=measure)
 
 
 def _find_chosen_kernel(spec: ResolvedReplay) -> str:
@@ -327,13 +332,13 @@ def compute_floors(passes: Sequence[PassEvidence], other_passes: Sequence[PassEv
     return {quantity: floor for quantity, floor in floors.items() if math.isfinite(floor.value)}
 
 
-def make_fp32_variant(spec: ResolvedReplay) -> ResolvedReplay:
+def make_fp32_variant(spec: ResolvedReplay, world: World) -> ResolvedReplay:
     measure = replace(spec.measure, trace=False, details=False)
     attention = _find_chosen_kernel(spec)
     if attention != Attention.AUTO and not find_kernel(attention).packed.limits.has_fp32:
         attention = Attention.AUTO
     actor = replace(spec.actor, dtype=Dtype.FP32, attention=attention)
-    return spec.derive_variant(why="--second-opinion", actor=actor, measure=measure)
+    return spec.derive_variant(world, why="--second-opinion", actor=actor, measure=measure)
 
 
 def is_floor_needed(repeater: RunRepeater, passes: Sequence[PassEvidence]) -> bool:

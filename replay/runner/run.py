@@ -138,10 +138,13 @@ def run_in(
         if latest_state is None
         else try_on_all_ranks(world, lambda: EarlierPasses.read(latest_state, selection, world))
     )
-    state_folder = earlier.folder or find_state_to_load(resolved.state)
+    # Rank 0's folder, where the latest state is another one on another rank's disk.
+    state_folder = earlier.folder or world.from_first(
+        try_on_all_ranks(world, lambda: find_state_to_load(resolved.state))
+    )
     source = load_state_weights(resolved, original_source, world, state_folder)
     source = find_job_optimizer_state(resolved, source, world)
-    resolved = resolved.derive_variant(why="the state that is loaded", source=source)
+    resolved = resolved.derive_variant(world, why="the state that is loaded", source=source)
     name = world.from_first(create_folder(measure.log_folder, measure.name).name if world.rank == 0 else None)
     folder = measure.log_folder / name
     # Rank 0 made the folder; on nodes that share no disk with it there is none yet.

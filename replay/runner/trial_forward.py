@@ -35,14 +35,17 @@ MIN_TARGETS_AT_ONCE = 1024
 ModelChange = Callable[[PreTrainedModel], AbstractContextManager[None]]
 
 
-def make_trial_spec(spec: ResolvedReplay) -> ResolvedReplay:
-    """Return a spec whose actor takes rows as they were captured, by a kernel that reads masks, uncompiled."""
+def make_trial_spec(spec: ResolvedReplay, world: World) -> ResolvedReplay:
+    """Return a spec whose actor takes rows as they were captured, by a kernel that reads masks, uncompiled.
+
+    All ranks must call this.
+    """
     actor = replace(spec.actor, packing=False, pad_tokens=None, compile=Compile.OFF, gradient_checkpointing=False)
     if not actor.is_custom:
         kernel = Attention.SDPA if has_sdpa(spec.source.config) else Attention.EAGER
         actor = replace(actor, attention=kernel)
     measure = replace(spec.measure, trace=False, details=False, step=StepMode.OFF)
-    return spec.derive_variant(why="a trial feeds rows as the job had them", actor=actor, measure=measure)
+    return spec.derive_variant(world, why="a trial feeds rows as the job had them", actor=actor, measure=measure)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -44,8 +44,10 @@ from replay.resolution.resolve import (
 )
 from replay.resolution.selection import Selection, read_first_call, select
 from replay.resolution.windows import InputRound, JobPass
+from replay.runner.checkpoint import load_state_weights
 from tests.helpers.families import tiny_config
 from tests.helpers.made_replays import MadeReplay
+from tests.helpers.thread_ranks import call_on_ranks
 from tests.helpers.typed import spec_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -211,14 +213,44 @@ def test_an_open_actor_completes_what_it_alone_can_tell() -> None:
     assert [choice.value for choice in done.choices] == ["builtin", 1024.0]
 
 
+def test_what_one_rank_cannot_do_is_refused_on_all_when_a_variant_is_derived_or_a_state_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank that raised alone would leave the others in a collective."""
+    replay = resolve_typed(world)
+
+    def choose_kernel_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
+        if where.type == "cpu":
+            raise UsageError("flash-attn has no CPU kernel")
+        return "packed_fa2"
+
+    def read_state_here(folder: Path) -> Any:
+        if folder.name == "missing":
+            raise UsageError("no state is there")
+        return SimpleNamespace(check=lambda *known: None, num_steps=1)
+
+    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_kernel", choose_kernel_here)
+    monkeypatch.setattr("replay.runner.checkpoint.SavedState", SimpleNamespace(read=read_state_here))
+    devices = [torch.device("cuda"), torch.device("cpu")]
+    results = call_on_ranks(lambda ranks: replay.derive_variant(ranks, why="to know"), devices)
+    assert [str(result) for result in results] == ["on rank 1: flash-attn has no CPU kernel"] * 2
+    folders = [tmp_path / "state", tmp_path / "missing"]
+    results = call_on_ranks(
+        lambda ranks: load_state_weights(replay, replay.source, ranks, folders[ranks.rank]), devices
+    )
+    assert [str(result) for result in results] == ["on rank 1: no state is there"] * 2
+
+
 def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
     replay = resolve_typed(world)
-    eager = replay.derive_variant(why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
+    eager = replay.derive_variant(world, why="to know", actor=replace(replay.actor, attention=Attention.EAGER))
     assert (eager.kernel, eager.source) == ("eager", replay.source)
     assert [(choice.setting, choice.why) for choice in eager.choices if choice not in replay.choices] == [
         (ATTENTION, "to know")
     ]
-    auto = eager.derive_variant(why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16))
+    auto = eager.derive_variant(
+        world, why="anew", actor=replace(eager.actor, attention=Attention.AUTO, dtype=Dtype.BF16)
+    )
     assert (auto.kernel, auto.actor.attention, auto.find_chooser(ATTENTION)) == (
         "sdpa",
         Attention.SDPA,
@@ -227,15 +259,15 @@ def test_a_variant_is_checked_again_and_says_why(world: World) -> None:
     mixed = ResolvedChoice(setting=ATTENTION, value="packed_fa2_or_cudnn", by=ChosenBy.MACHINE)
     actor = replace(replay.actor, attention=Attention.AUTO)
     elsewhere = replace(replay, actor=actor, kernel=mixed.value, choices=(mixed,))
-    in_fp32 = elsewhere.derive_variant(why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
+    in_fp32 = elsewhere.derive_variant(world, why="no flash in fp32", actor=replace(elsewhere.actor, dtype=Dtype.FP32))
     assert [choice.value for choice in in_fp32.choices if choice.setting == ATTENTION] == ["sdpa"]
     with pytest.raises(UsageError, match="flash-attn has no CPU kernel"):
-        replay.derive_variant(why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
+        replay.derive_variant(world, why="not here", actor=replace(replay.actor, attention=Attention.FLASH))
     without = replace(replay.actor, optimizer=OptimizerName.NONE, weight_decay=None, beta1=None, beta2=None, eps=None)
     with pytest.raises(UsageError, match="step='on' needs an optimizer"):
-        replay.derive_variant(why="no step", actor=without, measure=replace(replay.measure, step=StepMode.ON))
+        replay.derive_variant(world, why="no step", actor=without, measure=replace(replay.measure, step=StepMode.ON))
     with pytest.raises(AssertionError, match=r"actor\.dtype: not resolved"):
-        replay.derive_variant(why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
+        replay.derive_variant(world, why="open", actor=replace(replay.actor, dtype=Dtype.AUTO))
 
 
 class FirstOfTwo:
@@ -312,7 +344,7 @@ def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) 
 ROOMS_BELOW = """
 runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
 runner: Replayer(spec, world, source, actor, meter, tracker, weight_checker)
-runner: rounding_floor.make_fp32_variant(spec)
+runner: rounding_floor.make_fp32_variant(spec, world)
 runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
 tracing: TraceWriter.open(path, spec, source, world, backend)
 profiling: profile_pass(lambda: True, backend.model, spec, world.device, path)
@@ -355,7 +387,7 @@ def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
     """mypy refuses each call, and not one that hands on what was resolved."""
     calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
     file = tmp_path / "handed_on.py"
-    lines = [*IMPORTS.splitlines(), "rounding_floor.make_fp32_variant(resolved)", "spec: ReplaySpec", *calls]
+    lines = [*IMPORTS.splitlines(), "rounding_floor.make_fp32_variant(resolved, world)", "spec: ReplaySpec", *calls]
     file.write_text("\n".join(lines) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False

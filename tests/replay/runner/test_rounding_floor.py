@@ -122,9 +122,9 @@ def test_on_a_cpu_a_users_model_in_bf16_is_held_against_itself_in_fp32(
         measure=MeasureSpec(),
         device=torch.device(device),
         find_chooser=lambda _: None,
-        derive_variant=lambda **parts: SimpleNamespace(**parts),
+        derive_variant=lambda world, **parts: SimpleNamespace(**parts),
     )
-    variant = make_rounding_variant(cast(Any, spec), [], has_dropout=False, keeps_kernel=False)
+    variant = make_rounding_variant(cast(Any, spec), [], cast(Any, None), has_dropout=False, keeps_kernel=False)
     assert (variant.actor.dtype, variant.inputs.reverse_rows) == (measured, True)
 
 

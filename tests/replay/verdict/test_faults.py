@@ -145,7 +145,9 @@ def test_floors_of_other_masks_are_not_used(
     monkeypatch.setattr(
         rounding_floor,
         "make_rounding_variant",
-        lambda spec, passes, **known: make_rounding_variant(spec, passes, **known | {"has_dropout": False}),
+        lambda spec, passes, world, **known: make_rounding_variant(
+            spec, passes, world, **known | {"has_dropout": False}
+        ),
     )
     job = train(tmp_path / "job", make_model("gpt2", DROPOUT), autocast=True)
     verdict = verdict_on(job, tmp_path / "logs", "--no-packing")
