@@ -1,4 +1,4 @@
-"""Write the table of causes into docs/verdict.md, between its two marks.
+"""Write the table of causes into docs/verdict.md and into the skill, between their two marks.
 
 python -m docs.write_causes
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 from replay.verdict.causes.table import RULES
 
 PAGE = Path(__file__).parent / "verdict.md"
+SKILL = Path(__file__).parent.parent / "skills" / "debug-training-step" / "SKILL.md"
 BEGIN, END = "<!-- causes: begin -->", "<!-- causes: end -->"
 
 
@@ -17,12 +18,22 @@ def list_causes() -> list[str]:
     return lines + [f"| {rule.name} | {rule.means} | {rule.told_by} | `{rule.job}` |" for rule in RULES]
 
 
-def insert_causes(text: str) -> str:
+def list_meanings() -> list[str]:
+    """Return the lines of the skill's table: each cause with what it may mean."""
+    meanings: dict[str, list[str]] = {}
+    for rule in RULES:
+        meanings.setdefault(rule.name, []).append(rule.means)
+    lines = ["| cause | means |", "|---|---|"]
+    return lines + [f"| {name} | {'; or '.join(dict.fromkeys(texts))} |" for name, texts in meanings.items()]
+
+
+def insert_table(text: str, lines: list[str]) -> str:
     """Return the page with the table as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, *list_causes(), END + after])
+    return "\n".join([before + BEGIN, *lines, END + after])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(insert_causes(PAGE.read_text()))
+    PAGE.write_text(insert_table(PAGE.read_text(), list_causes()))
+    SKILL.write_text(insert_table(SKILL.read_text(), list_meanings()))

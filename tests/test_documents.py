@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "skills/debug-training-step/SKILL.md",
 ]
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "python", "sbatch")
 

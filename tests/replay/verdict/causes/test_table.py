@@ -1,10 +1,11 @@
 """The table of causes: its order, what it leaves out, what it documents, and the jobs that it names."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from docs.write_causes import PAGE, insert_causes
+from docs.write_causes import PAGE, SKILL, insert_table, list_causes, list_meanings
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence
 from replay.verdict.causes.table import RULES, find_causes, list_unexplained, may_lie_in_layer
@@ -97,9 +98,10 @@ def test_without_a_wrong_number_there_is_no_cause() -> None:
     assert find_causes(evidence) == []
 
 
-def test_the_page_lists_the_rules() -> None:
-    text = PAGE.read_text()
-    assert insert_causes(text) == text, "run: python -m docs.write_causes"
+@pytest.mark.parametrize(("page", "lines"), [(PAGE, list_causes()), (SKILL, list_meanings())])
+def test_the_pages_list_the_rules(page: Path, lines: list[str]) -> None:
+    text = page.read_text()
+    assert insert_table(text, lines) == text, "run: python -m docs.write_causes"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.job)
