@@ -49,8 +49,11 @@ def spell_settings(text: str, spell: Callable[[Setting], str]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return how a command line spells the setting that it takes as it is."""
-    return f"--{name.replace('_', '-')}"
+    """Return how a command line spells the setting that it takes as it is.
+
+    An underscore at the end is Python's alone: `continue_`, since `continue` is a word of the language.
+    """
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def _spell_setting(mark: re.Match[str], spell: Callable[[Setting], str]) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from replay.api.running import run as run
     from replay.commands.compare.comparing import compare as compare
     from replay.commands.inspect.inspection import inspect_folder as inspect
+    from replay.commands.scan.api import scan as scan
     from replay.comparison.comparison import Comparison as Comparison
     from replay.post_mortem.hang import examine_hang as hang
 
@@ -40,6 +41,7 @@ _EXPORTS = {
     "inspect": ("replay.commands.inspect.inspection", "inspect_folder"),
     "open": ("replay.api.logs", "open"),
     "run": ("replay.api.running", "run"),
+    "scan": ("replay.commands.scan.api", "scan"),
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "inspect",
     "open",
     "run",
+    "scan",
 ]
 
 

@@ -83,7 +83,7 @@ LIBRARIES = {
     "matplotlib": {"replay/comparison/plot.py"},
     "huggingface_hub": {"actor_init/hub.py"},
     "peft": {"actor_init/adapters.py"},
-    "pandas": {"replay/api/run.py"},
+    "pandas": {"replay/output/frames.py"},
     "pyarrow": {"replay/commands/suite/inputs.py"},
     "liger_kernel": {"replay/commands/diagnose/reference_losses.py", "actor_init/fused/liger.py"},
     "ray": {"capture/on_ray/cluster.py", "replay/campaign/training_rank.py"}

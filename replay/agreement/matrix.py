@@ -22,6 +22,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_backends
 from actor_init.spec import Attention, Compile, Dtype, Kernels, UsageError
+from capture import facts
 from replay.options.option_parsing import DeclaredOption, list_options
 
 # Values by option name: a word of an enum, a number or a bool.
@@ -171,30 +172,39 @@ def read_matrix(path: Path) -> list[Table]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"--matrix {path} is neither one of {', '.join(BuiltInMatrix)} nor a file") from None
+        raise UsageError(
+            facts.Setting("matrix", path), f"is neither one of {', '.join(BuiltInMatrix)} nor a file"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--matrix {path} cannot be read: {error}. docs/parity.md has an example") from error
+        raise UsageError(
+            facts.Setting("matrix", path), f"cannot be read: {error}", "docs/parity.md has an example"
+        ) from error
     tables = content.get("cells")
     if (
         list(content) != ["cells"]
         or not isinstance(tables, list)
         or not all(isinstance(table, dict) for table in tables)
     ):
-        raise UsageError(f"--matrix {path} holds {', '.join(content) or 'nothing'}; it needs tables called [[cells]]")
+        raise UsageError(
+            facts.Setting("matrix", path),
+            f"holds {', '.join(content) or 'nothing'}; it needs tables called [[cells]]",
+        )
     return [{_read_axis(key, path): _read_values(key, value, path) for key, value in table.items()} for table in tables]
 
 
 def _read_values(key: str, value: Any, path: Path) -> list[Any]:
     values = value if isinstance(value, list) else [value]
     if not values or not all(isinstance(element, (str, int, float)) for element in values):
-        raise UsageError(f"--matrix {path}: {key} is {value!r}; allowed is a value, or a list of values")
+        raise UsageError(
+            facts.Setting("matrix", path), f": {key} is {value!r}; allowed is a value, or a list of values"
+        )
     return values
 
 
 def _read_axis(key: str, path: Path) -> str:
     name = key.replace("-", "_")
     if name not in list_axes():
-        raise UsageError(f"--matrix {path}: {key} is no axis; allowed are {', '.join(list_axes())}")
+        raise UsageError(facts.Setting("matrix", path), f": {key} is no axis; allowed are {', '.join(list_axes())}")
     return name
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS, DEFAULT, find_obstacle
 from actor_init.spec import Attention, Compile, Dtype, UsageError
+from capture import facts
 from replay.agreement.matrix import DATA, REFERENCE, Setting, count_processes, name_of, to_options
 from replay.options.option_parsing import build_replay_spec, format_error_with_flags, list_options
 from replay.options.spec import ReplaySpec
@@ -333,11 +334,13 @@ def _check_runnable(spec: ReplaySpec, num_processes: int, context: MatrixContext
 
     if num_processes > context.num_devices:
         devices = "GPUs" if context.device == "cuda" else "processes"
-        raise UsageError(f"needs {num_processes} {devices}, and there are {context.num_devices}. See --processes")
+        raise UsageError(
+            f"needs {num_processes} {devices}, and there are {context.num_devices}. See {facts.Setting('processes')}"
+        )
     if context.must_pack and not spec.actor.packs:
         raise UsageError("captured rows hold several documents, which padded rows cannot keep apart")
     if spec.actor.packs and (why := explain_not_packed(context.config)):
-        raise UsageError(f"{why}. Try: --no-packing")
+        raise UsageError(f"{why}. Try: {facts.Setting('packing', False)}")
     check_divisible(context.config, spec.actor.parallel.tp)
     if complaint := find_obstacle(spec.actor, context.device):
         raise UsageError(complaint)

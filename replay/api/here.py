@@ -1,12 +1,10 @@
 """Replay in this process, as each rank that a launcher started does."""
 
-import os
 from contextlib import ExitStack
-from pathlib import Path
 
 from replay.api.run import ReplayedRun
 from replay.options.spec import ReplaySpec
-from replay.output.printing import print_json
+from replay.output.printing import open_silence, print_json
 from replay.processes.exit_code import read_own_rank
 from replay.runner.run import run
 
@@ -17,7 +15,7 @@ def run_here(spec: ReplaySpec, *, show_traceback: bool, as_json: bool = False) -
     Raises UsageError for options that cannot be satisfied here.
     """
     with ExitStack() as stack:
-        screen = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")) if as_json else None
+        screen = stack.enter_context(open_silence()) if as_json else None
         finished = run(spec, show_traceback=show_traceback, screen=screen)
     if as_json and read_own_rank() == 0:
         # The log also tells what is wrong with it, and has the passes of all ranks.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
+from replay.output.frames import make_frame
 from replay.output.printing import NAME_WIDTH
 from replay.runlog import token_log_probs
 from replay.runlog.records import PassRecord, to_line
@@ -15,7 +16,7 @@ from replay.verdict.outcomes import PassVerdict, Verdict
 from replay.verdict.text import format_verdict
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from replay.output.frames import DataFrame
 
 
 class MetricLogger(Protocol):
@@ -64,7 +65,7 @@ class ReplayedRun(Run):
         `<phase>_seconds` and `<phase>_peak_bytes`.
         """
         outcomes = self._outcomes()
-        return _make_frame(self._list_pass_rows(outcomes))
+        return make_frame(self._list_pass_rows(outcomes))
 
     def gradients(self) -> "DataFrame":
         """Return a table of what was judged of the gradients: a row for each window, rank and quantity. Needs pandas.
@@ -72,7 +73,7 @@ class ReplayedRun(Run):
         Columns: `number` of the window's last pass, `rank`, `optimizer_step` (of the job, from 1), and those of
         `findings`.
         """
-        return _make_frame(row for window in self.verdict.windows for row in _list_finding_rows(window))
+        return make_frame(row for window in self.verdict.windows for row in _list_finding_rows(window))
 
     def findings(self) -> "DataFrame":
         """Return a table of what was judged of the forwards: a row for each pass, rank and quantity. Needs pandas.
@@ -80,14 +81,14 @@ class ReplayedRun(Run):
         Columns: `number`, `rank`, `quantity`, `status`, `recorded` (in the job), `replayed`, `difference` (relative),
         `bound`, `where`, `doubt`.
         """
-        return _make_frame(row for judged in self.verdict.passes for row in _list_finding_rows(judged))
+        return make_frame(row for judged in self.verdict.passes for row in _list_finding_rows(judged))
 
     def weights(self) -> "DataFrame":
         """Return a table of the parameters whose samples were compared: `name` and `differs`. Needs pandas."""
         weights = self.verdict.weights
         differing = set() if weights is None else {*weights.differing}
         names = () if weights is None else weights.compared
-        return _make_frame(({"name": name, "differs": name in differing} for name in names), ("name", "differs"))
+        return make_frame(({"name": name, "differs": name in differing} for name in names), ("name", "differs"))
 
     def tokens(self, *, worst: int | None = None) -> "DataFrame":
         """Return a table of the tokens' log-probs: a row for each pass, rank and token. Needs pandas, and `trace=True`.
@@ -105,7 +106,7 @@ class ReplayedRun(Run):
         if worst is not None:
             known = [row for row in rows if row["difference"] is not None]
             rows = sorted(known, key=lambda row: float(row["difference"]), reverse=True)[:worst]
-        return _make_frame(iter(rows), ("number", "rank", "row", "column", "log_prob", "recorded", "difference"))
+        return make_frame(iter(rows), ("number", "rank", "row", "column", "log_prob", "recorded", "difference"))
 
     def _list_token_rows(self, record: PassRecord) -> Iterator[dict[str, Any]]:
         for token in token_log_probs.read_tokens(self.folder, record.index, record.rank):
@@ -182,11 +183,3 @@ def _list_finding_rows(judged: PassVerdict) -> Iterator[dict[str, Any]]:
 
 def _prefix_numbers(values: dict[str, Any], prefix: str) -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
-
-
-def _make_frame(rows: Iterator[dict[str, Any]], columns: tuple[str, ...] | None = None) -> "DataFrame":
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise UsageError("a table needs pandas, which is not installed. Try: pip install pandas") from None
-    return DataFrame(list(rows), columns=None if columns is None else list(columns))

@@ -4,26 +4,24 @@ import math
 import os
 import shutil
 import signal
-import sys
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
 from actor_init.spec import UsageError
 from replay.api.run import ReplayedRun
-from replay.options.option_parsing import build_replay_spec, list_options
+from replay.options.option_parsing import build_replay_spec, check_options, list_options
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions
 from replay.options.spec import ReplaySpec
 from replay.processes.child_job import ChildJob
+from replay.processes.launch import refuse_process_group
 from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask, Task
 from replay.runlog.run_file import RUN_FILE
 from replay.runlog.writer import create_folder
 
 # The time that ranks get to write the log of a run that was interrupted, or of one whose other ranks ended.
 GRACE_SECONDS = 30.0
-# A result holds what these would print.
-SCREEN_OPTIONS = ("quiet", "full_names")
 
 
 class RunFailedError(RuntimeError):
@@ -63,36 +61,13 @@ def run(
         raise UsageError(
             f"processes={processes} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
         )
-    refuse_process_group()
+    refuse_process_group("run", "Call it elsewhere, or start the ranks with: torchrun -m replay")
     return run_in_processes(spec, num_processes)
 
 
-def build_spec(options: dict[str, object]) -> ReplaySpec:
+def build_spec(options: Mapping[str, object]) -> ReplaySpec:
     """Build a spec from options by name; None stands for one that is not given. Raises UsageError for a wrong one."""
-    names = [option.parameter for option in list_options() if option.parameter not in SCREEN_OPTIONS]
-    for name in options:
-        if name not in names:
-            close = get_close_matches(name, names, n=1)
-            advice = f"Did you mean {close[0]}?" if close else "`replay --help-all` lists them, with _ for -"
-            raise UsageError(f"a replay has no option {name}. {advice}")
-    switches = {option.parameter for option in list_options() if option.is_switch}
-    return build_replay_spec(
-        {name: None if name in switches and value is False else value for name, value in options.items()}
-    )
-
-
-def refuse_process_group() -> None:
-    """Raise UsageError where this process is one of several: each of them would start a replay."""
-    rank, world_size, whose = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", "1")), "a launcher's processes"
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        rank, world_size, whose = distributed.get_rank(), distributed.get_world_size(), "an open process group"
-    if world_size == 1:
-        return
-    raise UsageError(
-        f"replay.run starts its own processes, and this one is rank {rank} of {world_size} of {whose}. "
-        "Call it elsewhere, or start the ranks with: torchrun -m replay"
-    )
+    return build_replay_spec(check_options(options, [option.parameter for option in list_options()]))
 
 
 def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") -> ReplayedRun:

@@ -363,7 +363,17 @@ def _read_journal(path: Path) -> list[_JournalLine]:
 class Interruption:
     """Tells whether Ctrl-C or SIGTERM ended a block of `catch_interruption`."""
 
-    happened = False
+    error: KeyboardInterrupt | None = None
+
+    @property
+    def happened(self) -> bool:
+        return self.error is not None
+
+    def pass_on(self, folder: Path) -> None:
+        """Raise the interruption that ended the block, if one did: what `folder` has of the results is written."""
+        if self.error is not None:
+            self.error.add_note(f"What ran is in {folder}. replay.open({str(folder)!r}) reads it")
+            raise self.error
 
 
 @contextmanager
@@ -376,8 +386,8 @@ def catch_interruption() -> Iterator[Interruption]:
     try:
         with interrupt_on_sigterm():
             yield interruption
-    except KeyboardInterrupt:
-        interruption.happened = True
+    except KeyboardInterrupt as error:
+        interruption.error = error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,20 +1,31 @@
 """Declare the options that commands of many runs share, and begin or continue the campaign that they ask for.
 
+The command line and Python call the same `<command>` of `command.py`, which checks what it is given and returns a
+`CampaignAction`: the command line calls that, and Python takes its result.
+
 Nothing here is heavy: torch and the like are imported by the command's `runs.py`, when its work begins.
 """
 
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import EnumType, StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from capture.facts import flag_of
-from replay.options.option_parsing import CommandAction, refuse_typed
+from actor_init.spec import UsageError
+from capture.facts import Setting, flag_of
+from replay.options.option_parsing import CommandAction, check_options, refuse_typed, unwrap_optional
 from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec, check_result_folder
-from replay.processes.launch import refuse_launcher
+from replay.processes.launch import refuse_launcher, refuse_process_group
+
+if TYPE_CHECKING:
+    from replay.campaign.result import CampaignResult
 
 
 def continue_option(command: str) -> Any:
@@ -42,40 +53,104 @@ def at_once_option(help: str) -> Any:
     return typer.Option(None, min=1, metavar="N", help=help)
 
 
-def make_begin_action(command: str, paths: ReplaySpec | None, *arguments: Any, **options: Any) -> CommandAction:
-    """Return the work of a new campaign: `begin(*arguments, **options)` of the command's `runs.py`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CampaignAction:
+    """The work of a command of many replays, whose options have been checked.
+
+    run      does it, prints to the file that it gets, and returns the result
+    as_json  print the result alone
+    """
+
+    run: Callable[[IO[str]], "CampaignResult"]
+    as_json: bool
+
+    def __call__(self) -> int:
+        """Do it for the command line, and return the exit code."""
+        result = self.run_silently() if self.as_json else self.run(sys.stdout)
+        if self.as_json:
+            from replay.output.printing import print_json
+
+            print_json(result)
+        return result.exit_code
+
+    def run_silently(self) -> Any:
+        """Do it without a word, and return the result."""
+        from replay.output.printing import open_silence
+
+        with open_silence() as screen:
+            return self.run(screen)
+
+
+def call_command(command: Callable[..., CommandAction], own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Run a command of many replays from Python, and return its result.
+
+    own      its own options, by the names of its parameters; None stands for one that is not given
+    options  those of a replay
+
+    Raises UsageError for a name or a value that cannot be, and where this process is one of several.
+    """
+    name = command.__name__
+    refuse_process_group(name)
+    parameters = inspect.signature(command).parameters
+    replay_options = [parameter for parameter in parameters if parameter not in own]
+    options = check_options(options, replay_options, owner=f"replay.{name}", command=f"replay {name}")
+    values = {option: _check_value(parameters[option], value) for option, value in own.items()}
+    action = command(json=False, **values, **options)
+    assert isinstance(action, CampaignAction)
+    return action.run_silently()
+
+
+def _check_value(parameter: inspect.Parameter, value: Any) -> Any:
+    """Return the value of a command's own option as typer would give it: checked, or its default."""
+    declared = parameter.default
+    if value is None:
+        return getattr(declared, "default", None)
+    kind, least = unwrap_optional(parameter.annotation), getattr(declared, "min", None)
+    if least is not None:
+        whole = "" if kind is float else "whole "
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
+            raise UsageError.not_allowed(parameter.name, value, f"Give a {whole}number of at least {least:g}")
+    if isinstance(kind, type) and issubclass(kind, StrEnum) and value not in list(kind):
+        raise UsageError.not_allowed(parameter.name, value, f"Give one of {', '.join(kind)}")
+    return kind(value) if kind is Path or isinstance(kind, EnumType) else value
+
+
+def make_begin_action(
+    command: str, paths: ReplaySpec | None, *arguments: Any, as_json: bool, **options: Any
+) -> CampaignAction:
+    """Return the work of a new campaign: `begin(*arguments, screen=..., **options)` of the command's `runs.py`.
 
     paths  what its options name must be on this machine; None: it may be elsewhere
     """
 
-    def begin() -> int:
+    def begin(screen: IO[str]) -> Any:
         refuse_launcher(command)
         if paths is not None:
             check_paths(paths)
         runs = import_module(f"replay.commands.{command}.runs")
-        return int(runs.begin(*arguments, **options))
+        return runs.begin(*arguments, screen=screen, **options)
 
-    return begin
+    return CampaignAction(run=begin, as_json=as_json)
 
 
 def make_continue_action(
-    command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, **options: Any
-) -> CommandAction:
-    """Return the work of --continue: `resume(folder, *arguments, **options)` of the command's `runs.py`.
+    command: str, folder: Path, typed: Mapping[str, Any], *arguments: Any, as_json: bool, **options: Any
+) -> CampaignAction:
+    """Return the work of --continue: `resume(folder, *arguments, screen=..., **options)` of the command's `runs.py`.
 
     typed  the options that it takes from the folder, by parameter name
 
     Raises UsageError if one of these was given, that is, if it is not None.
     """
-    refuse_typed(typed, "--continue takes its options from that folder")
+    refuse_typed(typed, f"{Setting('continue_')} takes its options from that folder")
 
-    def resume() -> int:
+    def resume(screen: IO[str]) -> Any:
         refuse_launcher(command)
         check_result_folder(command, folder)
         runs = import_module(f"replay.commands.{command}.runs")
-        return int(runs.resume(folder, *arguments, **options))
+        return runs.resume(folder, *arguments, screen=screen, **options)
 
-    return resume
+    return CampaignAction(run=resume, as_json=as_json)
 
 
 def list_words(options: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.campaign.training import RayTrainings
 from replay.on_ray.cluster import Cluster, open_cluster
 from replay.on_ray.task_runner import RayTaskRunner
@@ -19,8 +20,8 @@ from replay.processes.pool import PROCESSES_ON_A_CPU, Machine, RunHere, RunTasks
 class Executor(Protocol):
     """Where campaign jobs run."""
 
-    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
-        """Return the devices that campaign jobs may use. Raises UsageError, which names `option`, if there are fewer.
+    def choose_machine(self, num_devices: int | None) -> Machine:
+        """Return the devices that campaign jobs may use. Raises UsageError if there are fewer.
 
         num_devices  None: all GPUs of this machine, or of Ray's largest node; on a CPU, PROCESSES_ON_A_CPU processes
         """
@@ -48,19 +49,22 @@ class Executor(Protocol):
 class ThisMachine:
     """Runs campaign jobs in processes on this machine."""
 
-    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
+    def choose_machine(self, num_devices: int | None) -> Machine:
         machine, all_devices = Machine.detect(num_devices), Machine.detect()
         if not machine.is_part_of(all_devices):
             raise UsageError(
-                f"{option} {num_devices}, and this machine has {pluralise(all_devices.num_devices, 'GPU')}. "
-                f"Try: {option} {all_devices.num_devices}"
+                Setting("processes", num_devices),
+                f"is too much: this machine has {pluralise(all_devices.num_devices, 'GPU')}",
+                f"Try: {Setting('processes', all_devices.num_devices)}",
             )
         return machine
 
     def check_machine(self, machine: Machine, folder: Path) -> None:
         if not machine.is_part_of(this_machine := Machine.detect()):
             raise UsageError(
-                f"--continue {folder} was begun on {machine.text}, and here is {this_machine.text}. Go on there"
+                Setting("continue_", folder),
+                f"was begun on {machine.text}, and here is {this_machine.text}",
+                "Go on there",
             )
 
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:
@@ -81,17 +85,19 @@ class OnRay:
 
     cluster: Cluster
 
-    def choose_machine(self, num_devices: int | None, option: str) -> Machine:
+    def choose_machine(self, num_devices: int | None) -> Machine:
         has_gpus = self.cluster.resource == "GPU"
         default = self.cluster.slots_on_largest_node if has_gpus else min(PROCESSES_ON_A_CPU, self.cluster.num_slots)
-        self.cluster.refuse_too_many(num_devices or default, option)
+        self.cluster.refuse_too_many(num_devices or default)
         return Machine(num_devices=num_devices or default, has_gpus=has_gpus)
 
     def check_machine(self, machine: Machine, folder: Path) -> None:
         largest = Machine(num_devices=self.cluster.num_slots, has_gpus=self.cluster.resource == "GPU")
         if largest.has_gpus != machine.has_gpus or machine.num_devices > largest.num_devices:
             raise UsageError(
-                f"--continue {folder} was begun on {machine.text}, and the cluster has {largest.text}. Go on there"
+                Setting("continue_", folder),
+                f"was begun on {machine.text}, and the cluster has {largest.text}",
+                "Go on there",
             )
 
     def make_runner(self, root: Path, machine: Machine, at_once: int | None) -> RunTasks:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from capture.file_format.folder_layout import list_capture_folders
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import connect
@@ -124,11 +125,13 @@ class Cluster:
                 )
         return agents
 
-    def refuse_too_many(self, num_ranks: int, option: str) -> None:
+    def refuse_too_many(self, num_ranks: int) -> None:
         if num_ranks > self.num_slots:
             raise UsageError(
-                f"{option} {num_ranks} needs as many {self.resource}s, and the cluster has {self.num_slots} on "
-                f"{pluralise(len(self.nodes), 'node')}. Try: {option} {self.num_slots}"
+                Setting("processes", num_ranks),
+                f"needs as many {self.resource}s, and the cluster has {self.num_slots} on "
+                f"{pluralise(len(self.nodes), 'node')}",
+                f"Try: {Setting('processes', self.num_slots)}",
             )
 
     def ship(self, folder: Path) -> dict[str, Path]:

@@ -40,7 +40,7 @@ def run_on_ray(command: Callable[[ChildJob], int], job: ChildJob, options: RayOp
             f"Try: --processes {more}"
         )
     with open_cluster(options.address, num_ranks) as cluster:
-        cluster.refuse_too_many(num_ranks, "--processes")
+        cluster.refuse_too_many(num_ranks)
         if spill := cluster.describe_spill(num_model_ranks):
             print(f"replay: {spill}", file=sys.stderr)
         run = _RayRun(cluster, job.logs)

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from operator import attrgetter
@@ -44,6 +45,8 @@ PANELS = {
     "objective": "The job's objective",
     "state": "Saving and loading",
 }
+# What they would print is in a result.
+SCREEN_OPTIONS = ("quiet", "full_names")
 METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH", bool: ""}
 
 
@@ -234,6 +237,22 @@ def build_replay_spec(given: Mapping[str, Any]) -> ReplaySpec:
     return ReplaySpec(**parts)
 
 
+def check_options(
+    options: Mapping[str, Any], names: Collection[str], *, owner: str = "a replay", command: str = "replay"
+) -> dict[str, Any]:
+    """Return options that a program gave by name as they would be typed. Raises UsageError for a name not in `names`.
+
+    owner, command  what has these options, and whose help lists them
+    """
+    for name in options:
+        if name not in names or name in SCREEN_OPTIONS:
+            close = get_close_matches(name, set(names) - set(SCREEN_OPTIONS), n=1)
+            advice = f"Did you mean {close[0]}?" if close else f"`{command} --help-all` lists them, with _ for -"
+            raise UsageError(f"{owner} has no option {name}. {advice}")
+    switches = {option.parameter for option in list_options() if option.is_switch}
+    return {name: None if name in switches and value is False else value for name, value in options.items()}
+
+
 def join_optional_values(typed: Sequence[str]) -> list[str]:
     """Join each flag that may stand alone with its value: `--step` and `--step auto` become `--step=on`, `--step=auto`.
 
@@ -254,7 +273,7 @@ def join_optional_values(typed: Sequence[str]) -> list[str]:
 def refuse_typed(given: Mapping[str, Any], why: str) -> None:
     """Raise UsageError for the first of `given`, by parameter name, that is not None. `why` says what excludes it."""
     if typed := [name for name, value in given.items() if value is not None]:
-        raise UsageError(f"{why}. Leave out {flag_of(typed[0])}")
+        raise UsageError(f"{why}. Leave out {Setting(typed[0])}")
 
 
 def parse_value(option: DeclaredOption, given: Any) -> Any:

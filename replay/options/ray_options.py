@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.options.option_parsing import set_signature
 
 
@@ -85,9 +86,13 @@ def with_ray_options(command: Callable[..., Any], *, of_one_replay: bool = False
 
 
 def _ray_options(launcher: Launcher | None, address: str | None, processes: int | None = None) -> RayOptions | None:
-    if launcher is Launcher.RAY:
+    if launcher is not None and launcher not in list(Launcher):
+        raise UsageError.not_allowed("launcher", launcher, f"Give one of {', '.join(Launcher)}")
+    if launcher is not None:
         return RayOptions(address=address, num_processes=processes)
-    for option, value in (("--address", address), ("--processes", processes)):
-        if value is not None:
-            raise UsageError(f"{option} is for a Ray cluster. Try: --launcher ray {option} ...")
+    for setting in (Setting("address", address), Setting("processes", processes)):
+        if setting.has_value:
+            raise UsageError(
+                Setting(setting.name), "is for a Ray cluster", f"Try: {Setting('launcher', Launcher.RAY)} {setting}"
+            )
     return None

@@ -485,7 +485,8 @@ def check_log(folder: Path) -> None:
     check_folder(folder, f"Give one that a run left, such as {EXAMPLE}")
 
 
-def check_result_folder(command: str, folder: Path, *, option: str = "--continue") -> None:
+def check_result_folder(command: str, folder: Path, *, option: str = "continue_") -> None:
     """Raise UsageError if `folder`, the value of `option`, holds nothing of that command's."""
     if not (folder / f"{command}.json").is_file():
-        raise UsageError(f"{option} {folder} holds no {command}.json. Give a folder that `replay {command}` left")
+        advice = f"Give a folder that `replay {command}` left"
+        raise UsageError(Setting(option, folder), f"holds no {command}.json", advice)

@@ -1,6 +1,7 @@
 """Print tables and lines, on a terminal or into a file without control characters and wrapped rows."""
 
 import json
+import os
 import sys
 from typing import IO, Any, Protocol
 
@@ -55,3 +56,8 @@ class Result(Protocol):
 def print_json(result: Result) -> None:
     """Print the fields of a result as one line of strict JSON, for --json: nothing else is on the standard output."""
     print(json.dumps(result.to_dict(), allow_nan=False), flush=True)
+
+
+def open_silence() -> IO[str]:
+    """Open a file that keeps nothing of what is printed to it."""
+    return open(os.devnull, "w", encoding="utf-8")

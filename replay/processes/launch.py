@@ -37,6 +37,19 @@ def refuse_launcher(command: str) -> None:
         )
 
 
+def refuse_process_group(function: str, advice: str = "Call it elsewhere") -> None:
+    """Raise UsageError where this process is one of several: each of them would start what `replay.<function>` does."""
+    rank, world_size, whose = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", "1")), "a launcher's processes"
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world_size, whose = distributed.get_rank(), distributed.get_world_size(), "an open process group"
+    if world_size > 1:
+        raise UsageError(
+            f"replay.{function} starts its own processes, and this one is rank {rank} of {world_size} of {whose}",
+            advice=advice,
+        )
+
+
 def relaunch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run `replay` with `arguments` in that many processes on this machine, and return their exit code.
 

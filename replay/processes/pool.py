@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -76,6 +77,9 @@ OUTPUT = "output.txt"
 @contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM, such as that of a time limit, so that running tasks are ended too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

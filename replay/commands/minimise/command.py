@@ -3,15 +3,26 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
 from actor_init.spec import UsageError
-from replay.campaign.command_options import make_begin_action, make_continue_action
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, refuse_typed
+from capture.facts import Setting
+from replay.campaign.command_options import CampaignAction, make_begin_action, make_continue_action
+from replay.options.option_parsing import (
+    CommandAction,
+    DeclaredOption,
+    add_options,
+    build_replay_spec,
+    json_option,
+    refuse_typed,
+)
 from replay.options.spec import check_result_folder
 from replay.processes.launch import refuse_launcher
+
+if TYPE_CHECKING:
+    from replay.commands.minimise.runs import MinimiseResult
 
 # The defaults of the fields of `MinimiseLimits` in trials.py.
 DEFAULTS: dict[str, float] = {"tries": 3, "run": 600.0, "num_runs": 40}
@@ -60,6 +71,7 @@ def minimise(
     continued_folder: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="FOLDER", help="Go on with what a folder of minimise's holds; nothing is run twice."
     ),
+    json: bool = json_option(),
     **given: Any,
 ) -> CommandAction:
     """Find the fewest inputs and options with which a replay fails.
@@ -72,24 +84,27 @@ def minimise(
     limits = {name: value for name, value in typed_limits.items() if value is not None}
     own_options = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
     if continued_folder is not None:
-        return make_continue_action("minimise", continued_folder, {**own_options, **given}, limits)
+        return make_continue_action("minimise", continued_folder, {**own_options, **given}, limits, as_json=json)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
-            raise UsageError("--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME")
+            advice = f"Try: {Setting('parity', 'logs/TIME-parity')} {Setting('cell', 'NAME')}"
+            raise UsageError(Setting("parity"), f"and {Setting('cell')} go together", advice)
         other_options = {name: value for name, value in given.items() if name != "log_folder"} | {
             "processes": processes
         }
-        refuse_typed(other_options, f"--cell {cell!r} has its options from {parity}")
-        return partial(
-            _minimise_cell, parity, cell, build_replay_spec(given).measure.log_folder, DEFAULTS | limits, redact
-        )
+        refuse_typed(other_options, f"{Setting('cell', cell)} has its options from {parity}")
+        logs = build_replay_spec(given).measure.log_folder
+        run = partial(_minimise_cell, parity, cell, logs, DEFAULTS | limits, redact=redact)
+        return CampaignAction(run=run, as_json=json)
     spec = build_replay_spec(given)
-    return make_begin_action("minimise", spec, spec, processes, DEFAULTS | limits, redact=redact)
+    return make_begin_action("minimise", spec, spec, processes, DEFAULTS | limits, redact=redact, as_json=json)
 
 
-def _minimise_cell(parity: Path, cell: str, logs: Path, limits: Mapping[str, float], redact: bool) -> int:
+def _minimise_cell(
+    parity: Path, cell: str, logs: Path, limits: Mapping[str, float], screen: IO[str], *, redact: bool
+) -> "MinimiseResult":
     refuse_launcher("minimise")
-    check_result_folder("parity", parity, option="--parity")
+    check_result_folder("parity", parity, option="parity")
     from replay.commands.minimise import runs
 
-    return runs.begin_with_cell(parity, cell, logs, limits, redact=redact)
+    return runs.begin_with_cell(parity, cell, logs, limits, redact=redact, screen=screen)

@@ -14,7 +14,7 @@ from replay.output.text import Pairs, pluralise
 
 
 class MinimiseConsole:
-    def __init__(self, log: MinimiseLog, file: IO[str] | None = None) -> None:
+    def __init__(self, log: MinimiseLog, file: IO[str]) -> None:
         self._out = open_console(file)
         self._log = log
         limits, num_known = log.plan.limits, log.campaign.num_finished

@@ -2,22 +2,24 @@
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from actor_init.probe.small_config import DEPTHS
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from capture.file_format.micro_batch import CaptureError
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import ThisMachine
+from replay.campaign.result import CampaignResult
 from replay.commands.minimise.console import MinimiseConsole
 from replay.commands.minimise.cutting import Candidate, CaptureShape, Cut, read_source, write_inputs
 from replay.commands.minimise.failure import ReplayFailure, ReplayLog, find_failure
-from replay.commands.minimise.folder import write_folder
+from replay.commands.minimise.folder import SmallestFolder, write_folder
 from replay.commands.minimise.search import MinimiseSearch, OutOfRunsError
 from replay.commands.minimise.trials import (
     AS_TYPED,
@@ -35,28 +37,48 @@ from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.resolution.resolve import choose_loss
 from replay.resolution.selection import Selection, select
-from replay.runlog.writer import INTERRUPTED
 
 
-def begin(spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any], *, redact: bool) -> int:
-    """Minimise the failure of a replay, and return the exit code.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinimiseResult(CampaignResult):
+    """The failure of the replay as it was given, and the folder of the smallest one; None: it did not fail."""
+
+    failure: ReplayFailure | None
+    smallest: SmallestFolder | None
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        for trial in self.result["trials"]:
+            yield {name: trial[name] for name in ("what", "num_runs", "said", "seconds")} | {
+                "shows_it": trial["found"] is not None
+            }
+
+
+def begin(
+    spec: ReplaySpec, num_processes: int | None, limits: Mapping[str, Any], *, redact: bool, screen: IO[str]
+) -> MinimiseResult:
+    """Minimise the failure of a replay.
 
     limits  those of `MinimiseLimits`, by name
 
-    0: it failed, and what is smallest was written; 1: it did not fail in as many tries. Raises UsageError before
-    anything has run if there is nothing to replay, or too few devices.
+    The exit code is 0 if it failed, and what is smallest was written; 1 if it did not fail in as many tries. Raises
+    UsageError before anything has run if there is nothing to replay, or too few devices.
     """
     ranks = spec.actor.parallel.tp * spec.actor.parallel.ring
     num_processes = ranks if num_processes is None else num_processes
     if num_processes % ranks:
         raise UsageError(
-            f"--processes {num_processes} is no multiple of tp x ring, {ranks}. Try: --processes {ranks}, or without"
+            Setting("processes", num_processes),
+            f"is no multiple of tp x ring, {ranks}",
+            f"Try: {Setting('processes', ranks)}, or without",
         )
     words = list_words({"processes": num_processes if num_processes > ranks else None})
-    return _begin(spec, num_processes, limits, redact=redact, arguments=[*words, *format_command_line(spec)])
+    arguments = [*words, *format_command_line(spec)]
+    return _begin(spec, num_processes, limits, redact=redact, arguments=arguments, screen=screen)
 
 
-def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool) -> int:
+def begin_with_cell(
+    parity: Path, name: str, logs: Path, limits: Mapping[str, Any], *, redact: bool, screen: IO[str]
+) -> MinimiseResult:
     """Minimise what a cell of the parity run in the folder `parity` differs in; see `begin`.
 
     Raises UsageError for a cell that does not differ.
@@ -64,7 +86,7 @@ def begin_with_cell(parity: Path, name: str, logs: Path, limits: Mapping[str, An
     cell, num_processes = read_cell(parity, name)
     spec = replace(cell.spec, measure=replace(cell.spec.measure, log_folder=logs))
     words = list_words({"parity": parity, "cell": name})
-    return _begin(spec, num_processes, limits, redact=redact, arguments=words, cell=cell)
+    return _begin(spec, num_processes, limits, redact=redact, arguments=words, cell=cell, screen=screen)
 
 
 def _begin(
@@ -75,12 +97,13 @@ def _begin(
     redact: bool,
     arguments: Sequence[str],
     cell: ParityCell | None = None,
-) -> int:
+    screen: IO[str],
+) -> MinimiseResult:
     machine = Machine.detect()
     if machine.has_gpus and num_processes > machine.num_devices:
         raise UsageError(
             f"{pluralise(num_processes, 'process')} need as many GPUs, and there are {machine.num_devices}. "
-            "Try: a smaller --processes, --tp or --ring"
+            f"Try: a smaller {Setting('processes')}, {Setting('tp')} or {Setting('ring')}"
         )
     selections = _select_for_all(spec, num_processes // (spec.actor.parallel.tp * spec.actor.parallel.ring))
     loss = choose_loss(spec, selections[0], None)
@@ -103,10 +126,10 @@ def _begin(
         arguments=[*list_words({"redact": redact}), *arguments],
         machine=Machine.detect(num_processes),
     )
-    return _run(campaign)
+    return _run(campaign, screen)
 
 
-def resume(folder: Path, limits: Mapping[str, Any]) -> int:
+def resume(folder: Path, limits: Mapping[str, Any], *, screen: IO[str]) -> MinimiseResult:
     """Go on with a minimisation, under these limits and else its own. Nothing is run twice.
 
     Raises UsageError if there is no such minimisation, or if it was made on another machine or with other versions.
@@ -116,10 +139,12 @@ def resume(folder: Path, limits: Mapping[str, Any]) -> int:
     plan = campaign.plan
     if missing := [path for path in plan.sources if not _exists(path)]:
         raise UsageError(
-            f"--continue {folder}: {missing[0]} is no longer there. Try: replay minimise, from the beginning"
+            Setting("continue_", folder),
+            f": {missing[0]} is no longer there",
+            "Try: replay minimise, from the beginning",
         )
     campaign.plan = replace(plan, limits=replace(plan.limits, **limits))
-    return _run(campaign)
+    return _run(campaign, screen)
 
 
 def _exists(path: Path) -> bool:
@@ -151,16 +176,19 @@ def _list_sources(selections: Sequence[Selection]) -> list[Path]:
     return list(dict.fromkeys(path.absolute() for path in rounds))
 
 
-def _run(campaign: Campaign[MinimisePlan]) -> int:
+def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
     campaign.open(ThisMachine(), RunLimits(run_seconds=campaign.plan.limits.run, total_seconds=None, at_once=None))
     log = MinimiseLog(campaign=campaign)
-    console = MinimiseConsole(log)
-    exit_code = INTERRUPTED
+    console = MinimiseConsole(log, screen)
+    smallest = None
     with catch_interruption() as interruption:
-        exit_code = _Minimisation(log=log, console=console).run()
+        smallest = _Minimisation(log=log, console=console).run()
     if interruption.happened:
         console.report_interruption()
-    return exit_code
+    interruption.pass_on(campaign.folder)
+    return MinimiseResult.from_campaign(
+        campaign, exit_code=1 if smallest is None else 0, failure=log.failure, smallest=smallest
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,11 +240,11 @@ class _Minimisation:
     # Whether the current trial has a run that was not in the journal.
     is_new: bool = False
 
-    def run(self) -> int:
+    def run(self) -> SmallestFolder | None:
         log = self.log
         if not self._reproduce_failure():
             self.console.report_no_failure()
-            return 1
+            return None
         assert log.failure is not None
         shapes = [CaptureShape.read(read_source(path)) for path in log.plan.sources]
         log.num_rows = sum(shape.num_rows for shape in shapes)
@@ -240,7 +268,7 @@ class _Minimisation:
             is_whole = False
         smallest = write_folder(log, search.best, self._check, is_whole=is_whole)
         self.console.finish(smallest, is_whole=is_whole)
-        return 0
+        return smallest
 
     def _reproduce_failure(self) -> bool:
         """Run the replay as it was typed until it fails. Raises UsageError if it refuses its options."""

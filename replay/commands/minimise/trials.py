@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from replay.agreement.noise_floor import MatrixJudge, measure_parity_distances
 from replay.agreement.rows import ParityLog
 from replay.campaign.campaign import Campaign
@@ -105,10 +106,14 @@ def read_cell(folder: Path, name: str) -> tuple[ParityCell, int]:
     if name not in differing:
         condition = "differs" if name in rows else "is there"
         names = "; ".join(differing[:5]) or "none"
-        raise UsageError(f"--cell {name!r}: no such cell {condition} in {folder}. Those that differ: {names}")
+        raise UsageError(
+            Setting("cell", name), f": no such cell {condition} in {folder}", f"Those that differ: {names}"
+        )
     row = rows[name]
     if row.cell.python:
-        raise UsageError(f"--cell {name!r} ran in {row.cell.python}. Minimise runs in one environment: this one")
+        raise UsageError(
+            Setting("cell", name), f"ran in {row.cell.python}", "Minimise runs in one environment: this one"
+        )
     reference = rows[row.cell.reference].cell
     bounds = {noise.quantity: noise.bound for noise in result.noises if noise.baseline == row.cell.baseline}
     cell = ParityCell(

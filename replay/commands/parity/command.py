@@ -13,7 +13,7 @@ from replay.campaign.command_options import (
     run_limit_option,
     time_limit_option,
 )
-from replay.options.option_parsing import CommandAction, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, add_options, build_replay_spec, json_option
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.processes.pool import RunLimits
 
@@ -47,6 +47,7 @@ def parity(
         help="Interpreter of an environment to run the matrix in; given several times, the first one's runs are the "
         "references. (default: this environment)",
     ),
+    json: bool = json_option(),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
@@ -59,7 +60,9 @@ def parity(
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
-        return make_continue_action("parity", continued_folder, typed, limits, trace=first_difference, ray=ray)
+        return make_continue_action(
+            "parity", continued_folder, typed, limits, trace=first_difference, ray=ray, as_json=json
+        )
     # The others may contradict each other, as long as no run of the matrix has both.
     paths = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file", "model", "adapter", "loss")})
     return make_begin_action(
@@ -73,4 +76,5 @@ def parity(
         trace=first_difference,
         ray=ray,
         pythons=python or [],
+        as_json=json,
     )

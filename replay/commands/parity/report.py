@@ -30,7 +30,7 @@ Shares = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class ParityProgress:
-    def __init__(self, log: ParityLog, file: IO[str] | None = None) -> None:
+    def __init__(self, log: ParityLog, file: IO[str]) -> None:
         self._out = open_console(file)
         self._log = log
         print_pairs(self._out, parity_wording.format_header(log))

@@ -1,12 +1,13 @@
 """Run `replay parity`: replay one folder under a matrix of configurations, each in its own processes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from actor_init.spec import Head, UsageError
+from capture.facts import Setting
 from replay.agreement.matrix import EDGES, arrange_settings, make_edge_settings, read_settings
 from replay.agreement.noise_floor import ROUNDING_VARIATIONS, CellResult, MatrixJudge, MatrixResult
 from replay.agreement.plan import Cell, MatrixContext, ParityPlan, merge_plans, plan_matrix, repeat_in_environments
@@ -14,6 +15,7 @@ from replay.agreement.rows import ParityLog, RowState, folder_name_of
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
+from replay.campaign.result import CampaignResult
 from replay.commands.parity.report import ParityProgress, write_report
 from replay.comparison.text import describe_first_difference
 from replay.options.option_parsing import build_replay_spec, format_command_line, format_error_with_flags, list_options
@@ -24,7 +26,6 @@ from replay.processes.interpreter import Environment, probe
 from replay.processes.pool import Machine, RunLimits
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import INTERRUPTED
 from replay.tracing.first_difference import FirstDifference, find_first_difference
 
 SET_HERE = ("shuffle_inputs", "quiet", "full_names", "name")
@@ -32,6 +33,21 @@ STATES = ("optimizer_state", "save_state", "save_model", "load_state", "save_eve
 NOT_FOR_ALL = (*SET_HERE, "uneven", "skip_inputs", *STATES)
 NOT_OF_A_CELL = ("max_inputs", "log_folder")
 NUM_INPUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityResult(CampaignResult):
+    """How far each run is from its reference, what noise was measured, and where runs that differ first depart."""
+
+    matrix: MatrixResult
+    first_differences: Sequence[str]
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        cells = self.result["cells"]
+        for run in self.result["runs"]:
+            distances = cells.get(run["name"], {}).get("distances", {})
+            result = cells.get(run["name"], {}).get("result")
+            yield {**run, "result": result} | {quantity: point["value"] for quantity, point in distances.items()}
 
 
 def begin(
@@ -43,8 +59,9 @@ def begin(
     trace: bool,
     ray: RayOptions | None,
     pythons: Sequence[str] = (),
-) -> int:
-    """Run the matrix, and return the exit code: 0 if every cell that ran is equal or within noise.
+    screen: IO[str],
+) -> ParityResult:
+    """Run the matrix. The exit code is 0 if every cell that ran is equal or within noise.
 
     `common` holds the replay options that were typed, `pythons` the interpreters of the environments to run it in;
     empty: this one. Raises UsageError before anything has run.
@@ -53,13 +70,15 @@ def begin(
     spec = build_replay_spec(common)
     if ray is not None and pythons:
         raise UsageError(
-            "--python names interpreters of this machine, and --launcher ray runs elsewhere. Leave out one"
+            Setting("python"),
+            f"names interpreters of this machine, and {Setting('launcher', 'ray')} runs elsewhere",
+            "Leave out one",
         )
     environments = [probe(python) for python in pythons]
     with open_executor(ray) as executor:
-        machine = executor.choose_machine(num_devices, "--processes")
+        machine = executor.choose_machine(num_devices)
         campaign = _begin_campaign(matrix, common, spec, machine, num_devices, environments)
-        return _run(ParityLog(campaign=campaign), executor, limits, trace=trace)
+        return _run(ParityLog(campaign=campaign), executor, limits, screen, trace=trace)
 
 
 def _begin_campaign(
@@ -134,7 +153,7 @@ def _adapt_to_edges(context: MatrixContext, folder: Path) -> MatrixContext:
     )
 
 
-def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None) -> int:
+def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | None, screen: IO[str]) -> ParityResult:
     """Run the cells of a parity run that have not run yet, and report all of them.
 
     Raises UsageError if there is no such run, or if it was made on another machine or with other versions.
@@ -143,13 +162,15 @@ def resume(folder: Path, limits: RunLimits, *, trace: bool, ray: RayOptions | No
     with open_executor(ray) as executor:
         pending = [job for job, row in zip(log.jobs, log.rows, strict=True) if row.state is RowState.PENDING]
         log.campaign.check_can_continue(executor, pending)
-        return _run(log, executor, limits, trace=trace)
+        return _run(log, executor, limits, screen, trace=trace)
 
 
 def _refuse_what_parity_sets(common: Mapping[str, Any]) -> None:
     for option in list_options():
         if option.field in NOT_FOR_ALL and common.get(option.parameter) is not None:
-            raise UsageError(f"{option.flag} cannot be given to parity, which starts many runs. Leave it out")
+            raise UsageError(
+                Setting(option.parameter), "cannot be given to parity, which starts many runs", "Leave it out"
+            )
 
 
 def _describe_context(spec: ReplaySpec, machine: Machine) -> MatrixContext:
@@ -173,10 +194,10 @@ def _describe_context(spec: ReplaySpec, machine: Machine) -> MatrixContext:
     )
 
 
-def _run(log: ParityLog, executor: Executor, limits: RunLimits, *, trace: bool) -> int:
+def _run(log: ParityLog, executor: Executor, limits: RunLimits, screen: IO[str], *, trace: bool) -> ParityResult:
     campaign = log.campaign
     campaign.open(executor, limits)
-    judge, progress = MatrixJudge(), ParityProgress(log)
+    judge, progress = MatrixJudge(), ParityProgress(log, screen)
     differences: Pairs = []
     with catch_interruption() as interruption:
         for references in (True, False):
@@ -186,10 +207,14 @@ def _run(log: ParityLog, executor: Executor, limits: RunLimits, *, trace: bool) 
             differences.extend(FirstDifferences(log).find(judge.judge(log.rows)))
     result = judge.judge(log.rows)
     write_report(log, result, differences, progress)
-    if interruption.happened:
-        return INTERRUPTED
+    interruption.pass_on(log.folder)
     failed = any(row.state in (RowState.FAILED, RowState.PENDING) for row in log.rows)
-    return 0 if result.is_clean and result.cells and not failed else 1
+    return ParityResult.from_campaign(
+        campaign,
+        exit_code=0 if result.is_clean and result.cells and not failed else 1,
+        matrix=result,
+        first_differences=[text for _, text in differences],
+    )
 
 
 class FirstDifferences:

@@ -15,7 +15,7 @@ from replay.campaign.command_options import (
     run_limit_option,
 )
 from replay.commands.recompiles.policies import MULTIPLE, NAMES, NUM_BUCKETS, Policy, RecompilesPlan, parse_buckets
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, json_option
 from replay.processes.pool import RunLimits
 
 NUM_PASSES = 1000
@@ -53,6 +53,7 @@ def recompiles(
     ),
     continued_folder: Path | None = continue_option("recompiles"),  # noqa: B008
     run_limit: float = run_limit_option("each policy"),
+    json: bool = json_option(),
     **given: Any,
 ) -> CommandAction:
     """Say which policy of torch.compile suits the inputs' lengths.
@@ -63,12 +64,10 @@ def recompiles(
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
     if continued_folder is not None:
-        return make_continue_action("recompiles", continued_folder, {**own_options, **given}, limits)
+        return make_continue_action("recompiles", continued_folder, {**own_options, **given}, limits, as_json=json)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
-        raise UsageError(
-            f"--policies {wrong[0]!r} is not allowed. Give some of {', '.join(NAMES)}, with commas between"
-        )
+        raise UsageError.not_allowed("policies", wrong[0], f"Give some of {', '.join(NAMES)}, with commas between")
     plan = RecompilesPlan(
         spec=build_replay_spec(given),
         policies=[policy for policy in Policy if policy is Policy.OFF or policy.value in words],
@@ -76,4 +75,4 @@ def recompiles(
         multiple=multiple or MULTIPLE,
         num_passes=num_passes or NUM_PASSES,
     )
-    return make_begin_action("recompiles", plan.spec, plan, list_words(own_options), limits)
+    return make_begin_action("recompiles", plan.spec, plan, list_words(own_options), limits, as_json=json)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from actor_init.spec import PAD_TOKENS, ActorSpec, Compile, CompileLengths, UsageError
+from capture.facts import Setting
 from replay.options.option_parsing import format_command_line
 from replay.options.spec import ReplaySpec
 
@@ -45,8 +46,10 @@ def parse_buckets(text: str) -> int | list[int]:
     """Read --buckets: one number is how many, several are lengths. Raises UsageError for anything else."""
     if not PAD_TOKENS.fullmatch(text):
         raise UsageError(
-            f"--buckets {text!r} is not allowed. Give how many, or several lengths. "
-            "Try: --buckets 4, or --buckets 512,1024,2048"
+            Setting("buckets"),
+            f"{text!r} is not allowed",
+            "Give how many, or several lengths. "
+            f"Try: {Setting('buckets', '4')}, or {Setting('buckets', '512,1024,2048')}",
         )
     numbers = [int(number) for number in text.split(",")]
     return numbers[0] if len(numbers) == 1 else sorted(set(numbers))

@@ -11,16 +11,18 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from actor_init.as_json import to_json
 from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
 from replay.campaign.campaign import Campaign, CampaignJob, FeedableInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
+from replay.campaign.result import CampaignResult
 from replay.commands.recompiles.policies import (
     Policy,
     PolicyResult,
@@ -38,7 +40,6 @@ from replay.processes.pool import Child, Machine, RunLimits
 from replay.profiling.prediction import InputShape, RowLayout, infer_row_layout
 from replay.runlog.reader import read_run_below
 from replay.runlog.records import PassRecord
-from replay.runlog.writer import INTERRUPTED
 
 # The most reasons that are listed for a policy.
 MOST_REASONS = 3
@@ -55,9 +56,7 @@ class RecompilesConsole:
     use        dynamic: --compile; off takes less for fewer than 513 passes
     """
 
-    def __init__(
-        self, command: str, num_inputs: int, damaged: Sequence[tuple[Path, str]], file: IO[str] | None = None
-    ) -> None:
+    def __init__(self, command: str, num_inputs: int, damaged: Sequence[tuple[Path, str]], file: IO[str]) -> None:
         self._out = open_console(file)
         inputs = f"{pluralise(num_inputs, 'input')}, twice under each policy"
         print_pairs(self._out, [("command", command), ("inputs", inputs), *describe_damaged_files(damaged)])
@@ -133,8 +132,19 @@ CACHES = "TORCHINDUCTOR_CACHE_DIR"
 _NUMBER = re.compile(r"\b\d+(/\d+)?\b")
 
 
-def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits) -> int:
-    """Run each policy in processes of its own, print what came out, and return the exit code.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecompilesResult(CampaignResult):
+    """What each policy took; `off` is the first."""
+
+    policies: Sequence[PolicyResult]
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        for policy in self.result["policies"]:
+            yield {**policy, "recompilations": sum(policy["recompilations"].values())}
+
+
+def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits, *, screen: IO[str]) -> RecompilesResult:
+    """Run each policy in processes of its own. The exit code is 0 if all of them finished.
 
     `off` always runs, first: what the others are compared with. Raises UsageError before anything has run if there is
     nothing to replay, or options contradict each other.
@@ -150,24 +160,26 @@ def begin(plan: RecompilesPlan, words: Sequence[str], limits: RunLimits) -> int:
         arguments=[*words, *format_command_line(plan.spec)],
         machine=Machine.detect(),
     )
-    return _run(campaign, inputs, limits)
+    return _run(campaign, inputs, limits, screen)
 
 
-def resume(folder: Path, limits: RunLimits) -> int:
+def resume(folder: Path, limits: RunLimits, *, screen: IO[str]) -> RecompilesResult:
     """Run the policies that have not run yet, and report all of them. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("recompiles", folder, RecompilesPlan)
     campaign.check_can_continue(ThisMachine())
-    return _run(campaign, _read_inputs(campaign.plan), limits)
+    return _run(campaign, _read_inputs(campaign.plan), limits, screen)
 
 
 def _read_inputs(plan: RecompilesPlan) -> FeedableInputs:
     return FeedableInputs.read(plan.spec.inputs, loss=plan.spec.measure.loss, grad_accumulation=1)
 
 
-def _run(campaign: Campaign[RecompilesPlan], inputs: FeedableInputs, limits: RunLimits) -> int:
+def _run(
+    campaign: Campaign[RecompilesPlan], inputs: FeedableInputs, limits: RunLimits, screen: IO[str]
+) -> RecompilesResult:
     plan = campaign.plan
     campaign.open(ThisMachine(), limits)
-    console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged)
+    console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged, screen)
     work = _PolicyRuns(campaign=campaign, shapes=inputs.shapes, console=console)
     results: list[PolicyResult] = []
     with catch_interruption() as interruption:
@@ -178,9 +190,9 @@ def _run(campaign: Campaign[RecompilesPlan], inputs: FeedableInputs, limits: Run
             campaign.result = {"policies": policies}
             campaign.write()
     console.finish(results, plan.num_passes, campaign.path)
-    if interruption.happened:
-        return INTERRUPTED
-    return 1 if inputs.damaged or any(result.error for result in results) else 0
+    interruption.pass_on(campaign.folder)
+    exit_code = 1 if inputs.damaged or any(result.error for result in results) else 0
+    return RecompilesResult.from_campaign(campaign, exit_code=exit_code, policies=results)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -235,8 +247,9 @@ class _PolicyRuns:
         if longest > max(self.campaign.plan.sizes):
             typed_sizes = ",".join(map(str, self.campaign.plan.sizes))
             raise UsageError(
-                f"--buckets {typed_sizes} holds no row of {longest} tokens, as {lengths[longest].source} has. "
-                f"Try: --buckets {typed_sizes},{longest}"
+                Setting("buckets", typed_sizes),
+                f"holds no row of {longest} tokens, as {lengths[longest].source} has",
+                f"Try: {Setting('buckets', f'{typed_sizes},{longest}')}",
             )
         return list(self.campaign.plan.sizes)
 

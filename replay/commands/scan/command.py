@@ -14,7 +14,7 @@ from replay.campaign.command_options import (
     run_limit_option,
     time_limit_option,
 )
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, json_option
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.processes.pool import RunLimits
 
@@ -39,6 +39,7 @@ def scan(
     at_once: int | None = at_once_option(
         "Groups at the same time on each GPU; on a CPU, N groups. (default: one group)"
     ),
+    json: bool = json_option(),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
@@ -49,8 +50,8 @@ def scan(
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
     if continued_folder is not None:
-        return make_continue_action("scan", continued_folder, {"group": group, **given}, limits, ray)
+        return make_continue_action("scan", continued_folder, {"group": group, **given}, limits, ray, as_json=json)
     spec = build_replay_spec(given)
     # The nodes of a cluster may have inputs that this machine lacks.
     paths = spec if ray is None else None
-    return make_begin_action("scan", paths, spec, group or GROUP_SIZE, limits, ray)
+    return make_begin_action("scan", paths, spec, group or GROUP_SIZE, limits, ray, as_json=json)

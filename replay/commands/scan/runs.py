@@ -8,17 +8,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from actor_init.as_json import to_json
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from capture.progress_bar import ProgressBar
 from replay.campaign.campaign import Campaign, CampaignJob, catch_interruption
 from replay.campaign.command_options import list_words
 from replay.campaign.executor import Executor, open_executor
+from replay.campaign.result import CampaignResult
 from replay.options.option_parsing import format_command_line
 from replay.options.ray_options import RayOptions
 from replay.options.spec import ReplaySpec
@@ -28,7 +31,6 @@ from replay.processes.pool import Child, RunLimits
 from replay.resolution.selection import select
 from replay.runlog.reader import read_run_below
 from replay.runlog.run_file import read_section
-from replay.runlog.writer import INTERRUPTED
 from replay.verdict.outcomes import Outcome, Verdict
 
 
@@ -123,8 +125,19 @@ def _describe_verdict(verdict: Verdict) -> str:
     return f"{counts}; {verdict.reason}" if verdict.reason else counts
 
 
-def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None) -> int:
-    """Scan the inputs of `spec` in groups of `size`, and return the exit code.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanResult(CampaignResult):
+    """What became of each group, and the files that cannot be read, in words."""
+
+    groups: Sequence[ScanGroup]
+    damaged: Sequence[str]
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        return map(to_json, self.groups)
+
+
+def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None, *, screen: IO[str]) -> ScanResult:
+    """Scan the inputs of `spec` in groups of `size`.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices.
     """
@@ -140,11 +153,11 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
         damaged=[text for _, text in describe_damaged_files(selection.damaged)],
     )
     with open_executor(ray) as executor:
-        machine = executor.choose_machine(None, "--processes")
+        machine = executor.choose_machine(None)
         if machine.has_gpus and ray is None and num_processes > machine.num_devices:
             raise UsageError(
                 f"tp x ring needs {pluralise(num_processes, 'GPU')}, and there are {machine.num_devices}. "
-                "Try: a smaller --tp or --ring"
+                f"Try: a smaller {Setting('tp')} or {Setting('ring')}"
             )
         campaign = Campaign.begin(
             "scan",
@@ -153,10 +166,10 @@ def begin(spec: ReplaySpec, size: int, limits: RunLimits, ray: RayOptions | None
             arguments=[*list_words({"group": plan.size}), *format_command_line(spec)],
             machine=machine,
         )
-        return _run(campaign, executor, limits)
+        return _run(campaign, executor, limits, screen)
 
 
-def resume(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
+def resume(folder: Path, limits: RunLimits, ray: RayOptions | None, *, screen: IO[str]) -> ScanResult:
     """Run the groups of a scan that have not run yet, and report all of them.
 
     Raises UsageError if there is no such scan, or if it was made on another machine.
@@ -164,13 +177,13 @@ def resume(folder: Path, limits: RunLimits, ray: RayOptions | None) -> int:
     campaign = Campaign.read("scan", folder, ScanPlan)
     with open_executor(ray) as executor:
         campaign.check_can_continue(executor, campaign.plan.jobs)
-        return _run(campaign, executor, limits)
+        return _run(campaign, executor, limits, screen)
 
 
-def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) -> int:
+def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, screen: IO[str]) -> ScanResult:
     campaign.open(executor, limits)
     groups = campaign.plan.groups
-    console = ScanConsole(campaign, groups)
+    console = ScanConsole(campaign, groups, screen)
     with catch_interruption() as interruption:
         for finished in campaign.run_jobs(campaign.plan.jobs):
             groups[finished.position] = groups[finished.position].with_result(finished.child, campaign.folder)
@@ -178,11 +191,11 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits) ->
     campaign.result = {"groups": groups}
     campaign.write()
     console.finish()
-    if interruption.happened:
-        return INTERRUPTED
+    interruption.pass_on(campaign.folder)
     bad = (Outcome.DIFFERS, Outcome.UNSETTLED)
     is_clean = all(group.state is GroupState.DONE and group.outcome not in bad for group in groups)
-    return 0 if is_clean and not campaign.plan.damaged else 1
+    exit_code = 0 if is_clean and not campaign.plan.damaged else 1
+    return ScanResult.from_campaign(campaign, exit_code=exit_code, groups=groups, damaged=campaign.plan.damaged)
 
 
 class ScanConsole:
@@ -192,7 +205,7 @@ class ScanConsole:
     1 of 4, inputs 1 to 8: REPRODUCED, 8 REPRODUCED, 9.3 s
     """
 
-    def __init__(self, campaign: Campaign[ScanPlan], groups: Sequence[ScanGroup], file: IO[str] | None = None) -> None:
+    def __init__(self, campaign: Campaign[ScanPlan], groups: Sequence[ScanGroup], file: IO[str]) -> None:
         """Print the header. `groups` are all of them, as they stand whenever something is printed."""
         self._out = open_console(file)
         self._campaign = campaign

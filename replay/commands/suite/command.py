@@ -2,22 +2,25 @@
 
 import inspect
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
 from actor_init.spec import ActorSpec, UsageError
-from capture.facts import flag_of
-from replay.campaign.command_options import list_words
+from capture.facts import Setting, flag_of
+from replay.campaign.command_options import CampaignAction, list_words
 from replay.commands.suite.plan import SAVE_EVERY, SuiteSpec, find_others, find_skipped
-from replay.options.option_parsing import METAVARS, CommandAction, unwrap_optional, with_parameters
+from replay.options.option_parsing import METAVARS, CommandAction, json_option, unwrap_optional, with_parameters
 from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import ReplaySpec, check_result_folder
+
+if TYPE_CHECKING:
+    from replay.commands.suite.runs import SuiteResult
 
 
 def _add_options_of_spec(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +75,7 @@ def suite(
     log_folder: Path = typer.Option(  # noqa: B008
         Path("logs"), "-o", "--log-folder", metavar="FOLDER", envvar="LOG_DIR", help="Where the suite's folder is made."
     ),
+    json: bool = json_option(),
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
@@ -85,10 +89,11 @@ def suite(
         folder = Path(continued)
         is_name = folder.name == continued and not folder.is_dir()
         _refuse_options_of_the_suite(context, is_name=is_name)
-        return partial(_resume, folder, continued if is_name else None, log_folder, storage, ray, plot)
+        run = partial(_resume, folder, continued if is_name else None, log_folder, storage, ray, plot)
+        return CampaignAction(run=run, as_json=json)
     _check_storage(storage, save_every, ray, saves=save_state)
     if skip and only:
-        raise UsageError("--skip and --only exclude each other. Give one of the two")
+        raise UsageError.mutually_exclusive(Setting("skip"), Setting("only"))
     groups = {"deepspeed": skip_deepspeed, "fsdp2": skip_fsdp2, "tp": skip_tp, "ring": skip_ring}
     spec = SuiteSpec(
         **given,
@@ -96,9 +101,8 @@ def suite(
         save_every=(save_every or SAVE_EVERY) if save_state else None,
         storage=storage if storage is None or "://" in storage else str(Path(storage).absolute()),
     )
-    return partial(
-        _begin, spec, log_folder, list_words(_read_options(context, "COMMANDLINE", "ENVIRONMENT")), ray, plot
-    )
+    words = list_words(_read_options(context, "COMMANDLINE", "ENVIRONMENT"))
+    return CampaignAction(run=partial(_begin, spec, log_folder, words, ray, plot), as_json=json)
 
 
 def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
@@ -106,40 +110,49 @@ def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> No
     allowed = ["continued", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
     option_names = [name for name in _read_options(context, "COMMANDLINE") if name not in allowed]
     if option_names:
-        flag = flag_of(option_names[0])
-        raise UsageError(f"--continue takes its options from the suite that was begun. Try: replay suite, with {flag}")
+        why = "takes its options from the suite that was begun"
+        raise UsageError(Setting("continue_"), why, f"Try: replay suite, with {Setting(option_names[0])}")
 
 
 def _check_storage(storage: str | None, save_every: int | None, ray: RayOptions | None, *, saves: bool) -> None:
     """Raise UsageError for a storage, or for numbers of steps, where no state is saved or none can be saved there."""
     if not saves:
-        for flag, value in (("--save-every", save_every), ("--storage", storage)):
-            if value is not None:
-                raise UsageError(f"{flag} is for the states of --save-state. Try: --save-state {flag} {value}")
+        states = Setting("save_state")
+        for setting in (Setting("save_every", save_every), Setting("storage", storage)):
+            if setting.has_value:
+                name = Setting(setting.name)
+                raise UsageError(name, f"is for the states of {states}", f"Try: {states} {setting}")
     elif storage is None and ray is not None and ray.address is not None:
-        raise UsageError(
-            "--save-state needs a folder that all nodes share, or a URI. Try: --save-state --storage FOLDER"
-        )
+        advice = f"Try: {Setting('save_state')} {Setting('storage', 'FOLDER')}"
+        raise UsageError(Setting("save_state"), "needs a folder that all nodes share, or a URI", advice)
     elif storage is not None and ray is None and "://" in storage:
-        raise UsageError(f"--storage {storage} is for a Ray cluster. Try: --launcher ray, or a folder")
+        advice = f"Try: {Setting('launcher', 'ray')}, or a folder"
+        raise UsageError(Setting("storage", storage), "is for a Ray cluster", advice)
 
 
-def _read_options(context: typer.Context, *sources: str) -> dict[str, Any]:
-    """Return the values of the options that come from there, by parameter name."""
+def _read_options(context: typer.Context | Mapping[str, Any], *sources: str) -> dict[str, Any]:
+    """Return the values of the options that come from there, by parameter name; Python gives what it has of them."""
+    if isinstance(context, Mapping):
+        return {name: value for name, value in context.items() if value is not None}
     given = {name: context.get_parameter_source(name) for name in context.params}
-    return {name: context.params[name] for name, source in given.items() if source and source.name in sources}
+    return {
+        name: context.params[name]
+        for name, source in given.items()
+        if source and source.name in sources and name != "json"
+    }
 
 
-def _begin(spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions | None, plot: Path | None) -> int:
+def _begin(
+    spec: SuiteSpec, log_folder: Path, words: list[str], ray: RayOptions | None, plot: Path | None, screen: IO[str]
+) -> "SuiteResult":
     if spec.dataset is not None and not spec.dataset.exists():
-        raise UsageError(
-            f"--dataset {spec.dataset} does not exist. Give a folder of captures, a .jsonl or a .parquet file"
-        )
+        advice = "Give a folder of captures, a .jsonl or a .parquet file"
+        raise UsageError(Setting("dataset", spec.dataset), "does not exist", advice)
     if ray is None:
         check_paths(ReplaySpec(actor=ActorSpec(model=spec.model)))
     from replay.commands.suite.runs import begin
 
-    return begin(spec, log_folder, words, ray, plot)
+    return begin(spec, log_folder, words, ray, plot, screen)
 
 
 def _resume(
@@ -149,14 +162,15 @@ def _resume(
     storage: str | None,
     ray: RayOptions | None,
     plot: Path | None,
-) -> int:
+    screen: IO[str],
+) -> "SuiteResult":
     if name is None:
         check_result_folder("suite", folder)
     else:
         folder = _find_suite_folder(name, log_folder, storage)
     from replay.commands.suite.runs import resume
 
-    return resume(folder, ray, plot)
+    return resume(folder, ray, plot, screen)
 
 
 def _find_suite_folder(name: str, logs: Path, storage: str | None) -> Path:
@@ -170,14 +184,17 @@ def _find_suite_folder(name: str, logs: Path, storage: str | None) -> Path:
     copy = Path(storage) / name if storage is not None else None
     if copy is None or not (copy / "suite.json").is_file():
         places = [str(logs), *([storage] if storage is not None else [])]
-        advice = "one that `replay suite` left" if storage else "a folder that `replay suite` left, or --storage too"
-        raise UsageError(
-            f"--continue {name}: no such folder, and no suite of that name in {' or '.join(places)}. Give {advice}"
+        advice = (
+            "one that `replay suite` left"
+            if storage
+            else f"a folder that `replay suite` left, or {Setting('storage')} too"
         )
+        why = f": no such folder, and no suite of that name in {' or '.join(places)}"
+        raise UsageError(Setting("continue_", name), why, f"Give {advice}")
     try:
         folder.mkdir(parents=True)
         for path in (*copy.glob("*.jsonl"), copy / "suite.json"):
             shutil.copy2(path, folder)
     except OSError as error:
-        raise UsageError(f"--log-folder {logs}: {error}. Give a folder where you may write") from None
+        raise UsageError(Setting("log_folder", logs), f": {error}", "Give a folder where you may write") from None
     return folder

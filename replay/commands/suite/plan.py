@@ -12,6 +12,7 @@ from typing import Any
 
 from actor_init.declarations.backends import BACKENDS
 from actor_init.spec import ActorSpec, Dtype, OptimizerName, ParallelSpec, UsageError
+from capture.facts import Setting
 from replay.options.spec import InputsSpec, LossName, MeasureSpec, ReplaySpec, StateSpec, StepMode
 from replay.processes.pool import PROCESSES_ON_A_CPU, Machine
 
@@ -60,7 +61,7 @@ def find_others(names: Sequence[str]) -> frozenset[str]:
     """Return the configurations without these names; none if there are no names. Raises UsageError for unknown ones."""
     every = {configuration.name for configuration in CONFIGURATIONS}
     if unknown := sorted(set(names) - every):
-        raise UsageError(f"--only {unknown[0]} is no configuration. Give one of {', '.join(sorted(every))}")
+        raise UsageError(Setting("only", unknown[0]), "is no configuration", f"Give one of {', '.join(sorted(every))}")
     return frozenset(every - set(names)) if names else frozenset()
 
 
@@ -125,11 +126,11 @@ class SuiteSpec:
     def __post_init__(self) -> None:
         names = [configuration.name for configuration in CONFIGURATIONS]
         if unknown := sorted(self.skip - set(names)):
-            raise UsageError(f"--skip {unknown[0]} is no configuration. Give one of {', '.join(names)}")
+            raise UsageError(Setting("skip", unknown[0]), "is no configuration", f"Give one of {', '.join(names)}")
         if set(names) <= self.skip:
             raise UsageError("every configuration is skipped. Skip fewer, and mind SKIP_... in the environment")
         if self.save_init_weights and self.init_weights is not None:
-            raise UsageError("--init-weights and --save-init-weights exclude each other. Give one of the two")
+            raise UsageError.mutually_exclusive(Setting("init_weights"), Setting("save_init_weights"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

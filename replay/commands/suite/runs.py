@@ -16,7 +16,7 @@ and the inputs. From these --continue makes the folder again on a machine that l
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
@@ -24,10 +24,12 @@ from typing import IO, Any, Self
 from actor_init.as_json import parse_json, to_json
 from actor_init.saving.huggingface import check_folder
 from actor_init.spec import Dtype, UsageError
+from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.progress_bar import ProgressBar
 from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob, catch_interruption
 from replay.campaign.executor import Executor, open_executor
+from replay.campaign.result import CampaignResult
 from replay.commands.suite.inputs import SuiteInputs, prepare_inputs
 from replay.commands.suite.loss_curve import (
     CurveComparison,
@@ -57,7 +59,7 @@ from replay.output.printing import open_console, print_line, print_pairs, print_
 from replay.output.text import Columns, Pairs, format_gibibytes, format_milliseconds, pluralise
 from replay.processes.pool import Child, RunLimits
 from replay.runlog.reader import PastRun
-from replay.runlog.writer import INTERRUPTED, create_folder
+from replay.runlog.writer import create_folder
 
 SUITE_FILE = "suite.json"
 INPUTS = "inputs"
@@ -79,7 +81,7 @@ class Suite:
 
         arguments  options of the command line
         """
-        machine = executor.choose_machine(spec.processes, "--processes")
+        machine = executor.choose_machine(spec.processes)
         inputs_a_step = count_inputs_per_step(plan_trainings(spec, machine))
         folder = create_folder(logs, "suite").resolve()
         try:
@@ -100,7 +102,9 @@ class Suite:
         """Read a suite, and have what left no curve run again. Raises UsageError if `folder` holds none."""
         suite = cls(campaign=Campaign.read("suite", folder.resolve(), SuitePlan))
         if not suite.inputs_folder.is_dir():
-            raise UsageError(f"--continue {folder}: its inputs in {suite.inputs_folder} are gone. Try: replay suite")
+            raise UsageError(
+                Setting("continue_", folder), f": its inputs in {suite.inputs_folder} are gone", "Try: replay suite"
+            )
         for training in suite.runnable:
             finished = suite.campaign.find_finished(suite.job(training))
             child = None if finished is None else finished.child
@@ -247,7 +251,7 @@ def _read_curve(path: Path) -> LossCurve:
 class SuiteConsole:
     """Prints a line or two for each training, then the table of losses and the verdict."""
 
-    def __init__(self, suite: Suite, file: IO[str] | None = None) -> None:
+    def __init__(self, suite: Suite, file: IO[str]) -> None:
         """Print what is trained, on which inputs and device."""
         self._out = open_console(file)
         self._bar = ProgressBar(self._out.file)
@@ -363,8 +367,26 @@ def _shorten(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def begin(spec: SuiteSpec, logs: Path, arguments: Sequence[str], ray: RayOptions | None, plot: Path | None) -> int:
-    """Run a suite, and return the exit code: 0 if every configuration that ran passed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteResult(CampaignResult):
+    """What became of each configuration."""
+
+    trainings: Sequence[TrainingResult]
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        for name, summary in self.result["configurations"].items():
+            yield {"name": name, **summary}
+
+
+def begin(
+    spec: SuiteSpec,
+    logs: Path,
+    arguments: Sequence[str],
+    ray: RayOptions | None,
+    plot: Path | None,
+    screen: IO[str],
+) -> SuiteResult:
+    """Run a suite. The exit code is 0 if every configuration that ran passed.
 
     arguments  options of the command line
     plot   file for a picture of the curves; None: none is drawn
@@ -374,10 +396,10 @@ def begin(spec: SuiteSpec, logs: Path, arguments: Sequence[str], ray: RayOptions
     if plot is not None:
         check_plot(plot)
     with open_executor(ray, count_ranks(spec)) as executor:
-        return _run(Suite.begin(spec, logs, executor, arguments=arguments), executor, plot)
+        return _run(Suite.begin(spec, logs, executor, arguments=arguments), executor, plot, screen)
 
 
-def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
+def resume(folder: Path, ray: RayOptions | None, plot: Path | None, screen: IO[str]) -> SuiteResult:
     """Train the configurations of a suite that have no curve yet, and judge all of them.
 
     Raises UsageError if there is no such suite, or if it was begun on another machine or with other versions.
@@ -387,13 +409,13 @@ def resume(folder: Path, ray: RayOptions | None, plot: Path | None) -> int:
     suite = Suite.read(folder)
     with open_executor(ray, count_ranks(suite.spec)) as executor:
         suite.campaign.check_can_continue(executor, map(suite.job, suite.runnable))
-        return _run(suite, executor, plot)
+        return _run(suite, executor, plot, screen)
 
 
-def _run(suite: Suite, executor: Executor, plot: Path | None) -> int:
+def _run(suite: Suite, executor: Executor, plot: Path | None, screen: IO[str]) -> SuiteResult:
     limits = RunLimits(run_seconds=suite.spec.run_limit, total_seconds=None, at_once=None)
     suite.campaign.open(executor, limits, storage=suite.storage)
-    console = SuiteConsole(suite)
+    console = SuiteConsole(suite, screen)
     curves = suite.curves
     missing = [training for training in suite.runnable if training.name not in curves]
     with catch_interruption() as interruption:
@@ -409,12 +431,12 @@ def _run(suite: Suite, executor: Executor, plot: Path | None) -> int:
     suite.write(status, {result.planned.name: result.summary() for result in results})
     if interruption.happened:
         console.report_interruption(curves)
-        return INTERRUPTED
+    interruption.pass_on(suite.folder)
     if plot is not None:
         judgements = {result.planned.name: result.judgement for result in results if result.judgement}
         draw_curves(plot, {name: judgement.curve.losses for name, judgement in judgements.items()})
     console.finish(results)
-    return 1 if has_failed else 0
+    return SuiteResult.from_campaign(suite.campaign, exit_code=1 if has_failed else 0, trainings=results)
 
 
 def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
@@ -423,7 +445,7 @@ def _save_init_weights(suite: Suite, console: SuiteConsole) -> None:
         return
     suite.campaign.forget(suite.job_of_init_weights)
     if error := suite.campaign.run(suite.job_of_init_weights).error:
-        raise UsageError(f"--save-init-weights: {error}")
+        raise UsageError(Setting("save_init_weights"), f": {error}")
     console.show_init_weights()
 
 

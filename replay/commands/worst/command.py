@@ -14,7 +14,7 @@ from replay.campaign.command_options import (
     run_limit_option,
 )
 from replay.commands.worst.configuration import WorstPlan
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec, json_option
 from replay.processes.pool import RunLimits
 
 NUM_MEASURED = 12  # inputs
@@ -50,6 +50,7 @@ def worst(
     show: int | None = typer.Option(None, min=0, metavar="N", help=f"Inputs to list. (default: {NUM_SHOWN})"),
     continued_folder: Path | None = continue_option("worst"),  # noqa: B008
     run_limit: float = run_limit_option("each run", seconds=1800.0),
+    json: bool = json_option(),
     **given: Any,
 ) -> CommandAction:
     """Rank all inputs by the time and memory that they will take.
@@ -67,7 +68,7 @@ def worst(
             "show": show,
             **given,
         }
-        return make_continue_action("worst", continued_folder, typed_options, limits)
+        return make_continue_action("worst", continued_folder, typed_options, limits, as_json=json)
     plan = WorstPlan(
         spec=build_replay_spec(given),
         num_measured=measured or NUM_MEASURED,
@@ -80,4 +81,4 @@ def worst(
     words = list_words(
         {"measured": measured, "check": check, "predict": [other.text for other in other_configurations]}
     )
-    return make_begin_action("worst", plan.spec, plan, words, limits)
+    return make_begin_action("worst", plan.spec, plan, words, limits, as_json=json)

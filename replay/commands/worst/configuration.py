@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 
 from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
 from replay.options.spec import ReplaySpec
 
 PREDICTED_OPTIONS = ("num-layers", "zero-stage", "ranks", "tp", "ring")
-EXAMPLE = "--predict num-layers=32,zero-stage=3,ranks=8"
+EXAMPLE = Setting("predict", "num-layers=32,zero-stage=3,ranks=8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +31,14 @@ def parse_configuration(text: str, actor: ActorSpec) -> OtherConfiguration:
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         if name not in PREDICTED_OPTIONS or name in numbers or not number.isascii() or not number.isdigit():
-            raise UsageError(
-                f"--predict {text!r}: {part!r} is not allowed. "
-                f"Give each of {', '.join(PREDICTED_OPTIONS)} at most once, as {EXAMPLE}"
-            )
+            advice = f"Give each of {', '.join(PREDICTED_OPTIONS)} at most once, as {EXAMPLE}"
+            raise UsageError(Setting("predict", text), f": {part!r} is not allowed", advice)
         numbers[name] = int(number)
         if numbers[name] < 1 and name != "zero-stage":
-            raise UsageError(f"--predict {text!r}: {name} is at least 1. Try: {EXAMPLE}")
+            raise UsageError(Setting("predict", text), f": {name} is at least 1", f"Try: {EXAMPLE}")
     if (actor.parallel.tp > 1 and "tp" in numbers) or (actor.parallel.ring > 1 and "ring" in numbers):
-        raise UsageError(f"--predict {text!r} needs a measurement without --tp and --ring. Leave them out")
+        why = f"needs a measurement without {Setting('tp')} and {Setting('ring')}"
+        raise UsageError(Setting("predict", text), why, "Leave them out")
     alone = replace(actor, zero_stage=numbers.get("zero-stage", actor.zero_stage))
     parallel = replace(
         actor.parallel, tp=numbers.get("tp", actor.parallel.tp), ring=numbers.get("ring", actor.parallel.ring)

@@ -17,6 +17,7 @@ from actor_init.declarations.backends import find_declaration
 from actor_init.declarations.backends.declaration import ShardedMemory
 from actor_init.model import count_parameters
 from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
 from replay.commands.worst.configuration import OtherConfiguration
 from replay.options.spec import ReplaySpec
 from replay.profiling.prediction import Cost, CostModel, InputShape, MeasuredPass
@@ -114,7 +115,8 @@ def predict_configuration(
     """
     source = find_source(replace(spec, actor=replace(other.actor, parallel=spec.actor.parallel)))
     if source.adapter is not None and (other.ranks > 1 or other.actor.parallel.tp > 1):
-        raise UsageError(f"--predict {other.text!r}: ranks and tp are predicted for models without an adapter alone")
+        why = ": ranks and tp are predicted for models without an adapter alone"
+        raise UsageError(Setting("predict", other.text), why)
     measured_layers = count_layers(spec)
     num_layers = source.config.get_text_config().num_hidden_layers
     passes = base if other.alone == spec.actor else measure(other.alone)

@@ -48,7 +48,7 @@ class WorstConsole:
         damaged: Sequence[tuple[Path, str]],
         *,
         full_names: bool,
-        file: IO[str] | None = None,
+        file: IO[str],
     ) -> None:
         self._out = open_console(file)
         self._num_inputs = len(shapes)

@@ -9,14 +9,16 @@ all inputs, the slowest first:
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from actor_init.spec import ActorSpec, UsageError
+from capture.facts import Setting
 from replay.campaign.campaign import Campaign, FeedableInputs, catch_interruption
 from replay.campaign.executor import ThisMachine
+from replay.campaign.result import CampaignResult
 from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
 from replay.commands.worst.console import WorstConsole
@@ -37,14 +39,24 @@ from replay.profiling.prediction import (
 )
 from replay.resolution.selection import Selection, select
 from replay.runlog.records import describes_out_of_memory
-from replay.runlog.writer import INTERRUPTED
 
 # Inputs to check: so many of the slowest, of those with the highest peaks, and at random.
 NUM_CHECKED = 3
 
 
-def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
-    """Rank the inputs and return the exit code: 0 if all fit and nothing failed. `words` are those of its own options.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstResult(CampaignResult):
+    """What was measured and predicted; `result["ranking"]` has all inputs, the slowest first."""
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        for ranked in self.result["ranking"]:
+            row = {name: value for name, value in ranked.items() if name not in ("seconds", "peaks")}
+            row |= {f"{phase}_seconds": seconds for phase, seconds in ranked["seconds"].items()}
+            yield row | {f"{phase}_peak_bytes": peak for phase, peak in ranked["peaks"].items()}
+
+
+def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits, *, screen: IO[str]) -> WorstResult:
+    """Rank the inputs. The exit code is 0 if all fit and nothing failed. `words` are those of its own options.
 
     Raises UsageError before anything has run if there is nothing to replay, or too few devices, and afterwards if no
     pass could be measured.
@@ -57,14 +69,14 @@ def begin(plan: WorstPlan, words: Sequence[str], limits: RunLimits) -> int:
         arguments=[*words, *format_command_line(plan.spec)],
         machine=Machine.detect(),
     )
-    return _run(campaign, inputs, limits)
+    return _run(campaign, inputs, limits, screen)
 
 
-def resume(folder: Path, limits: RunLimits) -> int:
+def resume(folder: Path, limits: RunLimits, *, screen: IO[str]) -> WorstResult:
     """Run what has not run yet, and report all of it. Raises UsageError if there is no such folder."""
     campaign = Campaign.read("worst", folder, WorstPlan)
     campaign.check_can_continue(ThisMachine())
-    return _run(campaign, _read_inputs(campaign.plan), limits)
+    return _run(campaign, _read_inputs(campaign.plan), limits, screen)
 
 
 def _read_inputs(plan: WorstPlan) -> FeedableInputs:
@@ -72,19 +84,22 @@ def _read_inputs(plan: WorstPlan) -> FeedableInputs:
     return FeedableInputs.read(spec.inputs, loss=spec.measure.loss, grad_accumulation=spec.actor.grad_accumulation)
 
 
-def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits) -> int:
+def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits, screen: IO[str]) -> WorstResult:
     campaign.open(ThisMachine(), limits)
     campaign.result = {}
     console = WorstConsole(
-        campaign.command, inputs.shapes, inputs.damaged, full_names=campaign.plan.spec.measure.full_names
+        campaign.command,
+        inputs.shapes,
+        inputs.damaged,
+        full_names=campaign.plan.spec.measure.full_names,
+        file=screen,
     )
     work = _RankingRun(campaign=campaign, selection=inputs.selection, shapes=inputs.shapes, console=console)
     is_fine = False
     with catch_interruption() as interruption:
         is_fine = work.run()
-    if interruption.happened:
-        return INTERRUPTED
-    return 0 if is_fine and not inputs.damaged else 1
+    interruption.pass_on(campaign.folder)
+    return WorstResult.from_campaign(campaign, exit_code=0 if is_fine and not inputs.damaged else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +239,9 @@ class _RankingRun:
             measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
             if len(measured) < len(chosen):
                 message = measuring.ended or next(iter(measuring.failed.values()))
-                raise UsageError(f"--predict {other.text!r}: what it is made from could not be measured: {message}")
+                raise UsageError(
+                    Setting("predict", other.text), f": what it is made from could not be measured: {message}"
+                )
             return measured
 
         window = self.selection.grad_accumulation

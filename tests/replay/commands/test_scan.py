@@ -139,7 +139,7 @@ def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
         ("--continue nowhere", "--continue nowhere holds no scan.json. Give a folder that `replay scan` left"),
         ("--continue nowhere --tp 2", "--continue takes its options from that folder. Leave out --tp"),
         ("--continue nowhere --group 8", "--continue takes its options from that folder. Leave out --group"),
-        ("--tp 2 --address auto", "--address is for a Ray cluster. Try: --launcher ray --address ..."),
+        ("--tp 2 --address auto", "--address is for a Ray cluster. Try: --launcher ray --address auto"),
         ("--inputs nowhere", "--inputs nowhere: no such folder."),
     ],
 )

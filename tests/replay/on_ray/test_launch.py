@@ -82,7 +82,7 @@ def test_what_a_node_writes_comes_home_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--processes 2", "--processes is for a Ray cluster. Try: --launcher ray --processes ..."),
+        ("--processes 2", "--processes is for a Ray cluster. Try: --launcher ray --processes 2"),
         ("--launcher ray --address auto", "--address auto, which is 127.0.0.1:1: no Ray cluster there: "),
         ("--launcher ray --address localhost:1", "--address localhost:1: no Ray cluster there: "),
         ("--launcher ray --address ray://host:1", "--address ray://host:1 is not allowed. Give auto, or HOST:PORT"),
