@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from replay.api.running import run as run
     from replay.commands.compare.comparing import compare as compare
     from replay.commands.inspect.inspection import inspect_folder as inspect
+    from replay.commands.minimise.api import minimise as minimise
+    from replay.commands.parity.api import parity as parity
+    from replay.commands.recompiles.api import recompiles as recompiles
     from replay.commands.scan.api import scan as scan
+    from replay.commands.suite.api import suite as suite
+    from replay.commands.worst.api import worst as worst
     from replay.comparison.comparison import Comparison as Comparison
     from replay.post_mortem.hang import examine_hang as hang
 
@@ -39,9 +44,14 @@ _EXPORTS = {
     "compare": ("replay.commands.compare.comparing", "compare"),
     "hang": ("replay.post_mortem.hang", "examine_hang"),
     "inspect": ("replay.commands.inspect.inspection", "inspect_folder"),
+    "minimise": ("replay.commands.minimise.api", "minimise"),
     "open": ("replay.api.logs", "open"),
+    "parity": ("replay.commands.parity.api", "parity"),
+    "recompiles": ("replay.commands.recompiles.api", "recompiles"),
     "run": ("replay.api.running", "run"),
     "scan": ("replay.commands.scan.api", "scan"),
+    "suite": ("replay.commands.suite.api", "suite"),
+    "worst": ("replay.commands.worst.api", "worst"),
 }
 
 __all__ = [
@@ -55,9 +65,14 @@ __all__ = [
     "compare",
     "hang",
     "inspect",
+    "minimise",
     "open",
+    "parity",
+    "recompiles",
     "run",
     "scan",
+    "suite",
+    "worst",
 ]
 
 

@@ -43,7 +43,11 @@ class PastCampaign(Mapping[str, ReplayedRun]):
             raise UsageError(
                 f"{path} is of format {file_format}; this version reads format {FORMAT}. Try: the version that wrote it"
             )
-        return cls(folder=path.parent, name=path.stem, command=command, result=result, folders=_find_runs(path.parent))
+        folders = _find_runs(path.parent)
+        # The cells of parity have names of their own, of which those of their folders are made.
+        labels = {run["log"]: run["name"] for run in (result or {}).get("runs", ()) if path.stem == "parity"}
+        folders = {labels.get(run.relative_to(path.parent).as_posix(), name): run for name, run in folders.items()}
+        return cls(folder=path.parent, name=path.stem, command=command, result=result, folders=folders)
 
     def __getitem__(self, name: str) -> ReplayedRun:
         if name not in self.folders:

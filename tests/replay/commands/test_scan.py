@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import replay
 from capture import capture_files
+from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.objective.objective import compute_negated_mean
 from replay.options.spec import find_sample_folder
@@ -77,11 +79,24 @@ def sources(folder: Path, group: dict[str, Any]) -> list[str]:
     return [record.source for record in records]
 
 
-def test_every_input_is_in_one_group(inputs: Path, runs: Runs, tmp_path: Path) -> None:
+def test_every_input_is_in_one_group(inputs: Path, runs: Runs, tmp_path: Path, capsys: Captured) -> None:
     assert main(["--inputs", str(inputs), "--dtype", "fp32", "--quiet", "--log-folder", str(tmp_path / "whole")]) == 0
     (whole,) = (tmp_path / "whole").iterdir()
-    assert scan("--inputs", str(inputs), "--group", "3", logs=tmp_path / "logs") == 0
+    result = replay.scan(inputs, group=3, dtype="fp32", log_folder=tmp_path / "logs")
     folder, log = written(tmp_path / "logs")
+    assert (result.exit_code, result.folder, result.result) == (0, folder, log)
+    assert result.command == f"replay scan --group 3 --dtype fp32 --inputs {inputs} --log-folder {tmp_path / 'logs'}"
+    assert list(result.to_frame().outcome) == [group["outcome"] for group in log["groups"]]
+    capsys.readouterr()
+    runs.made.clear()
+    assert main(["scan", "--continue", str(folder), "--json"]) == 0
+    assert (json.loads(capsys.readouterr().out), runs.made) == (result.to_dict(), [])
+    past = replay.open(folder)
+    assert isinstance(past, PastCampaign)
+    assert past.result == log
+    assert [record.source for name in past for record in past[name].records] == [
+        name for group in log["groups"] for name in sources(folder, group)
+    ]
     assert [name for group in log["groups"] for name in sources(folder, group)] == [
         record.source for record in read_log(whole)[1]
     ]
@@ -101,9 +116,14 @@ def test_what_fails_fails_alone_and_the_rest_goes_on(
     assert log["groups"][1]["said"].startswith("ended by SIGKILL")
     assert f"go on      replay scan --continue {folder}" in capsys.readouterr().out.splitlines()
     first = log["groups"][2]
+    runs.happens = {4: KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt) as interruption:
+        replay.scan(continue_=folder)
+    assert interruption.value.__notes__ == [f"What ran is in {folder}. replay.open({str(folder)!r}) reads it"]
+    assert [group["state"] for group in written(tmp_path / "logs")[1]["groups"]][3:5] == ["done", "pending"]
     runs.made.clear()
     assert main(["scan", "--continue", str(folder)]) == 1  # two groups have failed
-    assert runs.made == list(range(3, len(states)))
+    assert runs.made == list(range(4, len(states)))
     again = written(tmp_path / "logs")[1]["groups"]
     assert again[2] == first
     assert [group["state"] for group in again] == ["failed", "failed", *["done"] * (len(states) - 2)]

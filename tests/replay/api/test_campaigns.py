@@ -1,0 +1,57 @@
+"""What commands of many replays refuse from Python, in Python's words, and before anything heavy is imported."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import replay
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "says"),
+    [
+        (replay.scan, {"group": 0}, "group 0 is not allowed. Give a whole number of at least 1"),
+        (replay.scan, {"group": 2.5}, "group 2.5 is not allowed. Give a whole number of at least 1"),
+        (replay.scan, {"run_limit": True}, "run_limit True is not allowed. Give a number of at least 1"),
+        (replay.scan, {"step": True}, "replay.scan has no option step. "),
+        (replay.scan, {"max_input": 3}, "replay.scan has no option max_input. Did you mean max_inputs?"),
+        (replay.scan, {"max_inputs": 0}, "max_inputs=0 is not allowed. Give a whole number of at least 1"),
+        (replay.scan, {"launcher": "slurm"}, "launcher 'slurm' is not allowed. Give one of ray"),
+        (replay.scan, {"address": "auto"}, "address is for a Ray cluster. Try: launcher='ray', address='auto'"),
+        (replay.scan, {"inputs": "nowhere"}, "inputs='nowhere': no such folder."),
+        (replay.scan, {"continue_": "nowhere"}, "continue_='nowhere' holds no scan.json. Give a folder that `replay"),
+        (replay.scan, {"continue_": Path("x"), "tp": 2}, "continue_ takes its options from that folder. Leave out tp"),
+        (replay.parity, {"continue_": "x", "matrix": "quick"}, "continue_ takes its options from that folder. Leave"),
+        (replay.parity, {"model": "nowhere/at/all"}, "model='nowhere/at/all'"),
+        (replay.worst, {"measured": 0}, "measured 0 is not allowed. Give a whole number of at least 1"),
+        (replay.worst, {"predict": ["tp=x"]}, "predict='tp=x': 'tp=x' is not allowed. Give each of num-layers"),
+        (replay.recompiles, {"policies": ["none"]}, "policies 'none' is not allowed. Give some of off, automatic"),
+        (replay.recompiles, {"buckets": 0}, "buckets '0' is not allowed. Give how many, or several lengths. Try: buck"),
+        (replay.minimise, {"cell": "x"}, "parity and cell go together. Try: parity='logs/TIME-parity', cell='NAME'"),
+        (replay.minimise, {"cell": "x", "parity": "y", "tp": 2}, "cell='x' has its options from y. Leave out tp"),
+        (replay.suite, {"only": ["zero"]}, "only='zero' is no configuration. Give one of ddp"),
+        (replay.suite, {"dtype": "int8"}, "dtype 'int8' is not allowed. Give one of "),
+        (replay.suite, {"steps": 1}, "steps 1 is not allowed. Give a whole number of at least 2"),
+        (replay.suite, {"continue_": "x", "steps": 3}, "continue_ takes its options from the suite that was begun. "),
+        (replay.suite, {"save_every": 3}, "save_every is for the states of save_state. Try: save_state, save_every=3"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_python_s_words(
+    function: Callable[..., Any], options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(replay.UsageError) as refusal:
+        function(**options)
+    assert str(refusal.value).startswith(says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_of_several_processes_may_not_start_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(replay.UsageError, match=r"replay\.scan starts its own processes, and this one is rank 1 of 2"):
+        replay.scan()
