@@ -69,14 +69,14 @@ def test_a_file_that_is_no_matrix_is_refused_with_what_is_wrong(tmp_path: Path, 
 
 
 def test_a_word_that_names_no_matrix_is_refused() -> None:
-    with pytest.raises(UsageError, match="--matrix quik is neither one of quick, pairs, full nor a file"):
+    with pytest.raises(UsageError, match="matrix='quik' is neither one of quick, pairs, full nor a file"):
         read_settings("quik", 1)
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"tp": "two"}, "--tp 'two' is not allowed"),
+        ({"tp": "two"}, "tp 'two' is not allowed"),
         ({"packing": "yes"}, "packing 'yes' is not allowed. Give true or false"),
         ({"compile": True}, "compile True is not allowed. Give one of off, blocks, deepcompile"),
         ({"data": 0}, "data 0 is not allowed"),

@@ -179,7 +179,7 @@ def test_a_cell_that_is_not_there_is_one_line(tmp_path: Path, capsys: Captured) 
     for typed, says in (
         (["--parity", str(tmp_path)], "--parity and --cell go together. Try: --parity logs/TIME-parity --cell NAME"),
         (["--parity", str(tmp_path), "--cell", "x"], f"--parity {tmp_path} holds no parity.json. Give a folder"),
-        (["--parity", str(tmp_path), "--cell", "x", "--tp", "2"], "--cell 'x' has its options from"),
+        (["--parity", str(tmp_path), "--cell", "x", "--tp", "2"], "--cell x has its options from"),
     ):
         assert main(["minimise", *typed]) == 2
         assert capsys.readouterr().err.startswith(f"replay: {says}")

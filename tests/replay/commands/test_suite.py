@@ -251,7 +251,7 @@ def test_a_refusal_fails_a_standard_configuration_alone_and_what_was_not_come_to
 
 
 def asked(*typed: str) -> SuiteSpec:
-    spec = parse_command_line(["suite", *typed]).args[0]
+    spec = parse_command_line(["suite", *typed]).run.args[0]
     assert isinstance(spec, SuiteSpec)
     return spec
 
@@ -267,7 +267,7 @@ def test_variables_are_defaults_and_an_empty_one_is_none(monkeypatch: pytest.Mon
         processes=4, max_samples=32, model="models/m", dataset=Path("texts.jsonl"), output_dir=Path("out"), tp=4, ring=8
     )
     assert asked() == expected
-    assert parse_command_line(["suite"]).args[1] == Path("elsewhere")
+    assert parse_command_line(["suite"]).run.args[1] == Path("elsewhere")
     assert asked("--tp", "2", "--dtype", "fp32") == SuiteSpec(
         **{name: getattr(expected, name) for name in ("processes", "max_samples", "model", "dataset", "output_dir")},
         tp=2,
