@@ -1,5 +1,6 @@
 """A replay from Python is the replay of the command line, in processes of its own."""
 
+import ast
 import json
 import signal
 import subprocess
@@ -209,3 +210,38 @@ def test_an_interrupted_call_ends_its_ranks_and_the_log_says_so(tmp_path: Path) 
     assert isinstance(run, replay.ReplayedRun)
     assert run.file.status == "interrupted"
     assert run.records
+
+
+def test_the_command_line_has_no_other_way_to_a_result() -> None:
+    """Of what runs, judges or reads logs it imports the API alone; the commands are functions with results."""
+    allowed = ("replay.api.here", "replay.command_line", "replay.commands", "replay.on_ray", "replay.options")
+    allowed += ("replay.output", "replay.processes", "replay.runner.run.explain")
+    imported = [
+        f"{node.module}.{alias.name}"
+        for path in sorted((ROOT / "replay" / "command_line").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    ]
+    assert [name for name in imported if name.startswith("replay.") and not name.startswith(allowed)] == []
+
+
+LOOP_SCRIPT = """
+import asyncio, replay
+
+async def main():
+    return replay.run({inputs!r}, max_inputs=1, log_folder={logs!r})
+
+run = asyncio.run(main())
+print(run.verdict.coverage.num_passes)
+"""
+
+
+@pytest.mark.slow
+def test_a_running_event_loop_is_no_obstacle(tmp_path: Path) -> None:
+    """As in a notebook. The script has no guard of `__name__`: a replay does not run it again."""
+    script = tmp_path / "script.py"
+    script.write_text(LOOP_SCRIPT.format(inputs=str(SAMPLE), logs=str(tmp_path / "logs")))
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    assert len(list((tmp_path / "logs").iterdir())) == 1
