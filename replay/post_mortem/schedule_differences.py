@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from capture.file_format.listing import format_ranges
 from capture.file_format.optimizer_step import OptimizerStep
+from replay.output.text import pluralise
 from replay.post_mortem.schedule import PlannedPass, RankSchedule, Schedule, list_optimizer_steps
 
 # A job is taken to do the same in all passes if it does so in this many, and in this share of them.
@@ -167,7 +168,8 @@ def _describe_step_difference(number: int, ranks: tuple[int, ...], steps: int, u
         kind="steps",
         number=number,
         ranks=ranks,
-        text=f"{_format_ranks(ranks)} {_has(ranks)} made {steps} optimizer steps by then, and others {usual}",
+        text=f"{_format_ranks(ranks)} {_has(ranks)} made {pluralise(steps, 'optimizer step')} by then, "
+        f"and others {usual}",
         remedy="step after as many passes on every rank: by a count that all ranks share, not by tokens or by what is "
         "left of a rank's own data",
         exception="passes of a window without a step meet under DDP with no_sync alone",

@@ -68,6 +68,11 @@ for number, one in enumerate(data["passes"], start=1):
         log_probs = chosen.new_zeros(mask.numel()).index_put((one["slot"],), chosen).view(mask.shape)
 {loss}
 '''
+# transformers before 5.23 knows the older name alone, and later ones warn of it.
+_CHECKPOINTING = """new_name = "activation_checkpointing_enable"
+enable = getattr(model, new_name, None) or model.gradient_checkpointing_enable
+enable({"use_reentrant": False})
+"""
 _FINITE = """    if not torch.isfinite(loss):
         sys.exit(f"pass {number}: the loss is {loss.item()}")
 """
@@ -205,7 +210,7 @@ def _format_script(spec: ReplaySpec, failure: ReplayFailure, *, has_weights: boo
         attention=attention,
         weights='model.load_state_dict(data["weights"])\n' if has_weights else "",
         dtype=str(TORCH_DTYPES[spec.actor.dtype]),
-        settings="model.gradient_checkpointing_enable()\n" if spec.actor.gradient_checkpointing else "",
+        settings=_CHECKPOINTING if spec.actor.gradient_checkpointing else "",
         loss=_OWN_LOSS if own_loss else _STAND_IN,
     )
     numbers = _NUMBERS.format(bound=failure.bound) if is_number else _FINITE
