@@ -1,6 +1,7 @@
 """The `capture` command: run a job and record it, and collect, check, salvage, convert, redact or pack a folder."""
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -9,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from capture.facts import CaptureError, FactError, Setting, flag_of, spell_settings
+from capture.path_checks import (
+    check_dumps,
+    check_folder_of_captures,
+    check_new_file,
+    check_new_folder,
+    check_node_folder,
+)
 
-RUN_USAGE = "capture run [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
+RUN_USAGE = "capture run [-h] [--to FOLDER] [--module NAME] [what to keep] (SCRIPT | -m MODULE) ARGUMENTS"
 # An issue on GitHub takes attachments of this size.
 DEFAULT_MAX_BYTES = 25 * 2**20
 
@@ -21,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `run` returns 0 where its script ends, and raises what its script raises.
     """
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = _parser(has_importers="convert" in typed).parse_args(typed)
+    asks_for_words = "--help-all" in typed or ("convert" in typed and not {"-h", "--help"}.isdisjoint(typed))
+    parsed = _parser(has_importers=asks_for_words).parse_args(typed)
     return int(parsed.action(parsed))
 
 
@@ -33,29 +42,60 @@ def find_product_version() -> str:
         return "of a folder that is not installed"
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Two columns as `replay --help` has them, and no option's text on another line than the option."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=50, width=min(110, shutil.get_terminal_size().columns))
+
+
+class _HelpOfAllCommands(argparse.Action):
+    """Prints the help of `capture` and of each command, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.print_help()
+        for option in parser._actions:
+            if isinstance(option, argparse._SubParsersAction):
+                for command in option.choices.values():
+                    print(f"\n\n{command.format_help()}", end="")
+        parser.exit()
+
+
 def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
     """Build the parser. Each command but `run` takes a folder first, and has its function as `action`.
 
-    has_importers  with the words of `convert --from`, which are declared where dumps are read: with torch
+    has_importers  the help of `convert --from` has its words, which are declared where dumps are read: with torch
     """
-    importers: list[str] | None = None
+    project_words = "NAME"
     if has_importers:
         from capture.importers import IMPORTERS
 
-        importers = list(IMPORTERS)
+        project_words = "|".join(IMPORTERS)
 
-    parser = argparse.ArgumentParser(prog="capture", description="Micro-batches of training jobs, and folders of them.")
+    parser = argparse.ArgumentParser(
+        prog="capture",
+        description="Micro-batches of training jobs, and folders of them.",
+        epilog="Options of a command: capture COMMAND -h",
+        formatter_class=_HelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"capture {find_product_version()}")
+    parser.add_argument(
+        "--help-all", action=_HelpOfAllCommands, nargs=0, help="show the help of every command and exit"
+    )
     # `deepspeed --module capture run ...` puts this before the command. The script gets it, as without `capture run`.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add_command(
-        name: str, action: Callable[[argparse.Namespace], int], help: str, folder_help: str = "Folder of captures."
+        name: str,
+        action: Callable[[argparse.Namespace], int],
+        help: str,
+        folder_help: str = "Folder of captures.",
+        metavar: str = "FOLDER",
     ) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help, description=help)
-        command.set_defaults(action=_catch_errors(action), is_folder_here=name != "collect")
-        command.add_argument("folder", type=Path, help=folder_help)
+        command = commands.add_parser(name, help=help, description=help, formatter_class=_HelpFormatter)
+        command.set_defaults(action=_catch_errors(action), command=name)
+        command.add_argument("folder", type=Path, metavar=metavar, help=folder_help)
         return command
 
     _add_run(commands)
@@ -73,7 +113,7 @@ def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
     )
     collect.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="Folder here.")
     collect.add_argument(
-        "--address", default="auto", help="Of the cluster: HOST:PORT, or auto, that of this machine (default: auto)."
+        "--address", default="auto", metavar="HOST:PORT|auto", help="Of the cluster; auto: of this machine's (default)."
     )
     collect.add_argument(
         "--node", metavar="NAME", help="Host of the nodes to ask, or beginning of an id (default: all)."
@@ -83,12 +123,13 @@ def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
         _convert,
         "Write older dumps, and those of other projects, as format 1.",
         "A dump or a folder of them.",
+        metavar="PATH",
     )
-    convert.add_argument("target", type=Path, help="A new folder.")
+    convert.add_argument("target", type=Path, metavar="NEW_FOLDER", help="Folder to write.")
     convert.add_argument(
         "--from",
         dest="project",
-        choices=importers,
+        metavar=project_words,
         help="Project that wrote them (default: told from each file).",
     )
     convert.add_argument(
@@ -98,17 +139,22 @@ def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
     )
     convert.add_argument("--rows", type=int, metavar="N", help="Rows of a micro-batch (default: those of the dump).")
     redact = add_command("redact", _redact, "Write a copy of the folder without its text.")
-    redact.add_argument("target", type=Path, help="A new folder.")
+    redact.add_argument("target", type=Path, metavar="NEW_FOLDER", help="Folder to write.")
     redact.add_argument(
         "--tokens",
         choices=["permute", "zero"],
         default="permute",
+        metavar="permute|zero",
         help="What token ids become (default: permute).",
     )
     pack = add_command("pack", _pack, "Put the folder into one zip file.")
-    pack.add_argument("target", type=Path, help="The zip file.")
+    pack.add_argument("target", type=Path, metavar="NEW_FILE", help="Zip file to write.")
     pack.add_argument(
-        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="Largest size of the zip file (default: %(default)s)."
+        "--max-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        metavar="BYTES",
+        help=f"Largest size of the zip file (default: {DEFAULT_MAX_BYTES}, {DEFAULT_MAX_BYTES // 2**20} MiB).",
     )
     return parser
 
@@ -116,7 +162,7 @@ def _parser(*, has_importers: bool = False) -> argparse.ArgumentParser:
 def _add_run(commands: Any) -> None:
     """Add `run`. Its options for retention have the names of the settings of `recording`, which checks them."""
     help = "Run a script or module and record the model that it trains."
-    run = commands.add_parser("run", help=help, description=help, usage=RUN_USAGE)
+    run = commands.add_parser("run", help=help, description=help, usage=RUN_USAGE, formatter_class=_HelpFormatter)
     run.set_defaults(action=_run)
     run.add_argument("--to", type=Path, metavar="FOLDER", help="Folder for the captures (default: inputs/TIME-SCRIPT).")
     run.add_argument(
@@ -124,7 +170,7 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument(
         "--arguments",
-        metavar="LIST",
+        metavar="NAME=NAME,...",
         help="Names of the forward's arguments, for a model of one's own, as idx=input_ids,targets=labels; labels are "
         "as transformers has them, and targets that are the next tokens already are shift_labels.",
     )
@@ -133,18 +179,20 @@ def _add_run(commands: Any) -> None:
         "--every", type=int, metavar="N", help="Every Nth forward of those that the other options leave."
     )
     retention.add_argument("--forwards", metavar="FIRST:END", help="Numbers of forwards, as 100:200 (without 200).")
-    retention.add_argument("--ranks", metavar="LIST", help="Ranks that record, as 0,3.")
+    retention.add_argument("--ranks", metavar="N,N,...", help="Ranks that record, as 0,3.")
     retention.add_argument(
-        "--passes", metavar="all/train/rollout", help="With autograd on (train), off (rollout), or all."
+        "--passes", metavar="all|train|rollout", help="With autograd on (train), off (rollout), or all."
     )
     retention.add_argument("--max-files", type=int, metavar="N", help="At most N files for each rank.")
-    retention.add_argument("--max-bytes", type=int, metavar="N", help="At most N bytes for each rank.")
-    retention.add_argument("--keep", metavar="first/last", help="Which passes stay when a limit is reached.")
+    retention.add_argument("--max-bytes", type=int, metavar="BYTES", help="At most so many bytes for each rank.")
+    retention.add_argument("--keep", metavar="first|last", help="Which passes stay when a limit is reached.")
     retention.add_argument(
         "--flight-recorder", type=int, metavar="N", help="Keep the last N passes in memory; an incident writes them."
     )
     retention.add_argument(
-        "--slow-step", metavar="X", help="A step of X times the median is an incident; 60s: one of 60 seconds."
+        "--slow-step",
+        metavar="TIMES|SECONDSs",
+        help="A longer step is an incident: 3, than 3 times the median; 60s, than 60 seconds.",
     )
     retention.add_argument(
         "--reproduce",
@@ -220,13 +268,24 @@ def _parse_argument_names(typed: str | None) -> dict[str, str]:
 def _catch_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def run_action(parsed: argparse.Namespace) -> int:
         try:
-            if parsed.is_folder_here and not parsed.folder.exists():
-                raise CaptureError(f"{parsed.folder}: no such folder. Give one that a recording was written to")
+            _check_paths(parsed)
             return action(parsed)
         except (CaptureError, OSError) as error:
             return _print_usage_error(error)
 
     return run_action
+
+
+def _check_paths(parsed: argparse.Namespace) -> None:
+    """Raise CaptureError for paths that the command will refuse, before torch is imported for it."""
+    if parsed.command == "collect":
+        check_node_folder(str(parsed.folder), parsed.to.absolute())
+        return
+    (check_dumps if parsed.command == "convert" else check_folder_of_captures)(parsed.folder)
+    if parsed.command in ("convert", "redact"):
+        check_new_folder(parsed.target)
+    elif parsed.command == "pack":
+        check_new_file(parsed.target)
 
 
 def _print_usage_error(error: Exception) -> int:
@@ -289,8 +348,6 @@ def _salvage(parsed: argparse.Namespace) -> int:
     from capture.black_box.salvage import repair_folder, salvage
     from capture.record.retention import RetentionSettings
 
-    if not parsed.folder.is_dir():
-        raise CaptureError(f"{parsed.folder}: no such folder. Give a folder that a recording was written to")
     print(f"salvaged   {salvage(parsed.folder, RetentionSettings())} passes of processes that died")
     if num_repaired := repair_folder(parsed.folder):
         print(f"repaired   {num_repaired} segments: torn tails cut, indexes completed")

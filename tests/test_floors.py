@@ -20,7 +20,7 @@ FLOORS = {"capture": 0, "actor_init": 1, "replay": 2}
 ROOMS = {
     "capture": (
         ("facts",),
-        ("file_format", "progress_bar"),
+        ("file_format", "path_checks", "progress_bar"),
         ("record", "importers"),
         ("black_box",),  # beside recording, which it observes: recording works without it
         ("folder_tools", "module_search", "child_processes", "on_ray", "recordings"),

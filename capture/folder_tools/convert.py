@@ -23,6 +23,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import copy_model_facts
 from capture.file_format.tensor_codec import view_bytes
 from capture.importers import find_importer, list_dumps, read_dump
+from capture.path_checks import check_new_folder
 from capture.record.rank_writer import RankWriter, open_rank_writer
 from capture.record.retention import RetentionSettings
 
@@ -86,8 +87,7 @@ class FolderWriter:
 
 def make_empty_folder(folder: Path) -> None:
     """Make a folder with mode 0700. Raises CaptureError if there is something in it."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CaptureError(f"{folder} is not an empty folder. Give the name of a new one")
+    check_new_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

@@ -16,6 +16,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.model_facts import MODEL_FACTS_NAME
 from capture.file_format.segment import Segment, index_path_of
 from capture.file_format.segment_record import RECORD_BYTES
+from capture.path_checks import check_new_file
 
 # Bytes for a file's two headers and the end of the zip's directory.
 _OVERHEAD_BYTES = 1024
@@ -44,8 +45,7 @@ def pack_folder(folder: Path, target: Path, *, max_bytes: int) -> PackedFolder:
     are packed. Raises CaptureError if the folder is damaged, the target is there already, or not even one capture fits;
     OSError.
     """
-    if target.exists():
-        raise CaptureError(f"{target} exists already. Give another name, or delete it")
+    check_new_file(target)
     checked = check_folder(folder)
     if not checked.is_whole:
         raise CaptureError(f"{folder} is not whole. Try: capture check {folder}")

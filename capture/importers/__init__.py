@@ -20,6 +20,7 @@ from capture.importers.nemo_rl import NEMO_RL
 from capture.importers.openrlhf import OPENRLHF
 from capture.importers.skyrl import SKYRL
 from capture.importers.slime import SLIME
+from capture.path_checks import check_dumps
 
 # Where several importers could read a file, the first in this order does: a dump of OpenRLHF names no class, so any
 # pickle may be one.
@@ -45,8 +46,7 @@ def list_dumps(source: Path) -> list[Path]:
     """
     if source.is_file():
         return _list_passes(source) if source.suffix == SEGMENT_SUFFIX else [source]
-    if not source.is_dir():
-        raise CaptureError(f"{source}: no such file or folder. Give a dump, or a folder of dumps")
+    check_dumps(source)
     suffixes = {suffix for importer in IMPORTERS.values() for suffix in importer.suffixes}
     paths = (path for path in source.rglob("*") if path.suffix in {*suffixes, SEGMENT_SUFFIX} and path.is_file())
     visible = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(source).parts)]

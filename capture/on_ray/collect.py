@@ -21,6 +21,7 @@ from capture.file_format.folder_layout import ACTOR_CONFIG_NAME
 from capture.file_format.micro_batch import CaptureError
 from capture.on_ray.cluster import RayNode, connect, list_nodes, start_readers
 from capture.on_ray.node_files import FileChange, FileState, compute_checksum
+from capture.path_checks import check_node_folder
 from capture.record.job_facts import select_architecture
 
 # A busy node starts the actor late. That a node is gone, Ray knows much sooner than this.
@@ -101,13 +102,7 @@ def collect_folder(
     cluster, or if no node has the folder.
     """
     folder, target = str(folder), Path(target).absolute()
-    if not folder.startswith(("/", "~", "$")):
-        why = "is no absolute path, and workers of a Ray job have working folders of their own"
-        advice = f"Try: capture collect {Path(folder).absolute()} {Setting('to', target)}"
-        raise CaptureError(folder, why, advice)
-    if Path(folder) in target.parents:
-        why = f"lies in {folder}, whose files would be brought there"
-        raise CaptureError(target, why, f"Give {Setting('to')} another folder")
+    check_node_folder(folder, target)
     with _prepare_target(target), connect(address) as ray:
         all_nodes = list_nodes(ray)
         alive_nodes = [candidate for candidate in all_nodes if candidate.is_alive]

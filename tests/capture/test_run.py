@@ -1,9 +1,11 @@
 """`capture run`: the script notices nothing, and the model that it trains is found and recorded."""
 
+import argparse
 import json
 import multiprocessing.popen_spawn_posix
 import multiprocessing.spawn
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,13 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from capture import capture_files, read_micro_batch, recording
 from capture.child_processes import record_children
-from capture.cli import main
+from capture.cli import _parser, main
 from capture.module_search import ModuleSearch, TrainedLanguageModel, has_class_name
 from replay.processes.launch import without_launcher
 from tests.helpers.causal_lms import IDS_BS, Outer, Tiny, lm
 from tests.warm import warm_bin
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMANDS: dict[str, argparse.ArgumentParser] = next(
+    action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+)
 original_call = nn.Module.__call__
 
 MODEL = """
@@ -140,15 +145,64 @@ def test_what_the_script_raises_is_an_incident_that_passes_are_written_for(tmp_p
     assert len(capture_files(tmp_path / "loud")) == 2
 
 
+WRONG_PATHS = {
+    "run nowhere.py": "nowhere.py: no such script. Try: capture run train.py, or capture run -m package.module",
+    "check nowhere": "nowhere: no such folder. Give one that a recording was written to",
+    "salvage a.file": "a.file: no such folder. Give one that a recording was written to",
+    "convert nowhere new": "nowhere: no such file or folder. Give a dump, or a folder of dumps",
+    "convert a.file .": ". is not an empty folder. Give the name of a new one",
+    "redact nowhere new": "nowhere: no such folder. Give one that a recording was written to",
+    "redact . a.file": "a.file is not an empty folder. Give the name of a new one",
+    "pack nowhere new.zip": "nowhere: no such folder. Give one that a recording was written to",
+    "pack . a.file": "a.file exists already. Give another name, or delete it",
+    "collect /nodes --to a.file": "FOLDER/a.file is no folder. Give --to a folder where you may write",
+    "collect nodes --to new": "nodes is no absolute path, and workers of a Ray job have working folders of their own. "
+    "Try: capture collect FOLDER/nodes --to FOLDER/new",
+}
+
+
 def test_what_is_typed_wrong_is_refused_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "a.file").touch()
     probe = (
         "import sys; from capture.cli import main; "
-        "print(main(['run', 'nowhere.py']), main(['check', 'nowhere']), 'torch' in sys.modules)"
+        f"print([main(typed.split()) for typed in {list(WRONG_PATHS)}], 'torch' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", probe]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "2 2 False\n"
+    assert done.stdout == f"{[2] * len(WRONG_PATHS)} False\n"
+    refusals = [line.removeprefix("capture: ").replace(str(tmp_path), "FOLDER") for line in done.stderr.splitlines()]
+    assert refusals == list(WRONG_PATHS.values())
+
+
+@pytest.mark.parametrize("typed", [[], *([name] for name in COMMANDS)], ids=lambda typed: " ".join(typed))
+def test_help_is_short_and_says_what_each_value_is(
+    typed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    texts = []
+    for option in ("-h", "--help"):
+        with pytest.raises(SystemExit) as ended:
+            main([*typed, option])
+        assert ended.value.code == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(" ".join(["usage: capture", *typed, "[-h]"]))
+    lines = texts[0].splitlines()
+    assert len(lines) <= 60
+    # Each option has its text beside it.
+    assert [line for line in lines if re.fullmatch(r"  -.*\S", line) and "  " not in line.strip()] == []
+    for action in COMMANDS[typed[0]]._actions if typed else ():
+        assert action.nargs == 0 or action.metavar is not None or action.help == argparse.SUPPRESS, action.dest
+
+
+def test_help_all_has_the_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help-all"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^usage: capture (\w+)", text, re.MULTILINE) == list(COMMANDS)
+    assert "--from slime|" in text
 
 
 @pytest.mark.parametrize("typed", [["job.py"], ["-m", "job"]])

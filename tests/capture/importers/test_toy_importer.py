@@ -49,7 +49,7 @@ def test_a_folder_of_its_files_is_converted(
 
 
 def test_help_and_a_refusal_list_it_after_the_others(dumps: Path, tmp_path: Path) -> None:
-    assert f"--from {{{NAMES.replace(' ', '')},toy}}" in " ".join(run_capture("convert", "--help").stdout.split())
+    assert f"--from {NAMES.replace(', ', '|')}|toy" in " ".join(run_capture("convert", "--help").stdout.split())
     (dumps / "other.toy").write_text("a text")
     done = run_capture("convert", dumps, tmp_path / "out")
     assert done.returncode == 1
