@@ -73,6 +73,7 @@ LIBRARIES = {
         "replay/options/ray_options.py",
     }
     | {path.relative_to(ROOT).as_posix() for path in ROOT.glob("replay/commands/*/command.py")},
+    "pytest": {"replay/pytest_plugin.py"},
     "rich": {"replay/output/printing.py"},
     "jinja2": {"replay/output/html.py"},
     "deepspeed": {"actor_init/backends/deepspeed.py", "actor_init/backends/deepspeed_autotp.py"},
@@ -105,6 +106,7 @@ LIGHT = (
         "replay/options/spec.py",
         "replay/options/option_parsing.py",
         "replay/command_line/cli.py",
+        "replay/pytest_plugin.py",
     ),
     *(f"replay/commands/doctor/{name}.py" for name in ("report", "packages", "hardware")),
     *(
