@@ -93,7 +93,8 @@ def _find_runs(folder: Path) -> dict[str, Path]:
     runs: dict[str, Path] = {}
     for file in folder.glob(f"*/**/{RUN_FILE}"):
         home, attempt = file.parents[2], file.parents[1].name
-        name = home.relative_to(folder).as_posix().partition("/")[2]
-        if name and attempt.isdecimal() and (name not in runs or int(attempt) > int(runs[name].parent.name)):
+        # Runs of worst have one home, and are known by their numbers alone.
+        name = home.relative_to(folder).as_posix().partition("/")[2] or attempt
+        if attempt.isdecimal() and (name not in runs or int(attempt) > int(runs[name].parent.name)):
             runs[name] = file.parent
     return dict(sorted(runs.items()))

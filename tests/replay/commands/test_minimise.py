@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import replay
 from actor_init.as_json import from_json
 from capture import capture_files, recording
 from capture.file_format.actor_config import write_actor_config
 from capture.file_format.capture_file import read_call
+from replay.api.logs import PastCampaign
 from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
@@ -269,11 +271,30 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert "1 of 8 files, 1 row, 2 tokens, 1 layer, 1 process" in printed
     assert f"written    {smallest}" in printed
 
+    num_made = runs.num_made
+    assert main(["minimise", "--continue", str(smallest.parent), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    result = replay.minimise(continue_=smallest.parent)
+    assert (capsys.readouterr().out, runs.num_made) == ("", num_made)
+    assert result.to_dict() == shown
+    assert shown["result"] == json.loads((smallest.parent / "minimise.json").read_text())["result"]
+    assert result.failure is not None
+    assert result.smallest is not None
+    assert (result.failure.error_type, result.smallest.folder, result.smallest.num_tokens) == (
+        "IndexError",
+        smallest,
+        2,
+    )
+    assert list(result.to_frame().what) == [trial.what for trial in trials_of(smallest.parent)]
+    past = replay.open(smallest.parent)
+    assert isinstance(past, PastCampaign)
+    assert past["0001/runs"].problems == past["smallest/runs"].problems == ["1 pass failed"]
+
 
 def test_paths_may_be_relative(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     usual_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert minimise("--inputs", "inputs", "--max-runs", "3", logs=Path("logs")) == 0
+    assert replay.minimise("inputs", max_runs=3, log_folder="logs").exit_code == 0
     (folder,) = Path("logs").glob("*-minimise")
     assert main(["minimise", "--continue", str(folder), "--max-runs", "40"]) == 0
     (path,) = capture_files(folder / "smallest" / "inputs")

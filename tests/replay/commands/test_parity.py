@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import replay
 from actor_init.inputs.packing import prepare_inputs
 from replay.agreement.noise_floor import CellResult, MatrixJudge
 from replay.agreement.rows import ParityLog, RowState
+from replay.api.logs import PastCampaign
 from replay.command_line import cli
 from replay.commands.parity import runs as parting
 from replay.commands.parity.text import list_commands
@@ -161,6 +163,27 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
     assert re.search(r"^fp32 +loss +3e-07 ", out, re.MULTILINE)
     assert "result     4 EQUAL, 2 WITHIN NOISE" in out
     assert out.index("\nresult  ") < out.index("\nrun  "), "the answer comes before the table"
+
+    assert cli.main(["parity", "--continue", str(folder), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    result = replay.parity(continue_=folder)
+    assert capsys.readouterr().out == ""
+    assert (
+        result.to_dict()
+        == printed
+        == {"folder": str(folder), "exit_code": 0} | {name: whole[name] for name in ("command", "result")}
+    )
+    assert result.matrix.cells[RUNS[6]].result is CellResult.WITHIN_NOISE
+    table = result.to_frame().set_index("name")
+    assert table.loc[RUNS[6], "result"] == "WITHIN NOISE"
+    assert table.loc[RUNS[6], "loss"] == pytest.approx(6e-7, rel=1e-3)
+    past = replay.open(folder)
+    assert isinstance(past, PastCampaign)
+    assert (set(past), past.result) == (set(RUNS), whole["result"])
+    assert past[RUNS[6]].records[0].result.loss == 2.0 * (1 + 6e-7)
+
+    again = replay.parity(matrix=tmp_path / "matrix.toml", processes=1, log_folder=tmp_path / "again")
+    assert (again.exit_code, again.result["cells"]) == (0, whole["result"]["cells"])
 
 
 def test_times_of_runs_beside_others_are_left_out(tmp_path: Path, runs: Runs, capsys: Captured) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+import replay
 from actor_init.spec import ActorSpec, UsageError
+from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.commands.recompiles.policies import Policy, PolicyResult, choose_lengths, find_best, find_break_even
 from replay.processes import pool
@@ -102,6 +104,18 @@ def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     assert found["buckets"]["error"].startswith("--buckets 8,16 holds no row of ")
     assert found["dynamic"]["pass_seconds"] > 0
     assert "failed     buckets: --buckets 8,16 holds no row of " in capsys.readouterr().out
+    (folder,) = tmp_path.glob("*-recompiles")
+    assert main(["recompiles", "--continue", str(folder), "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    result = replay.recompiles(continue_=folder)
+    assert capsys.readouterr().out == ""
+    assert result.to_dict() == printed
+    assert printed["result"]["policies"] == list(found.values())
+    assert [policy.policy for policy in result.policies] == list(found)
+    assert list(result.to_frame().num_graphs) == [policy["num_graphs"] for policy in found.values()]
+    past = replay.open(folder)
+    assert isinstance(past, PastCampaign)
+    assert {name: len(past[name].records) for name in past} == {"off": 8, "dynamic": 8}
 
 
 @pytest.mark.slow

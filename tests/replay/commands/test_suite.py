@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import replay
 from actor_init.spec import Dtype, UsageError
+from replay.api.logs import PastCampaign
 from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main, parse_command_line
 from replay.commands.suite.inputs import prepare_inputs
@@ -438,6 +440,18 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     assert values["configurations"]["fsdp2-tp"] == {"status": "not run", "reason": "skipped"}
     out = capsys.readouterr().out
     assert "passed     2 of 5 standard configurations" in out
+    assert main(["suite", "--continue", str(moved), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    result = replay.suite(continue_=moved)
+    assert capsys.readouterr().out == ""
+    assert result.to_dict() == printed
+    assert printed["result"] == values
+    assert list(result.to_frame().set_index("name").status.items()) == [
+        (training.planned.name, training.status) for training in result.trainings
+    ]
+    past = replay.open(moved)
+    assert isinstance(past, PastCampaign)
+    assert {name: len(past[name].records) for name in past} == {"ddp": 3, "deepspeed": 3, "fsdp2": 3}
 
     (moved / "ddp.jsonl").unlink()  # as where the command was killed behind the journal's line
     assert main(["suite", "--continue", str(moved)]) == 0
@@ -501,6 +515,19 @@ def test_beyond_a_bound_in_bf16_it_says_how_rounding_is_told_from_a_fault(
 def test_what_the_plainest_configuration_refuses_is_refused_and_leaves_nothing(
     tmp_path: Path, runner: HereRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    runner.happens = {"ddp": 2}
+    with pytest.raises(replay.UsageError, match=r"^ddp says why$"):
+        replay.suite(
+            processes=1,
+            steps=3,
+            max_samples=1,
+            dtype="fp32",
+            skip_tp=True,
+            skip_ring=True,
+            log_folder=tmp_path / "logs",
+            output_dir=tmp_path / "out",
+        )
+    assert capsys.readouterr().out == ""
     runner.happens = {"ddp": 2}
     typed = [*SMALL.split(), "--log-folder", str(tmp_path / "logs"), "--output-dir", str(tmp_path / "out")]
     assert main(["suite", *typed]) == 2

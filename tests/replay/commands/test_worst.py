@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+import replay
 from actor_init.backends.protocol import open_backend
 from actor_init.declarations.backends import BACKENDS
 from actor_init.inputs.packing import prepare_inputs, unpack
@@ -21,6 +22,7 @@ from actor_init.spec import ActorSpec
 from actor_init.world import World
 from capture import capture_files
 from capture.file_format.capture_file import read_call
+from replay.api.logs import PastCampaign
 from replay.command_line.cli import main
 from replay.commands.worst.measuring import DeviceMemory, read_device_memory
 from replay.objective.objective import compute_negated_mean
@@ -172,6 +174,17 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     assert measured.isdisjoint(check["number"] for check in log["checked"]["inputs"])
     said = capsys.readouterr().out
     assert "checked    within 5% and 10%: off by at most 0.0% of a peak and 0.0% of a time" in said
+    (folder,) = tmp_path.iterdir()
+    assert main(["worst", "--continue", str(folder), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["result"] | {"memory": log["memory"]} == log
+    table = replay.worst(continue_=folder).to_frame()
+    assert capsys.readouterr().out == ""
+    assert list(table.source) == [ranking["source"] for ranking in log["ranking"]]
+    assert list(table.forward_seconds) == [ranking["seconds"]["forward"] for ranking in log["ranking"]]
+    past = replay.open(folder)
+    assert isinstance(past, PastCampaign)
+    assert [len(past[name].records) for name in past] == [len(run.inputs.picked_numbers or []) for run in law.runs]
     assert [len(run.inputs.picked_numbers or []) for run in law.runs] == [
         4 * len(measured),
         4 * len(log["checked"]["inputs"]),
@@ -197,7 +210,7 @@ def test_what_was_measured_before_ctrl_c_is_not_measured_again(law: Law, tmp_pat
 
 
 def test_an_input_that_breaks_the_law_is_seen_by_check(law: Law, tmp_path: Path, capsys: Captured) -> None:
-    _, log = worst(tmp_path / "before")
+    log = replay.worst(grad_accumulation=1, dtype="fp32", log_folder=tmp_path / "before").result
     measured = {measurement["source"] for measurement in log["measured"]}
     odd = next(ranking["source"] for ranking in log["ranking"] if ranking["source"] not in measured)
     law.slower = {odd: 1.25}
