@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
@@ -17,12 +17,6 @@ from replay.verdict.text import format_verdict
 
 if TYPE_CHECKING:
     from replay.output.frames import DataFrame
-
-
-class MetricLogger(Protocol):
-    """What metrics are logged to: a run of wandb, trackio or aim, or anything else with this method."""
-
-    def log(self, metrics: dict[str, float], /) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,16 +108,21 @@ class ReplayedRun(Run):
             place = {"number": record.index + 1, "rank": record.rank, "row": token.row, "column": token.column}
             yield {**place, "log_prob": token.log_prob, "recorded": token.recorded, "difference": difference}
 
-    def log_to(self, logger: MetricLogger, *, prefix: str = "replay/") -> None:
-        """Log what the run measured: a call of `logger.log` for each pass, and one with the statistics.
+    def log_to(self, logger: Any, *, prefix: str = "replay/") -> None:
+        """Log what the run measured: a call for each pass, and one with the statistics.
 
         Seconds, bytes, losses and gradient norms, as `replay/forward_seconds`; of several ranks the first one's. The
         last call also has `replay/reproduced`, 1 or 0, where there is a verdict.
+
+        logger  with `log(dict)`, as a run of wandb, trackio or aim; with `log_metrics(dict, step=...)`, as mlflow and
+                Lightning's loggers; or with `add_scalar(name, value, step)`, as TensorBoard's SummaryWriter
+
+        Raises UsageError for a logger with none of these.
         """
         for record in self.records:
             if record.rank == self.ranks[0]:
                 values = _list_phase_costs(record) | {"loss": record.result.loss, "grad_norm": record.result.grad_norm}
-                logger.log(_prefix_numbers(values, prefix))
+                _log(logger, _prefix_numbers(values, prefix), step=record.index + 1)
         statistics = self.statistics
         totals: dict[str, Any] = {
             "num_passes": statistics.num_passes,
@@ -132,7 +131,7 @@ class ReplayedRun(Run):
         }
         if self.has_verdict:
             totals["reproduced"] = int(self.verdict.reproduced)
-        logger.log(_prefix_numbers(totals, prefix))
+        _log(logger, _prefix_numbers(totals, prefix), step=statistics.num_passes)
 
     def _outcomes(self) -> dict[tuple[int, int], str]:
         if not self.has_verdict:
@@ -179,6 +178,20 @@ def _list_finding_rows(judged: PassVerdict) -> Iterator[dict[str, Any]]:
             "where": finding.where,
             "doubt": finding.doubt,
         }
+
+
+def _log(logger: Any, values: dict[str, float], *, step: int) -> None:
+    if hasattr(logger, "log"):
+        logger.log(values)
+    elif hasattr(logger, "log_metrics"):
+        logger.log_metrics(values, step=step)
+    elif hasattr(logger, "add_scalar"):
+        for name, value in values.items():
+            logger.add_scalar(name, value, step)
+    else:
+        raise UsageError(
+            f"a {type(logger).__name__} has neither log, log_metrics nor add_scalar. Give a logger with one"
+        )
 
 
 def _prefix_numbers(values: dict[str, Any], prefix: str) -> dict[str, float]:

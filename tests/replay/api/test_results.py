@@ -169,6 +169,28 @@ def test_metrics_go_to_anything_that_logs_a_dictionary(tmp_path: Path) -> None:
     assert (last["r/num_passes"], last["r/reproduced"]) == (2, 0)
 
 
+class MetricsLogged:
+    def __init__(self) -> None:
+        self.calls: list[tuple[dict[str, float], int]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((metrics, step))
+
+
+def test_metrics_go_to_loggers_that_count_steps(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("tensorboardX")
+    run = open_run(write_log(tmp_path / "log", [passed(0, "x"), passed(1, "y", 2.5)]))
+    logged = MetricsLogged()
+    run.log_to(logged)
+    assert [step for _, step in logged.calls] == [1, 2, 2]
+    assert logged.calls[1][0]["replay/loss"] == 2.5
+    with tensorboard.SummaryWriter(str(tmp_path / "board")) as writer:
+        run.log_to(writer)
+    assert b"replay/forward_seconds" in next((tmp_path / "board").iterdir()).read_bytes()
+    with pytest.raises(replay.UsageError, match="a list has neither log, log_metrics nor add_scalar"):
+        run.log_to([])
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
