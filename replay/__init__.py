@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from replay.api.running import RunFailedError as RunFailedError
     from replay.api.running import run as run
     from replay.commands.compare.comparing import compare as compare
+    from replay.commands.doctor.report import examine_machine as doctor
     from replay.commands.inspect.inspection import inspect_folder as inspect
     from replay.commands.minimise.api import minimise as minimise
     from replay.commands.parity.api import parity as parity
     from replay.commands.recompiles.api import recompiles as recompiles
+    from replay.commands.report.writing import write_report as report
     from replay.commands.scan.api import scan as scan
     from replay.commands.suite.api import suite as suite
     from replay.commands.worst.api import worst as worst
@@ -42,12 +44,14 @@ _EXPORTS = {
     "UsageError": ("actor_init.spec", "UsageError"),
     "captures": ("replay.api.captures", "captures"),
     "compare": ("replay.commands.compare.comparing", "compare"),
+    "doctor": ("replay.commands.doctor.report", "examine_machine"),
     "hang": ("replay.post_mortem.hang", "examine_hang"),
     "inspect": ("replay.commands.inspect.inspection", "inspect_folder"),
     "minimise": ("replay.commands.minimise.api", "minimise"),
     "open": ("replay.api.logs", "open"),
     "parity": ("replay.commands.parity.api", "parity"),
     "recompiles": ("replay.commands.recompiles.api", "recompiles"),
+    "report": ("replay.commands.report.writing", "write_report"),
     "run": ("replay.api.running", "run"),
     "scan": ("replay.commands.scan.api", "scan"),
     "suite": ("replay.commands.suite.api", "suite"),
@@ -63,12 +67,14 @@ __all__ = [
     "UsageError",
     "captures",
     "compare",
+    "doctor",
     "hang",
     "inspect",
     "minimise",
     "open",
     "parity",
     "recompiles",
+    "report",
     "run",
     "scan",
     "suite",

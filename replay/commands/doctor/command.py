@@ -5,8 +5,7 @@ from pathlib import Path
 
 import typer
 
-from replay.options.option_parsing import CommandAction
-from replay.processes.launch import refuse_launcher
+from replay.options.option_parsing import CommandAction, json_option
 
 
 def doctor(
@@ -18,21 +17,23 @@ def doctor(
         show_default=False,
         help="Where runs would be logged. (default: logs)",
     ),
-    json: Path | None = typer.Option(None, metavar="FILE", help="Write the checks into this file too."),  # noqa: B008
     time_limit: float = typer.Option(
         60.0, min=10.0, metavar="SECONDS", show_default=False, help="For all checks together. (default: 60)"
     ),
+    json: bool = json_option(),
 ) -> CommandAction:
     """Check what works on this machine.
 
     Says what to type where something does not. Needs no GPU and no captures. Exit code 0 if everything works that
     `replay` without options needs here, else 1.
     """
-    return partial(_doctor, log_folder, json, time_limit)
+    return partial(_doctor, log_folder, time_limit, json)
 
 
-def _doctor(log_folder: Path, json: Path | None, time_limit: float) -> int:
-    refuse_launcher("doctor")
-    from replay.commands.doctor.report import examine
+def _doctor(log_folder: Path, time_limit: float, as_json: bool) -> int:
+    from replay.commands.doctor.report import examine_machine, print_answer, print_group
 
-    return examine(log_folder, json, time_limit)
+    on_group = None if as_json else print_group
+    report = examine_machine(log_folder=log_folder, time_limit=time_limit, on_group=on_group)
+    print_answer(report, as_json=as_json)
+    return report.exit_code

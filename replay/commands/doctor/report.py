@@ -8,13 +8,16 @@ Each check is a line: status, name, finding, consequence and what to type. What 
 its own, in parallel. Of a replay's dependencies only typer is required, so output goes through plain print.
 """
 
+import json
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from actor_init.as_json import json_bytes
+from actor_init.as_json import to_json
 from actor_init.declarations.attention import KERNELS
 from actor_init.spec import UsageError
 from replay.commands.doctor.hardware import (
@@ -35,33 +38,81 @@ from replay.commands.doctor.packages import (
 )
 from replay.commands.doctor.probe_process import ProbeAnswer, Prober, judge_answer, make_replay_reader, read_first_line
 from replay.output.text import CheckResult, CheckStatus, format_check
+from replay.processes.launch import refuse_launcher
 
+# A probe's imports alone take seconds.
+LEAST_SECONDS = 10.0
 # Also on fewer cores: a probe that hangs uses none.
 MAX_PROBES_AT_ONCE = 4
 
 CheckGroup = tuple[str, list[CheckResult]]
 
 
-def examine(folder: Path, json_file: Path | None, timeout: float) -> int:
-    """Print all checks and return 0 if those that `replay` without options needs here pass, else 1."""
-    if json_file is not None:
-        try:
-            json_file.open("a").close()
-        except OSError as error:
-            raise UsageError(f"--json {json_file}: {error.strerror}. Try: --json doctor.json") from None
-    groups: list[CheckGroup] = []
-    for title, checks in run_checks(folder, timeout):
-        print(title)
-        for check in checks:
-            print(f"  {format_check(check)}", flush=True)
-        groups.append((title, checks))
-    failing = list(dict.fromkeys(check.name for _, checks in groups for check in checks if check.fails))
-    verdict = "replay works here" if not failing else f"replay does not work here, because of: {', '.join(failing)}"
-    print(f"\n{verdict}")
-    if json_file is not None:
-        whole = {"works": not failing, "failing": failing, "groups": dict(groups)}
-        json_file.write_bytes(json_bytes(whole))
-    return 1 if failing else 0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineReport:
+    """What works on this machine: the checks in their groups, by title."""
+
+    groups: Mapping[str, Sequence[CheckResult]]
+
+    @property
+    def failing(self) -> list[str]:
+        """The checks that `replay` without options needs here, and that do not pass."""
+        return list(dict.fromkeys(check.name for checks in self.groups.values() for check in checks if check.fails))
+
+    @property
+    def works(self) -> bool:
+        return not self.failing
+
+    @property
+    def exit_code(self) -> int:
+        """0: `replay` without options works here; 1: it does not."""
+        return 0 if self.works else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it."""
+        return {"works": self.works, "failing": self.failing, "groups": to_json(self.groups)}
+
+
+def examine_machine(
+    *,
+    log_folder: str | os.PathLike[str] = "logs",
+    time_limit: float = 60.0,
+    on_group: Callable[[str, Sequence[CheckResult]], None] | None = None,
+) -> MachineReport:
+    """Check what works on this machine; what may crash or hang runs in processes of its own.
+
+    log_folder  where runs would be logged
+    time_limit  seconds for all checks together, at least 10
+    on_group    is called with the title and the checks of each group, as soon as they are known
+
+    Raises UsageError for a time limit that is too short, and in one of several processes of a launcher.
+    """
+    refuse_launcher("doctor")
+    if not time_limit >= LEAST_SECONDS:
+        raise UsageError.not_allowed("time_limit", time_limit, f"Give {LEAST_SECONDS:.0f} seconds or more")
+    groups: dict[str, Sequence[CheckResult]] = {}
+    for title, checks in run_checks(Path(log_folder), time_limit):
+        groups[title] = checks
+        if on_group is not None:
+            on_group(title, checks)
+    return MachineReport(groups=groups)
+
+
+def print_group(title: str, checks: Sequence[CheckResult]) -> None:
+    """Print a group's title, and a line for each check."""
+    print(title)
+    for check in checks:
+        print(f"  {format_check(check)}", flush=True)
+
+
+def print_answer(report: MachineReport, *, as_json: bool) -> None:
+    """Print the last line, whether a replay works here, or the whole report as JSON."""
+    if as_json:
+        # What prints the results of other commands needs rich, which may be what is missing.
+        print(json.dumps(report.to_dict(), allow_nan=False))
+        return
+    because = f"replay does not work here, because of: {', '.join(report.failing)}"
+    print(f"\n{'replay works here' if report.works else because}")
 
 
 def run_checks(folder: Path, timeout: float) -> Iterator[CheckGroup]:

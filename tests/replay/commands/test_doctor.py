@@ -16,10 +16,12 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+import replay
 from actor_init.attention import kernel_choice
 from actor_init.attention.kernel_choice import choose_default_kernel
 from actor_init.attention.kernels import register
 from actor_init.declarations.attention import KERNELS
+from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.commands.doctor import hardware, packages
 from replay.commands.doctor import report as doctor
@@ -475,9 +477,12 @@ def test_the_exit_code_is_about_what_a_replay_without_options_needs(
     monkeypatch.setattr(doctor, "Prober", FakeProber)
     monkeypatch.setattr(FakeProber, "answers", answers, raising=False)
     monkeypatch.setattr(doctor, "is_installed", lambda package: True)
-    assert main(["doctor", "--log-folder", str(tmp_path), "--json", str(tmp_path / "out.json")]) == bool(failing)
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert (written["works"], written["failing"]) == (not failing, failing)
+    assert main(["doctor", "--log-folder", str(tmp_path), "--json"]) == bool(failing)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["works"], printed["failing"]) == (not failing, failing)
+    report = replay.doctor(log_folder=tmp_path)
+    assert (report.to_dict().keys(), report.exit_code) == (printed.keys(), bool(failing))
+    assert main(["doctor", "--log-folder", str(tmp_path)]) == bool(failing)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (f"replay does not work here, because of: {', '.join(failing)}" if failing else "replay works here")
 
@@ -510,8 +515,6 @@ def test_a_check_is_one_line_without_control_characters() -> None:
     ("typed", "says"),
     [
         ("doctor --time-limit 1", "invalid value for '--time-limit'"),
-        ("doctor --json /nowhere/x.json", "--json /nowhere/x.json: No such file or directory"),
-        ("doctor --json /", "--json /: Is a directory"),
         ("doctor --max-inputs 1", "unknown option --max-inputs"),
         ("--max-inputs 1 doctor", "--max-inputs belongs to a replay, not to `doctor`"),
     ],
@@ -519,6 +522,11 @@ def test_a_check_is_one_line_without_control_characters() -> None:
 def test_wrong_usage_is_refused(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(typed.split()) == 2
     assert capsys.readouterr().err.lower().startswith(f"replay: {says}".lower())
+
+
+def test_from_python_a_wrong_time_limit_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"time_limit 9 is not allowed. Give 10 seconds or more"):
+        replay.doctor(time_limit=9)
 
 
 def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -547,14 +555,13 @@ def test_a_sick_machine_is_described_and_what_works_is_not_blamed(tmp_path: Path
         "CUDA_LAUNCH_BLOCKING": "1",
         "CXX": "/nowhere/g++",
     }
-    typed = ["doctor", "--log-folder", "/proc/logs", "--time-limit", "1800", "--json", str(tmp_path / "out.json")]
+    typed = ["doctor", "--log-folder", "/proc/logs", "--time-limit", "1800"]
     done = subprocess.run(
         [sys.executable, "-m", "replay", *typed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stderr
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert written["failing"] == ["log folder"]
-    status = {check["name"]: check["status"] for checks in written["groups"].values() for check in checks}
+    lines = [line[2:] for line in done.stdout.splitlines() if line.startswith("  ")]
+    status = {line[13:33].strip(): line[:13].strip() for line in lines}
     for name in ("flash-attn", "torchrun", "torch.compile", "log folder"):
         assert status[name] == "broken"
     assert status["g++"] == "missing"

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import replay
 from actor_init.as_json import to_json
+from actor_init.spec import UsageError
 from replay.command_line.cli import main
 from replay.options.option_parsing import spec_from_dict
 from replay.profiling.profile_records import (
@@ -225,6 +227,10 @@ def test_a_log_that_is_cut_short_is_shown_as_far_as_it_came(
     said = capsys.readouterr().out
     assert "broken: rank0.jsonl is cut short in line 3" in said
     assert "broken: run.json has no end: the run goes on, or was killed" in said
+    report = replay.report(broken)
+    assert (report.path, len(report.problems), report.exit_code) == (broken / "report.html", 2, 0)
+    assert main(["report", str(broken), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report.to_dict()
     page = Page((broken / "report.html").read_text())
     assert [row[0] for row in page.rows if len(row) > 5 and row[0].isdigit()] == ["1", "2"]
 
@@ -247,6 +253,14 @@ def test_a_foreign_folder_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_page_is_of_one_to_26_runs_and_goes_where_it_can_be_written(logs: dict[str, Path], tmp_path: Path) -> None:
+    for number in (0, 27):
+        with pytest.raises(UsageError, match=rf"1 to 26 logs fit on one page, not {number}"):
+            replay.report(*[logs["first"]] * number)
+    with pytest.raises(UsageError, match=r"No such file or directory\. Give a file that can be written, as to="):
+        replay.report(logs["first"], to=tmp_path / "nowhere" / "page.html")
 
 
 @pytest.mark.slow
