@@ -36,6 +36,9 @@ class _NotFiniteAsText:
 
         return no_info_before_validator_function(_parse_float, handler(source))
 
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [handler(core_schema), {"enum": list(NOT_FINITE)}]}
+
 
 AnyFloat = Annotated[float, _NotFiniteAsText()]
 _ADAPTERS: "dict[Any, TypeAdapter[Any]]" = {}
@@ -91,6 +94,31 @@ def find_type_adapter(kind: type[T]) -> "TypeAdapter[T]":
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
+
+
+def make_json_schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON Schema of what `to_json` makes of a `kind`, without titles and defaults.
+
+    A field with a default may be missing, as it is in the files of an older version, and unknown ones are allowed, as
+    in those of a newer one.
+    """
+    schema: dict[str, Any] = _strip_schema(find_type_adapter(kind).json_schema())
+    return schema
+
+
+def _strip_schema(schema: Any) -> Any:
+    """Return the schema without the keywords that say nothing about what is allowed; names of fields stay."""
+    if isinstance(schema, list):
+        return [_strip_schema(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _strip_schema(inner) for name, inner in value.items()}
+        if key in ("properties", "$defs")
+        else _strip_schema(value)
+        for key, value in schema.items()
+        if key not in ("title", "default")
+    }
 
 
 def _parse_float(value: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from statistics import fmean
 
+from actor_init.as_json import AnyFloat
 from actor_init.dropout_settings import find_acting_dropouts
 from actor_init.spec import UsageError
 from replay.comparison.comparable import find_reasons_to_refuse, list_tolerated_differences
@@ -36,10 +37,10 @@ class ComparedPoint:
 
     source: str
     place: int
-    reference: float
-    other: float
+    reference: AnyFloat
+    other: AnyFloat
     name: str = ""
-    apart: float | None = None
+    apart: AnyFloat | None = None
     num_values: int = 1
 
     @property
@@ -63,11 +64,11 @@ class Quantity:
     name: str
     unit: str
     num_matched: int
-    mean_reference: float
-    mean_other: float
-    max_difference: float
-    mean_difference: float
-    max_relative: float
+    mean_reference: AnyFloat
+    mean_other: AnyFloat
+    max_difference: AnyFloat
+    mean_difference: AnyFloat
+    max_relative: AnyFloat
     source: str | None
     num_not_finite: int
     points: Sequence[ComparedPoint]

@@ -189,7 +189,7 @@ def describes_out_of_memory(error: str) -> bool:
 # A line has the fields of the record and of its sections side by side, and is read by a class that is made of them.
 _SECTIONS: dict[str, Any] = {part.name: part.type for part in fields(PassRecord) if is_dataclass(part.type)}
 _TOP_FIELDS = [part for part in fields(PassRecord) if part.name not in _SECTIONS]
-_LINE = make_dataclass(
+PASS_LINE = make_dataclass(
     "_Line",
     [(part.name, part.type, copy(part)) for group in (_TOP_FIELDS, *map(fields, _SECTIONS.values())) for part in group],
     kw_only=True,
@@ -207,7 +207,7 @@ def to_line(record: PassRecord) -> dict[str, object]:
 
 def parse_line(line: str, *, source: str) -> PassRecord:
     """Read what `to_line` made. Raises UsageError, whose message begins with `source`, if the line does not fit."""
-    return make_record(**vars(parse_json(_LINE, line, source=source)))
+    return make_record(**vars(parse_json(PASS_LINE, line, source=source)))
 
 
 def make_record(**values: Any) -> PassRecord:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actor_init.as_json import AnyFloat
 from replay.tolerances.difference import roundoff
 from replay.tolerances.run_bounds import compute_layer_bound, compute_measured_bound, compute_weight_bound
 from replay.tracing.distances import TensorDistance, measure_distances
@@ -45,8 +46,8 @@ class FirstDifference:
     source: str | None
     row: int | None
     token: int | None
-    relative: float
-    bound: float
+    relative: AnyFloat
+    bound: AnyFloat
     num_following: int
     num_following_beyond: int
 
