@@ -168,7 +168,6 @@ FLAGS_LEFT = {
     # Checks give advice in their table.
     "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],
     # It is a flag of a command, whose errors may name those of another.
-    "replay/options/spec.py": ["--continue"],
     # The console prints what a search found.
     "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],
     # The console prints a table.

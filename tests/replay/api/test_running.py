@@ -213,7 +213,7 @@ def test_an_interrupted_call_ends_its_ranks_and_the_log_says_so(tmp_path: Path) 
 
 
 def test_the_command_line_has_no_other_way_to_a_result() -> None:
-    """Of what runs, judges or reads logs it imports the API alone; the commands are functions with results."""
+    """It imports the API alone of what runs, judges or reads logs; the commands are functions with results."""
     rooms = ("api.here", "command_line", "commands", "on_ray", "options", "output", "processes", "runner.run.explain")
     allowed = tuple(f"replay.{room}" for room in rooms)
     imported = [
