@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
 from replay.output.text import Pairs, pluralise
+from replay.runlog.records import PassRecord
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS, SAME_SHARES
 from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
 from replay.verdict.outcomes import Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
+from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.step_remarks import list_step_remarks
 
 LABEL = "trained"
@@ -56,22 +58,24 @@ def _check_optimizer_state(passes: Sequence[PassEvidence]) -> Pairs:
 
 def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
     """Say so where each pass weighed the same here, as in the job, though they have other numbers of tokens."""
-    window: list[tuple[float, int]] = []
-    for record, recorded, _ in passes:
-        if recorded is None or not recorded.trains or record.error is not None:
-            continue
-        window.append((record.result.weight, recorded.num_tokens))
-        if record.result.grad_norm is None:
-            continue
-        numbers = [num_tokens for _, num_tokens in window]
-        has_equal = len(window) > 1 and all(weight == 1 for weight, _ in window)
-        if has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + SAME_SHARES:
+    ran = [evidence for evidence in passes if evidence.recorded is not None and evidence.record.error is None]
+    for window in group_into_windows(ran):
+        numbers = [recorded.num_tokens for _, recorded, _ in window if recorded is not None]
+        has_equal = len(window) > 1 and all(record.result.weight == 1 for record, _, _ in window)
+        is_whole = window[-1].record.result.grad_norm is not None
+        if is_whole and has_equal and min(numbers) and max(numbers) / min(numbers) > 1 + SAME_SHARES:
             times = max(numbers) / min(numbers)
-            few, many = (numbers.index(number) + 1 for number in (min(numbers), max(numbers)))
-            by_tokens = f"a token of pass {few} counts {times:.3g} times one of pass {many}"
+            few, many = (window[numbers.index(number)].record for number in (min(numbers), max(numbers)))
+            by_tokens = (
+                f"a token of {_name_pass(few, window)} counts {times:.3g} times one of {_name_pass(many, window)}"
+            )
             return [("window", f"passes weigh the same, as in the job: in the first one {by_tokens}")]
-        window = []
     return []
+
+
+def _name_pass(record: PassRecord, window: Sequence[PassEvidence]) -> str:
+    has_ranks = len({other.rank for other, _, _ in window}) > 1
+    return f"pass {record.index + 1}" + (f" of rank {record.rank}" if has_ranks else "")
 
 
 def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
