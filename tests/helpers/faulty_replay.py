@@ -1,7 +1,8 @@
 """A replay with a fault on one rank: `torchrun [...] -m tests.helpers.faulty_replay KIND PHASE RANK ARGUMENTS`.
 
 KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may
-take long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS.
+take long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS, but where the rank
+itself says what it failed with. It may write a snapshot of its memory first, and that is no hang.
 """
 
 import ctypes
@@ -180,6 +181,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     )
 }
 
+SAID_BY_THE_RANK = ("raised", "out_of_memory", "out_of_host_memory", "left")
 MEANWHILE: dict[str, Callable[[], None]] = {  # what the other rank does in that place
     "blocked_before_async": waiting_for_async,
     "blocked_before_new_group": making_a_group,
@@ -198,7 +200,7 @@ def main() -> NoReturn:
     vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
     vars(replay.runner.replayer)["compute_negated_mean"] = _faulty(
-        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase
+        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase, may_hang=kind not in SAID_BY_THE_RANK
     )
     run_and_leave()
 
@@ -210,7 +212,7 @@ def _watched(*arguments: Any, **given: Any) -> Iterator[Watch]:
         yield watch
 
 
-def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
+def _faulty(fault: Callable[[], None], phase: str, *, may_hang: bool) -> Callable[..., Any]:
     """`compute_negated_mean`, the end of forward, with `fault` there or where the gradient sets out."""
     num_calls = 0
 
@@ -222,7 +224,7 @@ def _faulty(fault: Callable[[], None], phase: str) -> Callable[..., Any]:
     def loss(log_probs_BA: Any, inputs: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == FAULTY_PASS:
+        if num_calls == FAULTY_PASS and may_hang:
             WATCHES[0].timeout = HANG_SECONDS
             WATCHES[0]._stacks.reset_watchdog(HANG_SECONDS + HELD_SECONDS)
         if num_calls == FAULTY_PASS and phase == "forward":
