@@ -28,8 +28,8 @@ def measure_replay(home: Path, monkeypatch: pytest.MonkeyPatch, loss: Callable[.
     arguments = [
         "--dtype",
         "fp32",
-        "--max-inputs",
-        "3",
+        "--pick-inputs",
+        "13,15,29",
         "--num-layers",
         "1",
         "--loss",
