@@ -24,10 +24,16 @@ from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
-# The files that take longest, by processor time.
+# The quick files that take longest.
 LONGEST = (
-    "replay/commands/test_parity_faults.py",
     "test_commands.py",
+    "replay/commands/test_parity_faults.py",
+    "capture/test_run.py",
+    "replay/commands/test_diagnose.py",
+    "replay/verdict/test_faults.py",
+    "replay/commands/test_worst.py",
+    "replay/commands/test_minimise.py",
+    "replay/commands/test_parity.py",
 )
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
