@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from replay.verdict.judge import PassEvidence
 from replay.verdict.pass_values import WeightComparison
-from replay.verdict.training_remarks import _compare_ranks
+from replay.verdict.training_remarks import _compare_ranks, describe_weighting
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_window, scale_gradients
 
 SOUND = draw_gradients()
@@ -32,3 +32,16 @@ def test_a_parameter_whose_gradient_is_each_ranks_own_is_named() -> None:
     assert text.startswith(expected)
     # A rank of a tensor-parallel job holds other parts, whose shapes are not this model's.
     assert compare(SOUND, own, compared=NAMES[:1]) == []
+
+
+def test_a_window_of_two_ranks_is_weighed_whole() -> None:
+    """Each rank's last pass has the norm: the window ends behind both, and tokens of all four passes are compared."""
+    passes = []
+    for index, (grad_norm, counts) in enumerate([(None, (10, 10)), (1.0, (10, 40))]):
+        for member, num_tokens in zip(make_window([SOUND] * 2, SOUND, index=index), counts, strict=True):
+            record = replace(member.record, result=replace(member.record.result, grad_norm=grad_norm))
+            recorded = replace(member.recorded, num_tokens=num_tokens)
+            passes.append(PassEvidence(record, recorded, member.replayed))
+    [(label, text)] = describe_weighting(passes)
+    assert label == "window"
+    assert text.endswith("a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1")
