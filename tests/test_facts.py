@@ -167,7 +167,6 @@ FLAGS_LEFT = {
     "actor_init/world.py": ["--module", "--nproc-per-node", "--nproc-per-node", "--num_gpus"],
     # Checks give advice in their table.
     "replay/commands/diagnose/checks.py": ["--nproc-per-node", "--traceback"],
-    # It is a flag of a command, whose errors may name those of another.
     # The console prints what a search found.
     "replay/runner/non_finite.py": ["--deepcompile", "--grad-accumulation", "--step"],
     # The console prints a table.
