@@ -16,6 +16,7 @@ import replay
 from replay.api.running import build_spec
 from replay.command_line.cli import main, parse_command_line
 from replay.options.spec import StepMode
+from tests.helpers.schemas import assert_valid
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "inputs" / "sample"
@@ -126,6 +127,7 @@ def test_a_run_is_that_of_the_command_line(
     out = capsys.readouterr().out
     [printed] = [json.loads(line) for line in out.splitlines() if line.startswith('{"folder"')]
     whole = run.to_dict()
+    assert_valid("replay", printed)
     assert printed.keys() == whole.keys()
     assert [drop_times(line) for line in printed["passes"]] == [drop_times(line) for line in whole["passes"]]
     assert printed["run"]["verdict"]["counts"] == whole["run"]["verdict"]["counts"]
