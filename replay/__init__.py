@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from replay.api.run import ReplayedRun as ReplayedRun
     from replay.api.running import RunFailedError as RunFailedError
     from replay.api.running import run as run
+    from replay.api.upgrade import check_upgrade as check_upgrade
     from replay.commands.compare.comparing import compare as compare
     from replay.commands.doctor.report import examine_machine as doctor
     from replay.commands.inspect.inspection import inspect_folder as inspect
@@ -43,6 +44,7 @@ _EXPORTS = {
     "RunFailedError": ("replay.api.running", "RunFailedError"),
     "UsageError": ("actor_init.spec", "UsageError"),
     "captures": ("replay.api.captures", "captures"),
+    "check_upgrade": ("replay.api.upgrade", "check_upgrade"),
     "compare": ("replay.commands.compare.comparing", "compare"),
     "doctor": ("replay.commands.doctor.report", "examine_machine"),
     "hang": ("replay.post_mortem.hang", "examine_hang"),
@@ -66,6 +68,7 @@ __all__ = [
     "RunFailedError",
     "UsageError",
     "captures",
+    "check_upgrade",
     "compare",
     "doctor",
     "hang",

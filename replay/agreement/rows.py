@@ -54,7 +54,7 @@ class ParityRow:
 
     def after(self, finished: FinishedJob) -> Self:
         """Return the row with what came of its run."""
-        state, error, log = _judge_child(finished.child)
+        state, error, log = judge_child(finished.child)
         return replace(
             self, state=state, error=error, log=log, seconds=finished.child.seconds, ran_alone=finished.ran_alone
         )
@@ -143,10 +143,11 @@ def folder_name_of(cell: str) -> str:
 
 
 def _has_failed_run(child: Child) -> bool:
-    return _judge_child(child)[0] is RowState.FAILED
+    return judge_child(child)[0] is RowState.FAILED
 
 
-def _judge_child(child: Child) -> tuple[RowState, str, Path | None]:
+def judge_child(child: Child) -> tuple[RowState, str, Path | None]:
+    """Return the state of a run that has ended, why it is not whole, and the folder of its log."""
     if child.is_refusal:
         return RowState.REFUSED, child.error, None
     if child.exit_code not in (0, 1):

@@ -7,6 +7,7 @@ do, which gives the exit code.
 
 from collections.abc import Callable
 
+from replay.commands.check_upgrade.command import check_upgrade
 from replay.commands.compare.command import compare
 from replay.commands.diagnose.command import diagnose
 from replay.commands.doctor.command import doctor
@@ -27,5 +28,5 @@ COMMANDS: dict[str, tuple[Callable[..., CommandAction], ...]] = {
     "judge": (compare, parity, mismatch, report),
     "find": (inspect, hang, scan, minimise),
     "cost": (worst, recompiles),
-    "check": (doctor, diagnose, suite),
+    "check": (doctor, check_upgrade, diagnose, suite),
 }

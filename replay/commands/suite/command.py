@@ -79,7 +79,7 @@ def suite(
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction:
-    """Train one model under each configuration, and judge the losses.
+    """Train one model under each configuration; judge the losses.
 
     ddp is the reference; deepspeed (ZeRO 2), fsdp2, fsdp2-tp, fsdp2-ring and fsdp2-tp-ring are the standard ones;
     deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from replay.command_line.subcommands import COMMANDS
 from replay.options.option_parsing import list_options
 from tests.helpers.typed import spec_of
 
-NAMES = [command.__name__ for commands in COMMANDS.values() for command in commands]
+
+def name_of(command: Callable[..., object]) -> str:
+    return command.__name__.replace("_", "-")
+
+
+NAMES = [name_of(command) for commands in COMMANDS.values() for command in commands]
 
 
 def read_help(capsys: pytest.CaptureFixture[str], *typed: str) -> str:
@@ -27,7 +33,7 @@ def test_help_fits_on_a_screen_and_has_every_command_in_a_group(capsys: pytest.C
     assert len(re.findall(r"^  -", text, re.MULTILINE)) <= 30
     for group, commands in COMMANDS.items():
         listed = text.partition(f"Commands: {group}:\n")[2].partition("\n\n")[0]
-        assert re.findall(r"^  (\w+)", listed, re.MULTILINE) == [command.__name__ for command in commands]
+        assert re.findall(r"^  ([\w-]+)", listed, re.MULTILINE) == [name_of(command) for command in commands]
     assert "..." not in text.partition("Commands: ")[2]
 
 
