@@ -255,6 +255,22 @@ def test_the_image_has_every_package_and_the_jobs_version_of_ray() -> None:
     }
 
 
+def test_the_workflow_of_an_upgrade_types_what_the_command_takes() -> None:
+    """Its schema was checked by check-jsonschema --builtin-schema vendor.github-workflows."""
+    workflow = yaml.safe_load((DEPLOY / "check-upgrade.yml").read_text())
+    job = workflow["jobs"]["check-upgrade"]
+    install, check = (step["run"].replace("\\\n", " ") for step in job["steps"] if "run" in step)
+    program, command, folder, *typed = shlex.split(check)
+    assert (program, command, folder) == ("new/bin/replay", "check-upgrade", "$INPUTS")
+    arguments = parse_command_line([command, folder, *typed]).args
+    assert (arguments[1], str(arguments[2])) == (["old/bin/python", "new/bin/python"], "$GITHUB_STEP_SUMMARY")
+    assert (
+        {"INPUTS", "MODEL", "OLD", "NEW"}
+        == {*job["env"]}
+        == {*re.findall(r"\$(\w+)", install + check)} - {"GITHUB_STEP_SUMMARY"}
+    )
+
+
 @pytest.mark.parametrize("typed", ["", "--processes 2"])
 def test_a_ray_job_without_a_dashboard_is_one_line(typed: str) -> None:
     done = subprocess.run(
