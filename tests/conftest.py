@@ -97,12 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def _find_place(item: pytest.Item) -> tuple[bool, int]:
-    """Find a file's place in the order: files that are slow as a whole, then others; of each the longest first."""
+def _find_place(item: pytest.Item) -> tuple[bool, bool]:
+    """Find the place of an item's file in the order: slow as a whole, then long, then others."""
     module = item.getparent(pytest.Module)
-    is_slow = module is not None and any(mark.name == "slow" for mark in module.own_markers)
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
-    return not is_slow, LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    marks = set() if module is None else {mark.name for mark in module.own_markers}
+    return "slow" not in marks, "long" not in marks
 
 
 def pytest_collection_finish() -> None:

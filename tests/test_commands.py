@@ -14,6 +14,8 @@ import pytest
 from tests.helpers.commands import ROOT, run
 from tests.helpers.made_captures import copy_short_inputs
 
+pytestmark = pytest.mark.long
+
 COLD = [
     "replay --max-inputs 5",
     "deepspeed --num_gpus=2 replay --shuffle-inputs --max-inputs 10",

@@ -14,6 +14,8 @@ from tests.helpers.fault_campaign import NUM_INPUTS, Campaign, comparing_once, g
 from tests.helpers.faults import FAULTS, Fault
 from tests.helpers.made_captures import copy_short_inputs
 
+pytestmark = pytest.mark.long
+
 OF_PARITY = [
     fault for fault in FAULTS.values() if fault.command == "parity" and fault.model == "llama" and not fault.options
 ]
