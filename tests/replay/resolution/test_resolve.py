@@ -408,8 +408,9 @@ def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and any(alias.name == "ReplaySpec" for alias in node.names)
     }
-    # Two of them are the entrances of the Python API.
-    assert len(knowing) <= 27
+    # A command builds specs of its own, and each new one adds a module or two.
+    assert len([name for name in knowing if not name.startswith("replay/commands/")]) <= 11
+    assert len(knowing) <= 30
     below = ("compare", "objective", "prediction", "profiling", "runlog", "tracing", "verdict", "watch")
     assert not [name for name in knowing if name.startswith(tuple(f"replay/{room}/" for room in below))]
     assert {name for name in knowing if name.startswith("replay/runner/")} == {"replay/runner/run.py"}
