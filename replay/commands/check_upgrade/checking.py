@@ -58,7 +58,7 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
     if len(pythons) != len(NAMES):
         raise UsageError(
             f"two environments are compared, and {len(pythons)} given. "
-            "Give both interpreters: --python old/bin/python --python new/bin/python"
+            f"Give both interpreters: {Setting('python', 'old/bin/python')} {Setting('python', 'new/bin/python')}"
         )
     environments = [probe(python) for python in pythons]
     spec = replace(
@@ -95,7 +95,9 @@ def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment
         verdict = Run.read(folder).verdict
     except UsageError as refusal:
         # Another version of micro-replay may have other verdicts.
-        return EnvironmentRun(environment=environment, folder=folder, error=error, verdict=str(refusal))
+        return EnvironmentRun(
+            environment=environment, folder=folder, error=error, verdict=format_error_with_flags(refusal)
+        )
     if verdict is None:
         return EnvironmentRun(environment=environment, folder=folder, error=error)
     lines = [text for label, text in format_verdict(verdict) if label in ("verdict", "cause")]
