@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actor_init.spec import Dtype, Head, UsageError
+from capture.facts import Setting
 from replay.agreement.noise_floor import measure_parity_distances
 from replay.agreement.rows import judge_child
 from replay.campaign.campaign import Campaign, CampaignJob
