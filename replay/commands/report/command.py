@@ -29,8 +29,10 @@ def report(
 
 def _report(logs: Sequence[Path], to: Path | None, as_json: bool) -> int:
     from replay.commands.report.writing import print_report, write_report
-    from replay.output.printing import print_json
 
     report = write_report(*logs, to=to)
+    # Printing needs rich, for which a folder that is not there does not have to wait.
+    from replay.output.printing import print_json
+
     (print_json if as_json else print_report)(report)
     return report.exit_code
