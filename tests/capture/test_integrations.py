@@ -118,7 +118,7 @@ def noted_losses(folder: Path) -> list[float]:
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """Give one that accumulates two passes; its state is that of the process."""
     # The end of its training would take the process group away from the other tests of this process.
-    monkeypatch.setattr(PartialState, "destroy_process_group", lambda state: None)
+    monkeypatch.setattr(PartialState, "destroy_process_group", lambda *state: None)
     yield Accelerator(cpu=True, gradient_accumulation_steps=2)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
