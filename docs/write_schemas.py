@@ -3,12 +3,13 @@
 python -m docs.write_schemas
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from actor_init.as_json import json_bytes, make_json_schema
+from actor_init.as_json import make_json_schema
 from replay.commands.inspect.inspection import Inspection
 from replay.comparison.differences import Differences
 from replay.options.spec import ReplaySpec
@@ -158,8 +159,16 @@ def make_schema(name: str) -> dict[str, Any]:
 
 
 def format_schema(name: str) -> bytes:
-    """Return the file of a document as it is now."""
-    return json_bytes(make_schema(name))
+    """Return the file of a document as it is now: a line for each property and each definition."""
+    parts = [f"{json.dumps(key)}: {_format_entries(value)}" for key, value in make_schema(name).items()]
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def _format_entries(value: Any) -> str:
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 if __name__ == "__main__":
