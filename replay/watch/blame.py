@@ -23,6 +23,7 @@ class Sighting:
     collectives        that it has entered so far, by process group
     num_unforeseen     of them, those of this pass that no pass before had entered by the end of the same phase
     collective_failed  the collective that it is in, or died in, has failed
+    is_compiling       its main thread is in torch.compile
     standing_at        the innermost line of its main thread
     """
 
@@ -35,6 +36,7 @@ class Sighting:
     in_collective: bool = False
     collective_failed: bool = False
     waits_for_device: bool = False
+    is_compiling: bool = False
     standing_at: str = ""
 
     @property

@@ -113,11 +113,13 @@ class ThreadStates:
     line              the innermost line of the main thread
     in_collective     any thread but the watch's is in a collective
     waits_for_device  the main thread waits for what it has queued: on CUDA a rank waits for collectives there
+    is_compiling      the main thread is in torch.compile
     """
 
     line: str
     in_collective: bool
     waits_for_device: bool
+    is_compiling: bool
 
 
 def observe_threads(watch_thread: int) -> ThreadStates:
@@ -130,6 +132,7 @@ def observe_threads(watch_thread: int) -> ThreadStates:
         line=_describe_stack(frames[main]),
         in_collective=in_collective,
         waits_for_device=innermost.co_name == "synchronize" and "/torch/" in innermost.co_filename,
+        is_compiling=_is_compiling(frames[main]),
     )
 
 
@@ -149,11 +152,15 @@ def _describe_stack(innermost: FrameType) -> str:
     frames = list(_walk_outwards(innermost))
     library = _name_library(innermost)
     caller = next((frame for frame in frames if _name_library(frame) != library), innermost)
-    compiles = any(frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py") for frame in frames)
     text = _format_frame(innermost)
     if caller is not innermost:
         text += f", below {_format_frame(caller)}"
-    return text + (", compiling" if compiles else "")
+    return text + (", compiling" if _is_compiling(innermost) else "")
+
+
+def _is_compiling(innermost: FrameType) -> bool:
+    frames = _walk_outwards(innermost)
+    return any(frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py") for frame in frames)
 
 
 def _name_library(frame: FrameType) -> str:

@@ -55,6 +55,8 @@ TICK_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 # A rank that is asked has only to wake up a thread.
 ANSWER_SECONDS = 0.75
+# So many times --timeout may pass without progress while a rank compiles. Collectives wait longer: half an hour.
+COMPILING_FACTOR = 5
 # Python counts as held if no Python thread ran for this time beyond the timeout.
 HELD_SECONDS = 1.5
 # When another rank has left with an error, this rank's main thread gets so long to end with the same error.
@@ -128,6 +130,8 @@ class Watch:
         self._grace_ends: float | None = None
         # When the other ranks were asked for a sighting, and what they answered.
         self._asked_at: float | None = None
+        # They are not asked before this time: one of them was compiling.
+        self._next_ask = 0.0
         self._answers: dict[int, Sighting] = {}
         self._progress = (0, 0, 0)
         self._progress_at = time.monotonic()
@@ -238,7 +242,7 @@ class Watch:
                 self._judge(now)
         elif self._grace_ends is not None and now >= self._grace_ends:
             self._end_with_what_is_known(now)
-        elif now - self._progress_at >= self.timeout:
+        elif now - self._progress_at >= self.timeout and now >= self._next_ask:
             self._ask(now)
 
     def _end_with_what_is_known(self, now: float) -> None:
@@ -264,7 +268,7 @@ class Watch:
         self._peers.send({"kind": "ask"})
 
     def _judge(self, now: float) -> None:
-        """Judge the answers. If any rank made progress meanwhile, all get another --timeout."""
+        """Judge the answers. If any rank made progress meanwhile, or compiles, all get another --timeout."""
         sightings = self._answers | self._dead | {self.world.rank: self._observe_self()}
         for rank in set(self._peers.by_rank) - set(self._answers):
             sightings[rank] = Sighting(rank=rank, position=read_last_position(self.folder, rank), answers=False)
@@ -272,9 +276,15 @@ class Watch:
         if idle < self.timeout and not self._trouble:
             self._asked_at, self._progress_at = None, now - idle
             return
+        # A compiler tells nothing of its progress, and on a busy machine a cold one takes minutes.
+        compiles = any(sighting.is_compiling for sighting in sightings.values())
+        limit = self.timeout * (COMPILING_FACTOR if compiles else 1)
+        if idle < limit and not self._trouble:
+            self._asked_at, self._next_ask = None, now + self.timeout
+            return
         trouble, advice = self._trouble, ""
         if not trouble:
-            trouble = f"no progress for {self.timeout:g} s"
+            trouble = f"no progress for {limit:g} s"
             advice = f". If that is slow and not stuck, try: --timeout {10 * self.timeout:g}"
         self._shutdown.report_and_end(report_hang([sightings[rank] for rank in sorted(sightings)], trouble, advice))
 
@@ -302,5 +312,6 @@ class Watch:
             in_collective=threads.in_collective or self._collective_failed,
             collective_failed=self._collective_failed,
             waits_for_device=threads.waits_for_device,
+            is_compiling=threads.is_compiling,
             standing_at=threads.line,
         )

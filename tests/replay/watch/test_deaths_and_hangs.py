@@ -36,6 +36,7 @@ DIED = "replay: rank {rank} died in pass 2 on {source} ({shape}), phase {phase}:
 FAILED = "replay: rank {rank} failed in pass 2 on {source} ({shape}), phase {phase}: "
 HUNG = "replay: no progress for 6 s: rank {rank} did not arrive: "
 OTHER_PHASE = HUNG + "it has not reached the phase of the others"
+COMPILING = OTHER_PHASE.replace("for 6 s", "for 30 s")
 OWN_COLLECTIVE = HUNG + "it entered a collective of its own"
 ABORTED = "replay: a collective aborted rank {other}: rank {rank} did not arrive: it entered a collective of its own"
 FEWER = HUNG + "it entered fewer collectives than the others"
@@ -83,7 +84,6 @@ def table() -> Iterator[Case]:
                     "replay: rank {rank} was ended from outside (SIGTERM) in pass 2 on {source}",
                 ),
                 ("blocked", "forward", OTHER_PHASE),
-                ("compiling", "forward", OTHER_PHASE),
             ):
                 yield Case(launcher=launcher, kind=kind, phase=phase, rank=rank, says=says)
             yield Case(
@@ -105,6 +105,8 @@ def table() -> Iterator[Case]:
             )
     for launcher, kind, phase, rank, says in (
         ("torchrun", "killed", "backward", 0, DIED),
+        ("torchrun", "compiling", "forward", 1, COMPILING),
+        ("deepspeed", "compiling", "forward", 0, COMPILING),
         ("deepspeed", "crashed", "forward", 0, DIED),
         ("torchrun", "left_hard", "forward", 0, DIED),
         ("deepspeed", "left_hard", "backward", 1, DIED),

@@ -22,7 +22,7 @@ from replay.watch.blame import report_failed_rank
 from replay.watch.progress import RankPhase, RankPosition, Tracker, read_last_position
 from replay.watch.shutdown import claim_failure
 from replay.watch.side_channel import Peers
-from replay.watch.stacks import is_raised_in_collective
+from replay.watch.stacks import ThreadStates, is_raised_in_collective
 from replay.watch.watcher import watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
@@ -255,6 +255,24 @@ def test_a_rank_that_writes_why_it_failed_is_not_reported_as_hanging(
         for seconds in (25.0, 0.0, 0.0):
             clock.pass_by(seconds)
         assert said[0].startswith("no progress for 10 s")
+
+
+def test_a_compiler_has_five_times_as_long(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = Clock(), []
+    monkeypatch.setattr("replay.watch.watcher.time", FakeTime(clock))
+    monkeypatch.setattr("replay.watch.watcher.TICK_SECONDS", 0.001)
+    monkeypatch.setattr(
+        "replay.watch.shutdown.Shutdown.report_and_end", lambda _, failure, **given: said.append(failure.headline)
+    )
+    states = ThreadStates(line="x.py:1 in y", in_collective=False, waits_for_device=False, is_compiling=True)
+    monkeypatch.setattr("replay.watch.watcher.observe_threads", lambda _: states)
+    with watch_run(world, tmp_path, 10.0):
+        for seconds in (0.0, 25.0, 0.0, 0.0, 20.0, 0.0, 0.0):
+            clock.pass_by(seconds)
+        assert said == []
+        for seconds in (20.0, 0.0, 0.0):
+            clock.pass_by(seconds)
+        assert said[0].startswith("no progress for 50 s")
 
 
 def test_the_first_of_two_ranks_that_fail_at_once_is_believed(tmp_path: Path) -> None:
