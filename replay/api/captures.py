@@ -15,7 +15,7 @@ from capture.file_format.tensor_codec import Output
 from replay.options.spec import Passes, check_folder
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Capture:
     """One pass of a recorded job, as one rank saw it.
 
@@ -37,6 +37,10 @@ class Capture:
     tensors: Mapping[str, Tensor]
     notes: Mapping[str, Tensor]
     outputs: Mapping[str, Output]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
+        return f"Capture({str(self.path)!r}, rank {self.rank}, step {self.step}: {shapes})"
 
     @classmethod
     def from_call(cls, path: Path, call: Call) -> Self:
@@ -84,7 +88,7 @@ def captures(folder: str | os.PathLike[str], *, passes: str = "all", recording: 
     if not recordings:
         raise UsageError(f"{folder} holds no captures. Give a folder that a recording was written to")
     number = len(recordings) if recording is None else recording
-    if not 1 <= number <= len(recordings):
+    if type(number) is not int or not 1 <= number <= len(recordings):
         raise UsageError.not_allowed("recording", recording, f"{folder} holds {len(recordings)}, from 1")
     locations = recordings[number - 1].list_captures()
     return _read_captures([location.path for location in locations], passes)

@@ -72,7 +72,8 @@ def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign:
     Raises UsageError for a folder that no run left, for one that is damaged, and for one that a newer version wrote,
     which it names. A run that was cut short is read as far as it came: `problems` says what is missing.
     """
-    folder = Path(path)
+    # Absolute, since the caller may change its working folder before it asks for tables.
+    folder = Path(path).absolute()
     check_log(folder)
     if (folder / RUN_FILE).is_file():
         return ReplayedRun.read(folder)

@@ -1,7 +1,8 @@
 """A replay's log as an object with tables: what `replay.run` returns, and `replay.open` reads."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from capture.facts import Setting
 from replay.output.frames import make_frame
 from replay.output.printing import NAME_WIDTH
 from replay.runlog import token_log_probs
-from replay.runlog.records import PassRecord, to_line
+from replay.runlog.records import PASS_LINE, PassRecord, to_line
 from replay.runner.result import Run
 from replay.verdict.outcomes import PassVerdict, Verdict
 from replay.verdict.text import format_verdict
@@ -28,7 +29,13 @@ class RunVerdict(Verdict):
         return "\n".join(f"{name.ljust(NAME_WIDTH)}{text}" for name, text in format_verdict(self))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# The columns of `ReplayedRun.findings`.
+FINDING_COLUMNS = (
+    *("number", "rank", "quantity", "status", "recorded", "replayed", "difference", "bound", "where", "doubt"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ReplayedRun(Run):
     """One replay: run.json and the records of its passes, which are numbered from 1.
 
@@ -37,6 +44,10 @@ class ReplayedRun(Run):
     records   of all ranks, by pass and rank
     problems  why the log is not whole: passes that failed, a rank that broke off, a line that is cut short
     """
+
+    def __repr__(self) -> str:
+        outcome = self.verdict.outcome if self.has_verdict else "no verdict"
+        return f"ReplayedRun({str(self.folder)!r}, {len(self.records)} records of passes, {outcome})"
 
     @property
     def verdict(self) -> RunVerdict:
@@ -58,8 +69,9 @@ class ReplayedRun(Run):
         `index` and `phases`: `number` (from 1), `outcome` (of the verdict; None where there is none), and of each phase
         `<phase>_seconds` and `<phase>_peak_bytes`.
         """
-        outcomes = self._outcomes()
-        return make_frame(self._list_pass_rows(outcomes))
+        rows = list(self._list_pass_rows(self._outcomes()))
+        # A run that was cut short before its first pass has the columns that every run has.
+        return make_frame(rows, None if rows else ("number", *_LINE_COLUMNS, "outcome"))
 
     def gradients(self) -> "DataFrame":
         """Return a table of what was judged of the gradients: a row for each window, rank and quantity. Needs pandas.
@@ -67,7 +79,8 @@ class ReplayedRun(Run):
         Columns: `number` of the window's last pass, `rank`, `optimizer_step` (of the job, from 1), and those of
         `findings`.
         """
-        return make_frame(row for window in self.verdict.windows for row in _list_finding_rows(window))
+        rows = [row for window in self.verdict.windows for row in _list_finding_rows(window)]
+        return make_frame(rows, (*FINDING_COLUMNS[:2], "optimizer_step", *FINDING_COLUMNS[2:]))
 
     def findings(self) -> "DataFrame":
         """Return a table of what was judged of the forwards: a row for each pass, rank and quantity. Needs pandas.
@@ -75,7 +88,8 @@ class ReplayedRun(Run):
         Columns: `number`, `rank`, `quantity`, `status`, `recorded` (in the job), `replayed`, `difference` (relative),
         `bound`, `where`, `doubt`.
         """
-        return make_frame(row for judged in self.verdict.passes for row in _list_finding_rows(judged))
+        rows = [row for judged in self.verdict.passes for row in _list_finding_rows(judged)]
+        return make_frame(rows, FINDING_COLUMNS)
 
     def weights(self) -> "DataFrame":
         """Return a table of the parameters whose samples were compared: `name` and `differs`. Needs pandas."""
@@ -98,8 +112,11 @@ class ReplayedRun(Run):
             raise UsageError(f"{self.folder} kept no tokens. Try: the run again, with {trace}")
         rows = [row for record in self.records if record.error is None for row in self._list_token_rows(record)]
         if worst is not None:
+            if type(worst) is not int or worst < 0:
+                raise UsageError(f"worst={worst!r} is not allowed. Give a whole number of at least 0")
             known = [row for row in rows if row["difference"] is not None]
-            rows = sorted(known, key=lambda row: float(row["difference"]), reverse=True)[:worst]
+            # What is not a number is farther from the job than any number.
+            rows = sorted(known, key=_sort_by_difference, reverse=True)[:worst]
         return make_frame(iter(rows), ("number", "rank", "row", "column", "log_prob", "recorded", "difference"))
 
     def _list_token_rows(self, record: PassRecord) -> Iterator[dict[str, Any]]:
@@ -153,6 +170,15 @@ class ReplayedRun(Run):
         # The page has styles of its own, which must not become the notebook's.
         page = escape(render_page([run], [], self.folder), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="720" style="border: 0"></iframe>'
+
+
+# The fields of a line that a table of passes has as they are.
+_LINE_COLUMNS = tuple(field.name for field in fields(PASS_LINE) if field.name not in ("index", "phases"))
+
+
+def _sort_by_difference(row: Mapping[str, Any]) -> float:
+    difference = float(row["difference"])
+    return math.inf if math.isnan(difference) else difference
 
 
 def _list_phase_costs(record: PassRecord) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
@@ -57,9 +59,9 @@ def run(
     parallel = spec.actor.parallel
     needed = parallel.tp * parallel.ring
     num_processes = needed if processes is None else processes
-    if num_processes < 1 or num_processes % needed:
+    if type(num_processes) is not int or num_processes < 1 or num_processes % needed:
         raise UsageError(
-            f"processes={processes} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
+            f"processes={processes!r} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
         )
     refuse_process_group("run", "Call it elsewhere, or start the ranks with: torchrun -m replay")
     return run_in_processes(spec, num_processes)
@@ -76,11 +78,14 @@ def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") 
     python  path of another environment's interpreter; empty: this one
     """
     check_paths(spec)
-    home = create_folder(spec.measure.log_folder, spec.measure.name)
+    # Absolute, since the caller may change its working folder before it asks the run for its tables.
+    home = create_folder(spec.measure.log_folder, spec.measure.name).absolute()
     job = ChildJob(spec=spec).with_log_folder(home)
     task = Task(job=job, num_processes=num_processes, output=home / OUTPUT, limit=math.inf, python=python)
-    running = RunningTask.start(task)
+    with _delay_interruption() as raise_interruption:
+        running = RunningTask.start(task)
     try:
+        raise_interruption()
         running.ranks.wait()
     except KeyboardInterrupt as interruption:
         running.ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGINT)
@@ -90,6 +95,28 @@ def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") 
         # Of an exception here, such as that of a second interruption, no rank may outlive the call.
         running.ranks.end(grace=0.0 if running.ranks.exit_code is None else GRACE_SECONDS)
     return _read_result(running.finish(), home)
+
+
+@contextmanager
+def _delay_interruption() -> Iterator[Callable[[], None]]:
+    """Let no Ctrl-C interrupt the block, and give a function that raises the one that came meanwhile.
+
+    A process that is about to start would run on with nobody to end it.
+    """
+    numbers: list[int] = []
+
+    def raise_interruption() -> None:
+        if numbers:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield raise_interruption
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    try:
+        yield raise_interruption
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _read_result(child: Child, home: Path) -> ReplayedRun:

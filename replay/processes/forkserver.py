@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -22,6 +23,7 @@ from replay.processes.supervisor import end_with_parent
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
+_lock = threading.Lock()
 
 
 def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
@@ -31,8 +33,9 @@ def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str
     process = CONTEXT.Process(
         target=_run_in_fork, args=(program, list(arguments), dict(environment), output, Path.cwd())
     )
-    # The first process starts the server, which inherits this environment.
-    with _temporary_environment(_build_server_environment()), _without_main_module():
+    # The first process starts the server, which inherits this environment. Environment and main module are the whole
+    # process's: of two threads that start processes one waits.
+    with _lock, _temporary_environment(_build_server_environment()), _without_main_module():
         process.start()
     return process
 

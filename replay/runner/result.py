@@ -78,6 +78,11 @@ class Run:
             rank_records, problem = read_lines_so_far(folder / f"rank{rank}.jsonl")
             records += rank_records
             problems += [problem] if problem else []
+            expected = 0 if file.end is None else file.end.statistics.num_passes
+            # Of several ranks the others may have fewer passes: --uneven.
+            if problem is None and len(rank_records) < expected and len(file.start.devices) == 1:
+                passes = pluralise(expected, "pass")
+                problems.append(f"rank{rank}.jsonl is cut short: it has {len(rank_records)} of {passes}")
         records.sort(key=lambda record: (record.index, record.rank))
         if file.exit_code is None:
             problems.append("run.json has no end: the run goes on, or was killed")

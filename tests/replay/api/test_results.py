@@ -1,6 +1,7 @@
 """What a log says is in the tables, and a log that is not whole, foreign or of a newer format is named."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,44 @@ def test_a_log_that_is_cut_short_is_read_as_far_as_it_came(tmp_path: Path) -> No
     assert run.problems == ["rank0.jsonl is cut short in line 2"]
 
 
+def test_a_log_that_lacks_whole_lines_is_not_called_whole(tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x"), passed(1, "y")], verdict=VERDICT)
+    lines = (folder / "rank0.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rank0.jsonl").write_text(lines[0])
+    assert open_run(folder).problems == ["rank0.jsonl is cut short: it has 1 of 2 passes"]
+
+
+def test_tables_without_rows_have_their_columns(tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x")], verdict=VERDICT)
+    whole = open_run(folder).passes()
+    (folder / "rank0.jsonl").write_text("")
+    run = open_run(folder)
+    assert run.passes().query("not warmup").empty
+    assert {*run.passes().columns} == {name for name in whole.columns if not name.startswith(("forward_", "backward_"))}
+    assert run.gradients().sort_values("difference").empty
+    assert run.findings().query("status == 'differs'").empty
+
+
+def test_a_run_is_found_again_from_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(tmp_path / "log", [passed(0, "x")])
+    monkeypatch.chdir(tmp_path)
+    run = replay.open("log")
+    monkeypatch.chdir("/")
+    assert isinstance(run, replay.ReplayedRun)
+    assert run.folder == tmp_path / "log"
+    assert replay.compare(run, run).exit_code == 0
+    assert repr(run) == f"ReplayedRun('{tmp_path / 'log'}', 1 records of passes, no verdict)"
+
+
+def test_a_log_prob_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x")])
+    places = TokenPlaces(num_rows=1, first_column=0, recorded={(0, column): -1.0 for column in range(4)})
+    token_log_probs.write(folder, 0, 0, [-1.0, math.nan, -3.0, -2.0], places)
+    assert list(open_run(folder).tokens(worst=3).column) == [1, 2, 3]
+    with pytest.raises(replay.UsageError, match="worst=-1 is not allowed"):
+        open_run(folder).tokens(worst=-1)
+
+
 def begin_campaign(folder: Path, **content: Any) -> Path:
     campaign = Campaign.begin(
         "parity", folder, {"cells": 2}, arguments=["--tp", "2"], machine=Machine(num_devices=1, has_gpus=False)
@@ -265,6 +304,8 @@ def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
     ]
     [first, *_] = replay.captures(tmp_path, passes="rollout")
     assert not first.trains
+    assert first != next(replay.captures(tmp_path, passes="train"))
+    assert "sequences [2, 10]" in repr(first)
     assert first.tensors["sequences"].shape == (2, 10)
     assert json.loads(json.dumps(first.to_dict()))["tensors"]["sequences"] == {"shape": [2, 10], "dtype": "int64"}
     assert len(list(replay.captures(tmp_path))) == 6

@@ -2,12 +2,14 @@
 
 import ast
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +182,39 @@ def test_two_ranks_come_back_as_one_run(tmp_path: Path) -> None:
     assert run.start.world_size == 2
     # One of the four passes of a step: its forward alone can be judged.
     assert run.verdict.coverage.num_forward_judged == 1, run.verdict.explain()
+
+
+class StartedRanks:
+    """Stand for processes that were started, and have not ended."""
+
+    exit_code = None
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def wait(self) -> None:
+        raise AssertionError("the interruption came first")
+
+    def end(self, *, grace: float, first_signal: int = signal.SIGTERM) -> None:
+        self.signals.append(first_signal)
+
+
+def test_an_interruption_while_the_processes_start_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = StartedRanks()
+
+    def start(task: object) -> SimpleNamespace:
+        os.kill(os.getpid(), signal.SIGINT)
+        # The handler of a signal runs between two instructions of the main thread.
+        for _ in range(1000):
+            pass
+        return SimpleNamespace(ranks=ranks)
+
+    monkeypatch.setattr("replay.api.running.RunningTask", SimpleNamespace(start=start))
+    with pytest.raises(KeyboardInterrupt) as interruption:
+        replay.run(SAMPLE, max_inputs=1, log_folder=tmp_path)
+    assert ranks.signals[0] == signal.SIGINT
+    assert "What ran is in" in interruption.value.__notes__[0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 INTERRUPTED_SCRIPT = """
