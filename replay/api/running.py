@@ -20,7 +20,7 @@ from replay.processes.child_job import ChildJob
 from replay.processes.launch import refuse_process_group
 from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask, Task
 from replay.runlog.run_file import RUN_FILE
-from replay.runlog.writer import create_folder
+from replay.runlog.writer import create_folder, note_log
 
 # The time that ranks get to write the log of a run that was interrupted, or of one whose other ranks ended.
 GRACE_SECONDS = 30.0
@@ -89,7 +89,7 @@ def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") 
         running.ranks.wait()
     except KeyboardInterrupt as interruption:
         running.ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGINT)
-        interruption.add_note(f"What ran is in {home}. replay.open({str(home)!r}) reads it")
+        note_log(interruption, home)
         raise
     finally:
         # Of an exception here, such as that of a second interruption, no rank may outlive the call.

@@ -47,7 +47,7 @@ from replay.processes.pool import (
 )
 from replay.profiling.prediction import InputShape, read_shapes
 from replay.resolution.selection import Selection, select
-from replay.runlog.writer import create_folder, list_versions, refuse_other_versions
+from replay.runlog.writer import create_folder, list_versions, note_log, refuse_other_versions
 
 FORMAT = 2
 JOURNAL = "journal.jsonl"
@@ -372,7 +372,7 @@ class Interruption:
     def pass_on(self, folder: Path) -> None:
         """Raise the interruption that ended the block, if one did: what `folder` has of the results is written."""
         if self.error is not None:
-            self.error.add_note(f"What ran is in {folder}. replay.open({str(folder)!r}) reads it")
+            note_log(self.error, folder)
             raise self.error
 
 

@@ -52,6 +52,11 @@ def create_folder(logs: Path, name: str) -> Path:
     raise AssertionError("count() has no end")
 
 
+def note_log(interruption: KeyboardInterrupt, folder: Path) -> None:
+    """Add to an interruption, for a program that catches it, where the log of what ran is."""
+    interruption.add_note(f"What ran is in {folder}. replay.open({str(folder)!r}) reads it")
+
+
 def list_versions() -> dict[str, str | None]:
     """Return the versions of python and of every package that affects results; None if one is not installed."""
     versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
