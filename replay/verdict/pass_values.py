@@ -323,14 +323,13 @@ def read_recorded_log_probs(call: Call, batch: MicroBatch) -> dict[tuple[int, in
     """Read the log-probs of the rows' own tokens that the job recorded, by row and column of the token."""
     recorded: dict[tuple[int, int], float] = {}
     mask_BA = batch.action_mask_BA
-    for claim in _claim_log_probs(call, batch, LossName.AUTO) if mask_BA is not None else ():
-        if claim.name == ACTION_TOKENS and mask_BA is not None:
-            first = batch.sequences_BS.shape[1] - mask_BA.shape[1]
-            numbers = zip(claim.values, mask_BA.flatten().tolist(), strict=True)
-            for number, (value, is_action) in enumerate(numbers):
-                if is_action:
-                    row, column = divmod(number, mask_BA.shape[1])
-                    recorded[row, first + column] = value
+    if mask_BA is not None:
+        first = batch.sequences_BS.shape[1] - mask_BA.shape[1]
+        for claim in _claim_log_probs(call, batch, LossName.AUTO):
+            if claim.name == ACTION_TOKENS:
+                values_BA = torch.tensor(claim.values, dtype=torch.float64).reshape(mask_BA.shape)
+                places = mask_BA.nonzero().tolist()
+                recorded |= {(row, first + column): float(values_BA[row, column]) for row, column in places}
     for claim in _claim_token_log_probs(call):
         positions = read_token_positions(call, *batch.sequences_BS.shape)
         recorded.update(zip(positions, claim.values, strict=False))
