@@ -120,14 +120,20 @@ def positions(folder: Path) -> list[LastPosition]:
 
 
 def sleeps(process: int) -> bool:
-    """Tell whether a process's main thread waits or is stopped."""
-    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return state in "ST"
+    """Tell whether every thread of a process waits or is stopped."""
+    try:
+        stats = [(thread / "stat").read_text() for thread in Path(f"/proc/{process}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended between the two reads
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "ST" for stat in stats)
 
 
-def is_stuck(name: str, folder: Path, bad_process: int) -> bool:
+def is_stuck(name: str, folder: Path, processes: list[int]) -> bool:
     """Tell whether both ranks have come to where they stay."""
-    if JOBS[name][0] != "no backward" and not (make_sign(folder).exists() and sleeps(bad_process)):
+    # A rank in its backward runs a hook of the job first: it is where it stays once no thread of either rank runs.
+    if not all(sleeps(process) for process in processes):
+        return False
+    if JOBS[name][0] != "no backward" and not make_sign(folder).exists():
         return False
     if name.startswith("slow"):
         records = read_incidents(folder) if folder.is_dir() else []
@@ -166,7 +172,10 @@ def run(name: str, folder: Path) -> None:
             os.waitpid(process, 0)
         return
     deadline = time.monotonic() + MOST_SECONDS
-    while not is_stuck(name, folder, processes[BAD_RANK]) and time.monotonic() < deadline:
+    # A thread sleeps for a moment on a lock or on a timer too, not at ten sights in a row.
+    sights = 0
+    while sights < 10 and time.monotonic() < deadline:
+        sights = sights + 1 if is_stuck(name, folder, processes) else 0
         time.sleep(0.02)
     if name.startswith("slow"):
         for process in processes:

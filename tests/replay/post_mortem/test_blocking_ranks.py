@@ -62,7 +62,6 @@ LEFT: dict[str, tuple[str, str, str]] = {  # of the jobs: what is said of rank 1
     ),
     "left": ("was behind", f"after the forward of pass {FATAL_PASS}", ""),
     "of fewer batches": ("was behind", f"after the optimizer's step that followed pass {FATAL_PASS - 1}", ""),
-    # it may be killed just before the barrier that it waits in
     "without a backward": ("was behind", f"after the forward of pass {FATAL_PASS}", " in train"),
     "slow, then both killed": (
         "died without a word",
