@@ -29,6 +29,9 @@ BENCHMARKS = {
     "configurations": Benchmark(
         "How fast is each backend, kernel and layout, with which loss?", "1 to 4 GPUs", "9 min at most"
     ),
+    "one_gpu": Benchmark(
+        "What does a pass cost in each architecture, one question after the other?", "one GPU", "40 min at most"
+    ),
     "several_gpus": Benchmark(
         "All that needs several GPUs, one question after the other", "2 or 4 GPUs", "2 hours at most"
     ),

@@ -1,9 +1,10 @@
-"""Time forward and backward of a model in a bare loop: transformers and FSDP2, and nothing of this project.
+"""Time forward and backward in a bare loop of transformers and FSDP2 or DeepSpeed, which has nothing of this project.
 
     python benchmarks/bare.py qwen3-30b-a3b --num-layers 8 --compile
+    python benchmarks/bare.py llama-3.1-8b --engine zero3
 
-FSDP2 over fp32 weights, bf16 compute, whole logits; compiled: each block, and the loss. Prints the
-median of the passes and their peak.
+fp32 master weights, bf16 compute, whole logits; compiled: each block, and the loss. Prints the median of the passes and
+their peak.
 """
 
 import argparse
@@ -20,10 +21,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
+MODEL_HELP = "a file in benchmarks/models or a preset, without .json, or the path of one"
+ENGINES = ("fsdp2", "zero1", "zero3")
 
 
 def find_config(name: str) -> Path:
-    """Return the config of a model, as it was published: one of those here, or one that the project ships."""
+    """Return the config of a model, as it was published: one of those here, one that the project ships, or a file."""
+    if name.endswith(".json"):
+        return Path(name)
     path = ROOT / f"benchmarks/models/{name}.json"
     return path if path.exists() else ROOT / f"actor_init/presets/{name}.json"
 
@@ -39,25 +44,64 @@ def read_config(name: str, num_layers: int | None) -> Any:
 
 
 def build(
-    config: Any, attention: str, compiled: bool, device: torch.device
-) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the model, and a function that runs forward and backward over ids [1, tokens]; gradients stay."""
+    config: Any,
+    attention: str,
+    compiled: bool,
+    device: torch.device,
+    engine: str = "fsdp2",
+    lora: Path | None = None,
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], object]]:
+    """Return a function that runs forward and backward over ids [1, tokens], and one that clears the gradients.
+
+    lora  where the adapter that the model is given is saved, of rank 16 on every linear layer; None: all is trained
+    """
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        if compiled:
-            layer.compile()
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model.train(), mp_policy=policy)
+        dtype = torch.float32 if engine == "fsdp2" else torch.bfloat16
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).save_pretrained(str(lora))
+    layers = model.model.layers
+    for layer in layers if compiled else ():
+        layer.compile()
     loss_of = torch.compile(compute_loss) if compiled else compute_loss
+    model.train()
+    if engine == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*layers, model):
+            fully_shard(module, mp_policy=policy)
+        backward, clear = torch.Tensor.backward, model.zero_grad
+    else:
+        import deepspeed
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=StillOptimizer(trained, lr=0.0),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": int(engine.removeprefix("zero"))},
+                "zero_allow_untested_optimizer": True,
+            },
+            dist_init_required=False,
+        )
+        backward, clear = model.backward, model.step
 
     def run(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = loss_of(model(input_ids=ids, use_cache=False).logits[0], ids[0])
-        loss.backward()
+        backward(loss)
         return loss.detach()
 
-    return model, run
+    return run, clear
+
+
+class StillOptimizer(torch.optim.SGD):
+    """An optimizer that leaves the weights as they are."""
+
+    def step(self, closure: Any = None) -> Any:
+        pass
 
 
 def compute_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -66,17 +110,19 @@ def compute_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a file in benchmarks/models or a preset, without .json")
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--engine", choices=ENGINES, default="fsdp2")
+    parser.add_argument("--lora", type=Path, help="train an adapter, and save it in this folder")
     parser.add_argument("--passes", type=int, default=12)
     given = parser.parse_args()
     dist.init_process_group("cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda")
     config = read_config(given.model, given.num_layers)
-    model, run = build(config, given.attention, given.compile, device)
+    run, clear = build(config, given.attention, given.compile, device, given.engine, given.lora)
     ids = torch.randint(config.vocab_size, (1, given.tokens), device=device)
     seconds = []
     for _ in range(given.passes):
@@ -86,7 +132,7 @@ def main() -> None:
         run(ids)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        model.zero_grad()
+        clear()
     peak = torch.cuda.max_memory_allocated()
     print(f"{given.model}: {statistics.median(seconds[4:]) * 1e3:.1f} ms, peak {peak / 2**30:.1f} GiB")
 

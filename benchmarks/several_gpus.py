@@ -5,38 +5,24 @@
     python -m benchmarks several_gpus --out OUT --tiny --total 3600          # the same commands, small, on a CPU
     python -m benchmarks several_gpus --out OUT --list
 
-A question is a line of shell with a limit of its own. One that the total cuts off is asked again by the next call with
-the same OUT; one that reached its own limit is not. `OUT/several_gpus.jsonl` has a line for each that ended, with its
-exit code, seconds and last lines; `OUT/output.txt` has all that they printed. Exit code 0: all that were asked for have
-ended with 0; 1: not.
+benchmarks/questions.py says what is kept in OUT, and what the next call asks again. Exit code 0: all that were asked
+for have ended with 0; 1: not.
 
 torchtitan 0.2.2 has to be importable for the first three, as benchmarks/beside_torchtitan.py says.
 """
 
 import json
-import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import ROOT, Answers, make_parser, run
+from benchmarks.harness import ROOT
+from benchmarks.questions import Question, ask, make_campaign_parser
 from capture import read_actor_config
 
-LEAST_SECONDS = 30  # that are left, for a question to be begun
-SHOWN_LINES = 40
 TWO = "torchrun --nproc-per-node 2"
 BENCHMARKS = f"{TWO} -m benchmarks"
 PYTEST = "python -m pytest -v -o addopts= -p no:cacheprovider"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    name: str
-    seconds: int  # its limit
-    line: str  # of shell
-    num_gpus: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,41 +45,14 @@ class Scale:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--inputs", type=Path, default=Path("inputs/sample"))
-    parser.add_argument("--total", type=float, default=560, help="seconds for this call")
-    parser.add_argument("--only", default="", help="questions whose name matches this regular expression")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows")
-    parser.add_argument("--list", action="store_true", help="print the questions, and ask none")
-    given = parser.parse_args()
+    given = make_campaign_parser(__doc__).parse_args()
     work = Path("/tmp/several-gpus")
     work.mkdir(exist_ok=True)
     scale = _tiny(work) if given.tiny else Scale(qwen=_qwen3(work, 128256, 4096, 12288, num_heads=32))
-    asked = [
-        one for one in questions(scale, given.inputs.resolve(), work, given.out) if re.search(given.only, one.name)
-    ]
-    if given.list:
-        print("\n".join(f"{one.name} ({one.num_gpus} GPUs, {one.seconds} s)\n    {one.line}" for one in asked))
-        return 0
-    if given.out is None:
-        parser.error("--out is where answers are kept")
-    answers = Answers(given, "several_gpus")
-    ends = time.monotonic() + given.total
-    for question in asked:
-        left = ends - time.monotonic()
-        if question.name in answers.known or left < LEAST_SECONDS:
-            continue
-        answer = _answer(question, min(question.seconds, left), given.out)
-        if answer["exit_code"] is not None or left >= question.seconds:
-            answers.keep(question.name, answer)
-    for question in asked:
-        known = answers.known.get(question.name)
-        said = "not answered" if known is None else f"exit code {known['exit_code']} after {known['seconds']:.0f} s"
-        print(f"{question.name:<50}{said}")
-    return int(any(one.name not in answers.known or answers.known[one.name]["exit_code"] != 0 for one in asked))
+    return ask(list_questions(scale, given.inputs.resolve(), work, given.out), given, "several_gpus")
 
 
-def questions(scale: Scale, inputs: Path, work: Path, out: Path | None) -> Iterator[Question]:
+def list_questions(scale: Scale, inputs: Path, work: Path, out: Path | None) -> Iterator[Question]:
     """Yield the questions; those whose answers are awaited most come first."""
     fed = f"--inputs {inputs}"
     logs, kept = f"--log-folder {work}/logs", "OUT" if out is None else out.resolve()
@@ -145,7 +104,7 @@ def questions(scale: Scale, inputs: Path, work: Path, out: Path | None) -> Itera
     line = f"{table} --num-gpus 2 --only '(one GPU|tp 2|ring 2)$' --inputs {work}/long --out {kept}/two-long"
     yield Question(name="configurations: two GPUs, long rows", seconds=300, line=f"{long_rows} && {line}")
     line = f"{table} --num-gpus 4 {fed} --max-inputs 10 --only '^(?!.*sdpa)' --out {kept}/four"
-    yield Question(name="configurations: four GPUs", seconds=540, line=line, num_gpus=4)
+    yield Question(name="configurations: four GPUs", seconds=540, line=line)
     full = f"{parity} --matrix full --at-once {scale.at_once} --run-limit 150 --time-limit 480"
     yield Question(name="parity: full", seconds=560, line=full)
 
@@ -197,16 +156,3 @@ def _tiny(work: Path) -> Scale:
         layers="--num-layers 2",
         at_once=1,
     )
-
-
-def _answer(question: Question, limit: float, out: Path) -> dict[str, Any]:
-    print(f"== {question.name}: {question.line}", flush=True)
-    began = time.monotonic()
-    ended = run(["bash", "-c", question.line], limit=limit)
-    seconds = time.monotonic() - began
-    with (out / "output.txt").open("a") as file:
-        file.write(f"== {question.name}: {question.line}\n{ended.output}\n")
-    shown = [line[:400] for line in ended.output.splitlines()[-SHOWN_LINES:]]
-    print("\n".join(shown))
-    print(f"exit code {ended.exit_code} after {seconds:.0f} s", flush=True)
-    return {"line": question.line, "exit_code": ended.exit_code, "seconds": round(seconds, 1), "shown": shown}

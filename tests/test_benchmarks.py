@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.questions
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import ROOT, Answers, Column, Sample, alternate, run, table
+from benchmarks.questions import Question, ask, make_campaign_parser
 from benchmarks.verdict_cost.parts import FLOORS, PARTS, REST, Stopwatch, find_owner
 
 
@@ -85,7 +87,7 @@ def test_a_program_whose_time_is_up_is_ended_and_what_it_printed_is_kept() -> No
 
 
 # What benchmarks share, and the loop that one of them runs, a script of its own.
-SHARED = ("harness", "sides", "bare")
+SHARED = ("harness", "sides", "bare", "questions")
 
 
 def test_every_file_and_package_of_the_folder_is_listed() -> None:
@@ -107,3 +109,25 @@ def test_each_part_of_a_replay_that_is_timed_is_there(target: str) -> None:
     import_module(target.partition(":")[0])
     owner, name = find_owner(target)
     assert name in vars(owner)
+
+
+def test_questions_that_ended_are_not_asked_again_and_one_that_the_total_cut_off_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.questions, "LEAST_SECONDS", 0)
+    marks = tmp_path / "marks"
+
+    def ask_all(*lines: str, total: str = "600") -> int:
+        given = make_campaign_parser(None).parse_args(["--out", str(tmp_path / "out"), "--total", total])
+        questions = [
+            Question(name=f"question {number}", seconds=60, line=f"echo {number} >> {marks}; {line}")
+            for number, line in enumerate(lines)
+        ]
+        return ask(questions, given, "some questions")
+
+    assert ask_all("exit 0", "exit 3") == 1
+    assert ask_all("exit 0", "exit 3", "exec sleep 50", total="1") == 1
+    assert ask_all("exit 0", "exit 3", "exit 0") == 1
+    assert marks.read_text().split() == ["0", "1", "2", "2"]
+    lines = (tmp_path / "out" / "some-questions.jsonl").read_text().splitlines()[1:]
+    assert [answer["exit_code"] for line in lines for answer in json.loads(line).values()] == [0, 3, 0]
