@@ -9,6 +9,7 @@ from replay.commands.check_upgrade.checking import RUN_SECONDS, check
 from replay.commands.check_upgrade.result import UpgradeCheck
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions
+from replay.output.printing import open_silence
 from replay.processes.launch import refuse_process_group
 
 
@@ -19,7 +20,7 @@ def check_upgrade(
     run_limit: float = RUN_SECONDS,
     **options: Unpack[RunOptions],
 ) -> UpgradeCheck:
-    """Replay the same captures in two environments, and say whether they compute the same numbers.
+    """Replay the same captures in two environments, and say whether they compute the same numbers. Prints nothing.
 
     inputs     folder of captures; None: the sample that ships with the project
     python     the interpreters of the old environment and of the new one
@@ -31,4 +32,5 @@ def check_upgrade(
     spec = build_spec({"inputs": inputs, **options})
     refuse_process_group("replay.check_upgrade")
     check_paths(spec)
-    return check(spec, [os.fspath(path) for path in python], run_limit=run_limit)
+    with open_silence() as screen:
+        return check(spec, [os.fspath(path) for path in python], run_limit=run_limit, screen=screen)

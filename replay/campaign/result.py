@@ -32,7 +32,9 @@ class CampaignResult:
     def from_campaign(cls, campaign: Campaign[Any], *, exit_code: int, **fields: Any) -> Self:
         """Return the result of a campaign that has ended, with the fields of the command's own."""
         result = to_json(campaign.result)
-        return cls(folder=campaign.folder, command=campaign.command, exit_code=exit_code, result=result, **fields)
+        # Absolute, since the caller may change its working folder.
+        folder = campaign.folder.absolute()
+        return cls(folder=folder, command=campaign.command, exit_code=exit_code, result=result, **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, command, exit code and result as JSON has them."""

@@ -4,10 +4,10 @@ The two replays differ in the environment alone, so nothing measures how far rou
 what rounding explains in this dtype and depth: parity's ceiling (`replay/tolerances/run_bounds.py`).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from actor_init.spec import Dtype, Head, UsageError
 from capture.facts import Setting
@@ -48,11 +48,12 @@ class UpgradePlan:
     spec: ReplaySpec
 
 
-def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SECONDS) -> UpgradeCheck:
+def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SECONDS, screen: IO[str]) -> UpgradeCheck:
     """Replay in both environments, compare, and if the numbers differ trace both.
 
     pythons    the interpreters of the old environment and of the new one
     run_limit  seconds that one replay may take
+    screen     gets the progress
 
     Raises UsageError for anything but two environments that can replay.
     """
@@ -76,18 +77,18 @@ def check(spec: ReplaySpec, pythons: Sequence[str], *, run_limit: float = RUN_SE
         machine=Machine.detect(),
     )
     campaign.open(ThisMachine(), RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None))
-    runs = [_replay(campaign, name, environment) for name, environment in zip(NAMES, environments, strict=True)]
-    result = _compare(UpgradeCheck(command=campaign.command, folder=campaign.folder, runs=runs))
+    runs = [_replay(campaign, name, environment, screen) for name, environment in zip(NAMES, environments, strict=True)]
+    result = _compare(UpgradeCheck(command=campaign.command, folder=campaign.folder.absolute(), runs=runs))
     if not all(quantity.agrees for quantity in result.quantities):
-        result = replace(result, first_difference=_find_first_difference(campaign, environments))
+        result = replace(result, first_difference=_find_first_difference(campaign, environments, screen))
     campaign.result = result.to_dict()
     campaign.write()
     return result
 
 
-def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment) -> EnvironmentRun:
-    """Replay in one environment. Its progress goes to stderr: of `--json` stdout holds the result alone."""
-    print_pairs(open_console(sys.stderr), [(name, environment.text)])
+def _replay(campaign: Campaign[UpgradePlan], name: str, environment: Environment, screen: IO[str]) -> EnvironmentRun:
+    """Replay in one environment."""
+    print_pairs(open_console(screen), [(name, environment.text)])
     job = _make_job(campaign.plan.spec, f"runs/{name}", name, environment)
     _, error, folder = judge_child(campaign.run(job))
     if folder is None:
@@ -154,7 +155,9 @@ def _find_dtype(run: PastRun) -> Dtype:
     return Dtype(next(str(choice["value"]) for choice in start.resolved if choice["setting"] == "actor.dtype"))
 
 
-def _find_first_difference(campaign: Campaign[UpgradePlan], environments: Sequence[Environment]) -> str:
+def _find_first_difference(
+    campaign: Campaign[UpgradePlan], environments: Sequence[Environment], screen: IO[str]
+) -> str:
     """Replay both again, traced, and say where they part."""
     spec = campaign.plan.spec
     traced = replace(
@@ -165,7 +168,7 @@ def _find_first_difference(campaign: Campaign[UpgradePlan], environments: Sequen
     )
     folders: list[Path] = []
     for name, environment in zip(NAMES, environments, strict=True):
-        print_pairs(open_console(sys.stderr), [(name, "again, traced")])
+        print_pairs(open_console(screen), [(name, "again, traced")])
         job = _make_job(traced, f"traces/{name}", name, environment)
         _, error, folder = judge_child(campaign.run(job))
         if folder is None:

@@ -1,5 +1,6 @@
 """Declare the options of `replay check-upgrade`: its own, and those of a replay that it does not set itself."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def _check(spec: ReplaySpec, pythons: Sequence[str], markdown: Path | None, run_
     from replay.processes.pool import interrupt_on_sigterm
 
     with interrupt_on_sigterm():
-        result = check(spec, pythons, run_limit=run_limit)
+        # With --json, standard output holds the result alone.
+        result = check(spec, pythons, run_limit=run_limit, screen=sys.stderr)
     if markdown is not None:
         _append(markdown, result.to_markdown())
     if as_json:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import replay
 from actor_init.spec import UsageError
+from replay.api.logs import PastCampaign
 from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob
 from replay.command_line.cli import main
 from replay.commands.check_upgrade import checking
@@ -178,3 +180,22 @@ def test_an_environment_that_computes_otherwise_is_found_at_the_tensor(tmp_path:
     result = json.loads(done.stdout)
     assert result["result"] == "DIFFER"
     assert result["first_difference"].startswith("forward, model.layers.0.mlp.")
+
+
+@pytest.mark.slow
+def test_an_environment_agrees_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pythons = [sys.executable] * 2
+    result = replay.check_upgrade(SAMPLE, python=pythons, max_inputs=1, num_layers=1, backend="ddp", warmup=0)
+    assert capfd.readouterr() == ("", "")
+    assert (result.result, result.exit_code) == (UpgradeResult.AGREE, 0)
+    assert {quantity.distance for quantity in result.quantities} == {0.0}
+    old, new = (run.environment.versions for run in result.runs)
+    assert old == new
+    assert old["torch"] == version("torch")
+    monkeypatch.chdir("/")
+    past = replay.open(result.folder)
+    assert isinstance(past, PastCampaign)
+    assert {*past} == {"old", "new"}, "the folder is known from everywhere"

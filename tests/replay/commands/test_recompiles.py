@@ -96,6 +96,19 @@ def test_each_policy_makes_its_graphs_and_pads_as_it_says(here: list[Task], tmp_
     assert any(line.startswith("use        ") for line in said.splitlines())
 
 
+@pytest.mark.slow
+def test_from_python_policies_are_compiled_in_processes_of_their_own(tmp_path: Path) -> None:
+    sample: Any = {"backend": "ddp", "num_layers": 1, "dtype": "fp32", "max_inputs": 1, "backward": False}
+    result = replay.recompiles(policies=["off", "dynamic"], num_passes=10, log_folder=tmp_path, **sample)
+    off, dynamic = result.policies
+    assert (result.exit_code, off.error, dynamic.error) == (0, "", "")
+    # That of the blocks and that of the loss.
+    assert (off.num_graphs, dynamic.num_graphs) == (0, 2)
+    losses = [read_log(Path(str(policy.log)))[1][0].result.loss for policy in (off, dynamic)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert list(result.to_frame().policy) == ["off", "dynamic"]
+
+
 def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     here: list[Task], tmp_path: Path, capsys: Captured
 ) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -533,3 +534,21 @@ def test_what_the_plainest_configuration_refuses_is_refused_and_leaves_nothing(
     assert main(["suite", *typed]) == 2
     assert capsys.readouterr().err == "replay: ddp says why\n"
     assert [path for home, _, files in os.walk(tmp_path) for path in files] == []
+
+
+@pytest.mark.slow
+def test_from_python_a_configuration_is_trained_in_processes_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = replay.suite(steps=2, max_samples=4, processes=1, num_layers=1, only=["ddp"], log_folder=tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert result.exit_code == 0
+    rows = result.to_frame().set_index("name")
+    assert dict(rows.status) == {name: "passed" if name == "ddp" else "not run" for name in rows.index}
+    past = replay.open(result.folder)
+    assert isinstance(past, PastCampaign)
+    losses = [record.result.loss or 0.0 for record in past["ddp"].records]
+    middle = len(losses) // 2
+    firsts, lasts = losses[:middle], losses[middle:]
+    assert (rows.initial["ddp"], rows.final["ddp"]) == pytest.approx((fmean(firsts), fmean(lasts)))
+    assert fmean(lasts) < fmean(firsts), "AdamW's step goes down on the inputs that it was computed from"
