@@ -82,7 +82,7 @@ def faults(wanted: Sequence[Fault], home: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for fault in wanted:
         if fault.command == "diagnose":
-            failed = diagnosed(fault, home / f"{fault.name}.json")
+            failed = diagnosed(fault, home / fault.name)
             found[fault.name] = {"command": "diagnose", "found": bool(failed), "first": ", ".join(failed)}
             continue
         number, cell = campaign.place_of(fault)
@@ -100,12 +100,14 @@ def faults(wanted: Sequence[Fault], home: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def diagnosed(fault: Fault, file: Path) -> list[str]:
+def diagnosed(fault: Fault, home: Path) -> list[str]:
     """Return the checks that fail with the fault, and not without it."""
     failed: list[set[str]] = []
-    arguments = ["diagnose", "--backend", "fsdp2", "--dtype", "fp32", "--steps", "1", "--json", str(file)]
+    arguments = ["diagnose", "--backend", "fsdp2", "--dtype", "fp32", "--steps", "1"]
     for broken in (False, True):
-        run_command([*arguments, "--log-folder", str(file.parent)], fault.name if broken else "")
+        logs = home / ("broken" if broken else "sound")
+        run_command([*arguments, "--log-folder", str(logs)], fault.name if broken else "")
+        [file] = logs.glob("*/diagnose.json")
         checks = json.loads(file.read_text())["checks"]
         failed.append({check["name"] for check in checks if check["status"] == "failed"})
     return sorted(failed[1] - failed[0])

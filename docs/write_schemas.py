@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from actor_init.as_json import make_json_schema
+from replay.commands.diagnose.report import Diagnosis
 from replay.commands.inspect.inspection import Inspection
+from replay.commands.mismatch.report import MismatchReport
 from replay.comparison.differences import Differences
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult
@@ -132,6 +134,8 @@ _INSPECTION = make_shape(
     "Inspection",
     list_fields(Inspection, damaged=list[UnusedFile], unreplayable=list[UnusedFile], hang=Mapping[str, str]),
 )
+# The fields of a command that opens several actors, around those of its file.
+_CALL: list[Field] = [("folder", str), ("command", str), ("exit_code", int)]
 # By the name of the file: what it describes, the dataclass, and the version.
 DOCUMENTS: dict[str, tuple[str, Any, int]] = {
     "run": ("run.json of a replay's log", _RUN, FORMAT),
@@ -139,9 +143,15 @@ DOCUMENTS: dict[str, tuple[str, Any, int]] = {
     "verdict": ("The verdict of run.json", Verdict, FORMAT),
     "replay": ("replay --json", _Replay, FORMAT),
     "compare": ("replay compare --json", _Comparison, RESULT_VERSION),
+    "diagnose": ("replay diagnose --json", make_shape("Diagnose", [*_CALL, ("result", Diagnosis)]), RESULT_VERSION),
     "doctor": ("replay doctor --json", _Doctor, RESULT_VERSION),
     "hang": ("replay hang --json", _Hang, RESULT_VERSION),
     "inspect": ("replay inspect --json", _INSPECTION, RESULT_VERSION),
+    "mismatch": (
+        "replay mismatch --json",
+        make_shape("Mismatch", [*_CALL, ("result", MismatchReport)]),
+        RESULT_VERSION,
+    ),
     "report": ("replay report --json", _Report, RESULT_VERSION),
 }
 

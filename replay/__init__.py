@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from capture.file_format.micro_batch import CaptureError as CaptureError
     from replay.api.captures import Capture as Capture
     from replay.api.captures import captures as captures
+    from replay.api.diagnose import diagnose as diagnose
     from replay.api.logs import open as open
+    from replay.api.mismatch import mismatch as mismatch
     from replay.api.run import ReplayedRun as ReplayedRun
     from replay.api.running import RunFailedError as RunFailedError
     from replay.api.running import run as run
@@ -46,10 +48,12 @@ _EXPORTS = {
     "captures": ("replay.api.captures", "captures"),
     "check_upgrade": ("replay.api.upgrade", "check_upgrade"),
     "compare": ("replay.commands.compare.comparing", "compare"),
+    "diagnose": ("replay.api.diagnose", "diagnose"),
     "doctor": ("replay.commands.doctor.report", "examine_machine"),
     "hang": ("replay.post_mortem.hang", "examine_hang"),
     "inspect": ("replay.commands.inspect.inspection", "inspect_folder"),
     "minimise": ("replay.commands.minimise.api", "minimise"),
+    "mismatch": ("replay.api.mismatch", "mismatch"),
     "open": ("replay.api.logs", "open"),
     "parity": ("replay.commands.parity.api", "parity"),
     "recompiles": ("replay.commands.recompiles.api", "recompiles"),
@@ -70,10 +74,12 @@ __all__ = [
     "captures",
     "check_upgrade",
     "compare",
+    "diagnose",
     "doctor",
     "hang",
     "inspect",
     "minimise",
+    "mismatch",
     "open",
     "parity",
     "recompiles",

@@ -10,6 +10,7 @@ from typing import Any, Self
 from actor_init.spec import UsageError
 from replay.api.run import ReplayedRun
 from replay.campaign.campaign import FORMAT, JOURNAL
+from replay.campaign.result import CampaignResult
 from replay.options.spec import check_log
 from replay.runlog.run_file import RUN_FILE
 
@@ -66,8 +67,8 @@ class PastCampaign(Mapping[str, ReplayedRun]):
         return {"command": self.command, "result": self.result, "folders": folders}
 
 
-def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign:
-    """Open a log folder: that of a replay, or of a command of many replays, such as parity or scan.
+def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign | CampaignResult:
+    """Open a log folder: that of a replay, of a command of many replays, such as parity, or of diagnose or mismatch.
 
     Raises UsageError for a folder that no run left, for one that is damaged, and for one that a newer version wrote,
     which it names. A run that was cut short is read as far as it came: `problems` says what is missing.
@@ -77,6 +78,14 @@ def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign:
     check_log(folder)
     if (folder / RUN_FILE).is_file():
         return ReplayedRun.read(folder)
+    if (folder / "diagnose.json").is_file():
+        from replay.commands.diagnose.report import DiagnoseResult
+
+        return DiagnoseResult.read(folder)
+    if (folder / "mismatch.json").is_file():
+        from replay.commands.mismatch.report import MismatchResult
+
+        return MismatchResult.read(folder)
     if (folder / JOURNAL).is_file():
         files = sorted(file for file in folder.glob("*.json") if f"-{file.stem}" in folder.name) or sorted(
             folder.glob("*.json")

@@ -1,17 +1,18 @@
-"""Replay from Python: `replay.run`."""
+"""Replay from Python: `replay.run`, and the processes in which other functions open their actors."""
 
 import math
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import TypeVar, Unpack
 
-from actor_init.spec import UsageError
+from actor_init.spec import ParallelSpec, UsageError
 from replay.api.run import ReplayedRun
+from replay.campaign.command_options import list_words
 from replay.options.option_parsing import build_replay_spec, check_options, list_options
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions
@@ -22,19 +23,20 @@ from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask,
 from replay.runlog.run_file import RUN_FILE
 from replay.runlog.writer import create_folder, note_log
 
+T = TypeVar("T")
 # The time that ranks get to write the log of a run that was interrupted, or of one whose other ranks ended.
 GRACE_SECONDS = 30.0
 
 
 class RunFailedError(RuntimeError):
-    """A replay whose processes ended before it had a log.
+    """A replay whose processes ended before it had a log, or before the result that was wanted.
 
     exit_code  of a rank; negative: the number of the signal that ended it
     output     the file with what its processes printed
     """
 
     def __init__(self, child: Child) -> None:
-        super().__init__(f"the replay ended before its log began: {child.error}. What it printed is in {child.output}")
+        super().__init__(f"the replay ended without a result: {child.error}. What it printed is in {child.output}")
         self.exit_code = child.exit_code
         self.output = child.output
 
@@ -56,13 +58,7 @@ def run(
     processes ended without a log. On KeyboardInterrupt the ranks are ended; the log then says that it was interrupted.
     """
     spec = build_spec({"inputs": inputs, **options})
-    parallel = spec.actor.parallel
-    needed = parallel.tp * parallel.ring
-    num_processes = needed if processes is None else processes
-    if type(num_processes) is not int or num_processes < 1 or num_processes % needed:
-        raise UsageError(
-            f"processes={processes!r} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
-        )
+    num_processes = count_processes(spec.actor.parallel, processes)
     refuse_process_group("run", "Call it elsewhere, or start the ranks with: torchrun -m replay")
     return run_in_processes(spec, num_processes)
 
@@ -72,16 +68,47 @@ def build_spec(options: Mapping[str, object]) -> ReplaySpec:
     return build_replay_spec(check_options(options, [option.parameter for option in list_options()]))
 
 
+def count_processes(parallel: ParallelSpec, processes: int | None) -> int:
+    """Return how many processes to start. Raises UsageError for a number that tp x ring does not divide."""
+    needed = parallel.tp * parallel.ring
+    num_processes = needed if processes is None else processes
+    if type(num_processes) is not int or num_processes < 1 or num_processes % needed:
+        raise UsageError(
+            f"processes={processes!r} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
+        )
+    return num_processes
+
+
 def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") -> ReplayedRun:
     """Replay in that many processes on this machine, and read their log.
 
     python  path of another environment's interpreter; empty: this one
     """
+    child = run_child(spec, spec.measure.name, num_processes, python=python)
+    return read_result(child, RUN_FILE, ReplayedRun.read)
+
+
+def run_command(command: str, own: Mapping[str, object], spec: ReplaySpec, processes: int | None) -> Child:
+    """Run a command of several actors with its own options, as they would be typed, and return how it ended."""
+    num_processes = count_processes(spec.actor.parallel, processes)
+    return run_child(spec, command, num_processes, words=[command, *list_words(own)])
+
+
+def run_child(spec: ReplaySpec, name: str, num_processes: int, *, words: Sequence[str] = (), python: str = "") -> Child:
+    """Run a replay, or the command that `words` begin with, in processes; return how they ended.
+
+    name    of the folder of its logs
+    words   name and own options of the command; none: a replay
+    python  path of another environment's interpreter; empty: this one
+
+    On KeyboardInterrupt the ranks are ended.
+    """
     check_paths(spec)
     # Absolute, since the caller may change its working folder before it asks the run for its tables.
-    home = create_folder(spec.measure.log_folder, spec.measure.name).absolute()
+    home = create_folder(spec.measure.log_folder, name).absolute()
     job = ChildJob(spec=spec).with_log_folder(home)
-    task = Task(job=job, num_processes=num_processes, output=home / OUTPUT, limit=math.inf, python=python)
+    output = home / OUTPUT
+    task = Task(job=job, num_processes=num_processes, output=output, limit=math.inf, python=python, words=words)
     with _delay_interruption() as raise_interruption:
         running = RunningTask.start(task)
     try:
@@ -89,12 +116,12 @@ def run_in_processes(spec: ReplaySpec, num_processes: int, *, python: str = "") 
         running.ranks.wait()
     except KeyboardInterrupt as interruption:
         running.ranks.end(grace=GRACE_SECONDS, first_signal=signal.SIGINT)
-        note_log(interruption, home)
+        note_log(interruption, next((path for path in home.iterdir() if path.is_dir()), home))
         raise
     finally:
         # Of an exception here, such as that of a second interruption, no rank may outlive the call.
         running.ranks.end(grace=0.0 if running.ranks.exit_code is None else GRACE_SECONDS)
-    return _read_result(running.finish(), home)
+    return running.finish()
 
 
 @contextmanager
@@ -119,12 +146,12 @@ def _delay_interruption() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _read_result(child: Child, home: Path) -> ReplayedRun:
-    """Read the run of ended processes from its log. Raises what kept it from having one."""
-    if any(home.glob(f"*/{RUN_FILE}")):
-        return ReplayedRun.read(home)
+def read_result(child: Child, file: str, read: Callable[[Path], T]) -> T:
+    """Read what ended processes left, from the folder that holds `file`. Raises what kept them from leaving it."""
+    for path in child.logs.glob(f"*/{file}"):
+        return read(path.parent)
     if child.exit_code == REFUSED_EXIT_CODE:
         text = child.refusal or child.error
-        shutil.rmtree(home)
+        shutil.rmtree(child.logs)
         raise UsageError(text)
     raise RunFailedError(child)

@@ -19,9 +19,10 @@ import typer
 
 from actor_init.spec import UsageError
 from capture.facts import Setting, flag_of
-from replay.options.option_parsing import CommandAction, check_options, refuse_typed, unwrap_optional
+from replay.options.option_parsing import CommandAction, check_options, list_options, refuse_typed, unwrap_optional
 from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec, check_result_folder
+from replay.processes.exit_code import read_own_rank
 from replay.processes.launch import refuse_launcher, refuse_process_group
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def at_once_option(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignAction:
-    """The work of a command of many replays, whose options have been checked.
+    """The work of a command of many replays, whose options have been checked, or that of a rank of such a command.
 
     run      does it, prints to the file that it gets, and returns the result
     as_json  print the result alone
@@ -67,7 +68,7 @@ class CampaignAction:
     def __call__(self) -> int:
         """Do it for the command line, and return the exit code."""
         result = self.run_silently() if self.as_json else self.run(sys.stdout)
-        if self.as_json:
+        if self.as_json and read_own_rank() == 0:
             from replay.output.printing import print_json
 
             print_json(result)
@@ -82,7 +83,20 @@ class CampaignAction:
 
 
 def call_command(command: Callable[..., CommandAction], own: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Run a command of many replays from Python, and return its result.
+    """Run a command of many replays from Python, and return its result. The arguments are those of `check_call`.
+
+    Raises UsageError for a name or a value that cannot be, and where this process is one of several.
+    """
+    values, options = check_call(command, own, options)
+    action = command(json=False, **values, **options)
+    assert isinstance(action, CampaignAction)
+    return action.run_silently()
+
+
+def check_call(
+    command: Callable[..., CommandAction], own: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a command's own options and those of its replays, which a program gave, as they would be typed.
 
     own      its own options, by the names of its parameters; None stands for one that is not given
     options  those of a replay
@@ -92,12 +106,9 @@ def call_command(command: Callable[..., CommandAction], own: Mapping[str, Any], 
     name = command.__name__
     refuse_process_group(name)
     parameters = inspect.signature(command).parameters
-    replay_options = [parameter for parameter in parameters if parameter not in own]
-    options = check_options(options, replay_options, owner=f"replay.{name}", command=f"replay {name}")
-    values = {option: _check_value(parameters[option], value) for option, value in own.items()}
-    action = command(json=False, **values, **options)
-    assert isinstance(action, CampaignAction)
-    return action.run_silently()
+    of_replays = {option.parameter for option in list_options()} & parameters.keys() - own.keys()
+    options = check_options(options, of_replays, owner=f"replay.{name}", command=f"replay {name}")
+    return {option: _check_value(parameters[option], value) for option, value in own.items()}, options
 
 
 def _check_value(parameter: inspect.Parameter, value: Any) -> Any:

@@ -24,16 +24,15 @@ from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import (
     CommandAction,
     add_options,
-    build_replay_spec,
     format_error_with_flags,
+    job_option,
     join_optional_values,
     json_option,
-    refuse_typed,
 )
 from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.output.text import join_lines
-from replay.processes.child_job import REFUSAL, ChildJob
+from replay.processes.child_job import ChildJob, leave_refusal
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
 from replay.processes.launch import count_missing_processes, relaunch
 
@@ -72,7 +71,7 @@ def replay(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and end."
     ),
     local_rank: int | None = typer.Option(None, "--local_rank", "--local-rank", hidden=True),
-    job: Path | None = typer.Option(None, "--job", hidden=True),  # noqa: B008
+    job: Path | None = job_option(),  # noqa: B008
     ray: RayOptions | None = None,
     **given: Any,
 ) -> CommandAction | None:
@@ -97,22 +96,10 @@ def replay(
                 f"Try: replay {context.invoked_subcommand} --help"
             )
         return None
-    if job is not None:
-        refuse_typed(given, f"--job {job} has all options")
-    child_job = ChildJob(spec=build_replay_spec(given)) if job is None else ChildJob.read(job)
+    child_job = ChildJob.from_options(given, job)
     action = partial(_replay, typed=context.obj, show_traceback=traceback, explains=explain, as_json=json)
     action = partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
-    return action if job is None else partial(_leave_refusal, action, job.parent)
-
-
-def _leave_refusal(action: CommandAction, folder: Path) -> int:
-    """Run a child's action. Leave the sentence of a refusal for the process that started it, which spells settings."""
-    try:
-        return action()
-    except UsageError as error:
-        if read_own_rank() == 0:
-            (folder / REFUSAL).write_text(error.text, encoding="utf-8")
-        raise
+    return action if job is None else partial(leave_refusal, action, job.parent)
 
 
 def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool, as_json: bool) -> int:

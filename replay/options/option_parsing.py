@@ -171,6 +171,11 @@ def json_option() -> Any:
     return typer.Option(False, "--json", help="Print the result alone, as JSON.")
 
 
+def job_option() -> Any:
+    """Return the option that a child process gets for all options of a replay: the file of its `ChildJob`."""
+    return typer.Option(None, "--job", hidden=True)
+
+
 def with_parameters(
     command: Callable[..., Any], parameters: Sequence[inspect.Parameter], *, come_first: bool = False
 ) -> Callable[..., Any]:

@@ -9,15 +9,25 @@ by name.
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from actor_init.as_json import parse_json, to_json
 from actor_init.spec import UsageError
+from capture.facts import Setting
 from capture.file_format.folder_layout import find_recording_folder
-from replay.options.option_parsing import find_values_without_option, format_command_line, spec_from_dict
+from replay.options.option_parsing import (
+    CommandAction,
+    build_replay_spec,
+    find_values_without_option,
+    format_command_line,
+    refuse_typed,
+    spec_from_dict,
+)
 from replay.options.spec import ReplaySpec, find_sample_folder
+from replay.processes.exit_code import read_own_rank
 
 FORMAT = 1
 FILE = "job.json"
@@ -37,6 +47,14 @@ class ChildJob:
     """A replay in a process of its own, or in several."""
 
     spec: ReplaySpec
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any], file: Path | None) -> Self:
+        """Return the job that was typed as options, by parameter name, or that of a file, which has all options."""
+        if file is None:
+            return cls(spec=build_replay_spec(given))
+        refuse_typed(given, f"{Setting('job', file)} has all options")
+        return cls.read(file)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -130,6 +148,16 @@ class ChildJob:
         else:
             program = ["torchrun", *ranks, "-m", "replay"] if ranks else ["replay"]
         return [*program, *format_command_line(self.spec)]
+
+
+def leave_refusal(action: CommandAction, folder: Path) -> int:
+    """Run a child's action. Leave the sentence of a refusal for the process that started it, which spells settings."""
+    try:
+        return action()
+    except UsageError as error:
+        if read_own_rank() == 0:
+            (folder / REFUSAL).write_text(error.text, encoding="utf-8")
+        raise
 
 
 def _list_changed_settings(part: Any) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class Task:
     """One attempt at a replay, in a number of processes, for at most `limit` seconds.
 
     Its output goes into the file `output`. `python` is the path of another environment's interpreter; empty: this one.
+    `words` are the name and own options of the command that does the job; none: `replay` itself.
     """
 
     job: ChildJob
@@ -140,6 +141,7 @@ class Task:
     output: Path
     limit: float
     python: str = ""
+    words: Sequence[str] = ()
 
     @classmethod
     def attempt(cls, home: Path, job: ChildJob, *, num_processes: int, limit: float, python: str = "") -> Self:
@@ -250,7 +252,7 @@ class RunningTask:
         task.output.parent.mkdir(parents=True, exist_ok=True)
         task.output.write_bytes(b"")
         environment = without_launcher(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-        arguments = ["--job", str(task.job.write())]
+        arguments = [*task.words, "--job", str(task.job.write())]
         store = open_rank_store() if task.num_processes > 1 else None
         rank_variables = list_rank_variables(task.num_processes, store.port) if store else [{}]
         run = partial(interpreter.start, task.python) if task.python else partial(forkserver.start, PROGRAM)

@@ -1,6 +1,6 @@
 """Declare the options of `replay diagnose`: its own, and those of a replay that it does not set itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,14 @@ from typing import Any
 import typer
 
 from actor_init.spec import UsageError
+from capture.facts import Setting
+from replay.campaign.command_options import CampaignAction
 from replay.on_ray.ranks import run_here_or_on_ray
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
 from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
-from replay.options.spec import is_objective
-from replay.processes.child_job import ChildJob
+from replay.options.spec import ReplaySpec, is_objective
+from replay.processes.child_job import ChildJob, leave_refusal
 from replay.processes.launch import count_missing_processes, relaunch
 
 
@@ -38,7 +40,8 @@ def diagnose(
     learning_rate: float | None = typer.Option(
         None, min=0, metavar="X", help="Of those steps. Default: 0.2 divided by the model's hidden size."
     ),
-    json: Path | None = typer.Option(None, metavar="FILE", help="Write the checks into this file too."),  # noqa: B008
+    json: bool = json_option(),
+    job: Path | None = job_option(),  # noqa: B008
     traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error."),
     ray: RayOptions | None = None,
     **given: Any,
@@ -48,31 +51,26 @@ def diagnose(
     Losses, gradients, accumulation, ranks, overfitting. Takes 4 inputs on each data rank unless --max-inputs says
     otherwise. Exit code 0 if no check fails, else 1.
     """
-    run = build_replay_spec(given)
-    if is_objective(run.measure.loss):
-        raise UsageError(
-            f"diagnose learns its inputs, so --loss {run.measure.loss} is not for it. Try: --loss stand-in, or sft; "
-            f"replay --loss {run.measure.loss} judges the objective"
-        )
-    action = partial(
-        _diagnose, typed=context.obj, steps=steps, learning_rate=learning_rate, json=json, show_traceback=traceback
-    )
-    return partial(run_here_or_on_ray, ChildJob(spec=run), action, ray, show_traceback=traceback)
+    child_job = ChildJob.from_options(given, job)
+    refuse_objective(child_job.spec)
+    checking = {"num_steps": steps, "learning_rate": learning_rate, "show_traceback": traceback}
+    action = partial(_diagnose, typed=context.obj, checking=checking, as_json=json)
+    action = partial(run_here_or_on_ray, child_job, action, ray, show_traceback=traceback)
+    return action if job is None else partial(leave_refusal, action, job.parent)
 
 
-def _diagnose(
-    job: ChildJob,
-    *,
-    typed: Sequence[str],
-    steps: int,
-    learning_rate: float | None,
-    json: Path | None,
-    show_traceback: bool,
-) -> int:
-    run = job.spec
-    check_paths(run)
-    if num_processes := count_missing_processes(run.actor.parallel):
+def refuse_objective(spec: ReplaySpec) -> None:
+    """Raise UsageError for an objective, which says nothing about whether inputs can be learned."""
+    loss = Setting("loss", spec.measure.loss)
+    if is_objective(spec.measure.loss):
+        advice = f"Try: {loss.with_value('stand-in')}, or sft; replay {loss} judges the objective"
+        raise UsageError(f"diagnose learns its inputs, so {loss} is not for it", advice=advice)
+
+
+def _diagnose(job: ChildJob, *, typed: Sequence[str], checking: Mapping[str, Any], as_json: bool) -> int:
+    check_paths(job.spec)
+    if num_processes := count_missing_processes(job.spec.actor.parallel):
         return relaunch(num_processes, typed)
     from replay.commands.diagnose.report import diagnose
 
-    return diagnose(run, num_steps=steps, learning_rate=learning_rate, json_file=json, show_traceback=show_traceback)
+    return CampaignAction(run=partial(diagnose, job.spec, **checking), as_json=as_json)()

@@ -11,13 +11,15 @@
 Lines, and diagnose.json, are written as they become known.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
-from actor_init.as_json import json_bytes
+from actor_init.as_json import json_bytes, parse_json, to_json
 from actor_init.inputs.packing import prepare_inputs
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
@@ -28,10 +30,12 @@ from capture.facts import Setting
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
+from replay.campaign.command_options import list_words
+from replay.campaign.result import CampaignResult
 from replay.commands.diagnose.checks import DiagnosisCase, run_checks
 from replay.commands.diagnose.untimed_actor import select_rows
 from replay.objective.objective import select_loss_tokens
-from replay.options.option_parsing import spec_to_dict
+from replay.options.option_parsing import format_command_line
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus, describe_engine, format_check, pluralise
 from replay.resolution.job_defaults import apply_choices, choose_from_job, find_source
@@ -41,6 +45,7 @@ from replay.runner.run_pass import check_vocabulary
 from replay.watch.stacks import extend_collective_timeouts
 from replay.watch.watcher import watch_run
 
+FILE = "diagnose.json"
 # The inputs of each data rank without --max-inputs.
 NUM_DEFAULT_INPUTS = 4
 # The learning rate times the hidden size: AdamW's best rate is proportional to 1 / width,
@@ -50,43 +55,103 @@ RATE_TIMES_WIDTH = 0.2
 TOKENS_TO_LEARN = 16
 
 
+class DiagnosisStatus(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What diagnose.json has: what was checked, and the checks so far; `failing` names those that fail."""
+
+    status: DiagnosisStatus
+    command: str
+    spec: ReplaySpec
+    versions: Mapping[str, str | None]
+    world_size: int
+    model: str
+    inputs: str
+    actor: str
+    failing: Sequence[str] = ()
+    checks: Sequence[CheckResult] = ()
+
+    def add(self, check: CheckResult) -> Self:
+        failing = [*self.failing, *([check.name] if check.fails else [])]
+        return replace(self, checks=[*self.checks, check], failing=failing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of diagnose.json."""
+        fields: dict[str, Any] = to_json(self)
+        return fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiagnoseResult(CampaignResult):
+    """Whether the model can learn the inputs.
+
+    status   `running` of one that broke off before its last check
+    checks   in the order in which they ran, each with its figures and what to look at next
+    failing  names of those that fail; the exit code is 0 if all ran, and none fails
+    """
+
+    status: DiagnosisStatus
+    checks: Sequence[CheckResult]
+    failing: Sequence[str]
+
+    @classmethod
+    def from_diagnosis(cls, diagnosis: Diagnosis, folder: Path) -> Self:
+        return cls(
+            folder=folder.absolute(),
+            command=diagnosis.command,
+            exit_code=int(bool(diagnosis.failing) or diagnosis.status is not DiagnosisStatus.FINISHED),
+            result=diagnosis.to_dict(),
+            status=diagnosis.status,
+            checks=diagnosis.checks,
+            failing=diagnosis.failing,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read what `replay diagnose` left in its log folder, as far as it came. Raises UsageError if it is damaged."""
+        path = folder / FILE
+        return cls.from_diagnosis(parse_json(Diagnosis, path.read_bytes(), source=str(path)), folder)
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        return map(to_json, self.checks)
+
+
 def diagnose(
-    run: ReplaySpec, *, num_steps: int, learning_rate: float | None, json_file: Path | None, show_traceback: bool
-) -> int:
-    """Print all checks and return 0 if none of those that ran failed, else 1.
+    run: ReplaySpec, screen: IO[str], *, num_steps: int, learning_rate: float | None, show_traceback: bool
+) -> DiagnoseResult:
+    """Print all checks. The exit code of the result is 0 if none of those that ran failed, else 1.
 
     Raises UsageError for options that cannot be satisfied here.
     """
     with World.from_env(run.actor.parallel) as world:
         return diagnose_in_world(
-            world,
-            run,
-            num_steps=num_steps,
-            learning_rate=learning_rate,
-            json_file=json_file,
-            show_traceback=show_traceback,
+            world, run, screen, num_steps=num_steps, learning_rate=learning_rate, show_traceback=show_traceback
         )
 
 
 def diagnose_in_world(
     world: World,
     run: ReplaySpec,
+    screen: IO[str],
     *,
     num_steps: int,
     learning_rate: float | None = None,
-    json_file: Path | None = None,
     show_traceback: bool = False,
-) -> int:
+) -> DiagnoseResult:
     """Run `diagnose` in a world that is already open, and leave it open.
 
     Everything that can refuse the options comes before the log folder is made, and is the same on all ranks.
     """
+    own_words = list_words({"steps": num_steps, "learning_rate": learning_rate})
+    command = shlex.join(["replay", "diagnose", *own_words, *format_command_line(run)])
     is_packing_typed = run.actor.packing is not None
     if not run.actor.has_optimizer:
         no_optimizer = Setting("optimizer", "none")
         raise UsageError("diagnose", f"trains, which {no_optimizer} prevents", f"Try: no {Setting('optimizer')}")
-    if json_file is not None:
-        _check_writable(json_file)
     inputs = replace(run.inputs, max_inputs=run.inputs.max_inputs or NUM_DEFAULT_INPUTS)
     selection = select(inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
@@ -103,8 +168,17 @@ def diagnose_in_world(
     batches = [read_batch(path) for path in selection.inputs]
     row = _find_shortest_row([read_batch(path) for path in world.from_first(selection.inputs)])
     folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
-    report = DiagnosisReport(world, run, [folder / "diagnose.json", *([json_file] if json_file else [])])
-    report.print_header(source, spec, selection)
+    diagnosis = Diagnosis(
+        status=DiagnosisStatus.RUNNING,
+        command=command,
+        spec=run,
+        versions=list_versions(),
+        world_size=world.world_size,
+        **_describe_case(source, spec, selection, world),
+    )
+    console = DiagnosisConsole(folder, screen) if world.rank == 0 else None
+    if console is not None:
+        console.show_header(diagnosis)
     with watch_run(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
         extend_collective_timeouts(run.measure.timeout)
         case = DiagnosisCase(
@@ -116,86 +190,72 @@ def diagnose_in_world(
             row=row,
             num_steps=num_steps,
         )
-        for check in run_checks(case, show_traceback=show_traceback):
-            report.add(world.gather(check))
-    return report.finish(folder)
+        for rank_check in run_checks(case, show_traceback=show_traceback):
+            check = choose_check(world.gather(rank_check))
+            diagnosis = diagnosis.add(check)
+            if console is not None:
+                console.show_check(check, diagnosis)
+    diagnosis = replace(diagnosis, status=DiagnosisStatus.FINISHED)
+    if console is not None:
+        console.finish(diagnosis)
+    return DiagnoseResult.from_diagnosis(diagnosis, folder)
 
 
-class DiagnosisReport:
-    """Print and write checks on rank 0, and determine every rank's exit code."""
+def _describe_case(source: ModelSource, spec: ActorSpec, selection: Selection, world: World) -> dict[str, Any]:
+    """Return the lines of the header, by name."""
+    layers = source.config.get_text_config().num_hidden_layers
+    axes = {"tp": spec.parallel.tp, "ring": spec.parallel.ring}
+    ranks = [pluralise(world.world_size, "process"), *(f"{axis} {size}" for axis, size in axes.items() if size > 1)]
+    return {
+        "model": f"{source.name}, {pluralise(layers, 'layer')}; weights {source.weights.describe()}",
+        "inputs": f"{pluralise(len(selection.inputs), 'input')}"
+        f"{' a data rank' * (world.num_data_ranks > 1)}, {selection.dealing}",
+        "actor": f"{describe_engine(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
+        f"{source.layout_under(spec).describe()}, on {world.device.type}, {', '.join(ranks)}",
+    }
 
-    def __init__(self, world: World, run: ReplaySpec, files: Sequence[Path]) -> None:
-        self._world = world
-        self._files = files
-        self._checks: list[CheckResult] = []
-        self._facts: dict[str, Any] = {
-            "spec": spec_to_dict(run),
-            "versions": list_versions(),
-            "world_size": world.world_size,
-        }
 
-    def print_header(self, source: ModelSource, spec: ActorSpec, selection: Selection) -> None:
-        layers = source.config.get_text_config().num_hidden_layers
-        axes = {"tp": spec.parallel.tp, "ring": spec.parallel.ring}
-        lines = {
-            "model": f"{source.name}, {pluralise(layers, 'layer')}; weights {source.weights.describe()}",
-            "inputs": f"{pluralise(len(selection.inputs), 'input')}"
-            f"{' a data rank' * (self._world.num_data_ranks > 1)}, {selection.dealing}",
-            "actor": f"{describe_engine(spec.backend, spec.resolved_zero_stage)}, {spec.dtype}, "
-            f"{source.layout_under(spec).describe()}, on {self._world.device.type}, "
-            + ", ".join(
-                [pluralise(self._world.world_size, "process"), *(f"{a} {n}" for a, n in axes.items() if n > 1)]
-            ),
-        }
-        self._facts |= lines
-        for name, text in lines.items():
-            self._say(f"{name:<11}{text}")
-        self._say("")
+def choose_check(ranks: Sequence[CheckResult]) -> CheckResult:
+    """Make one check of the results of every rank: it fails if it fails on any of them."""
+    failing = [(rank, check) for rank, check in enumerate(ranks) if check.fails]
+    if not failing:
+        return ranks[0]
+    rank, check = failing[0]
+    return replace(check, found=f"on rank {rank}: {check.found}") if len(failing) < len(ranks) else check
 
-    def add(self, ranks: Sequence[CheckResult]) -> None:
-        """Add one check from the results of every rank: it fails if it fails on any of them."""
-        failing = [(rank, check) for rank, check in enumerate(ranks) if check.fails]
-        check = ranks[0]
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisConsole:
+    """Prints checks as they become known, and writes them into diagnose.json of the folder."""
+
+    folder: Path
+    screen: IO[str]
+
+    def show_header(self, diagnosis: Diagnosis) -> None:
+        for name in ("model", "inputs", "actor"):
+            self._print(f"{name:<11}{getattr(diagnosis, name)}")
+        self._print("")
+
+    def show_check(self, check: CheckResult, diagnosis: Diagnosis) -> None:
+        self._print(f"  {format_check(check)}")
+        self._write(diagnosis)
+
+    def finish(self, diagnosis: Diagnosis) -> None:
+        """Print which checks failed and where the log is."""
+        failing = diagnosis.failing
+        num_run = sum(check.status in (CheckStatus.OK, CheckStatus.FAILED) for check in diagnosis.checks)
         if failing:
-            rank, check = failing[0]
-            if len(failing) < len(ranks):
-                check = replace(check, found=f"on rank {rank}: {check.found}")
-        self._checks.append(check)
-        self._say(f"  {format_check(check)}")
-        self._write("running")
-
-    def finish(self, folder: Path) -> int:
-        """Print the last line and return the exit code."""
-        failing = self._list_failing()
-        num_run = sum(check.status in (CheckStatus.OK, CheckStatus.FAILED) for check in self._checks)
-        if failing:
-            self._say(f"\n{pluralise(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
+            self._print(f"\n{pluralise(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
         else:
-            self._say(f"\nall {num_run} checks that were run passed")
-        self._say(f"log        {folder}")
-        self._write("finished")
-        return 1 if failing else 0
+            self._print(f"\nall {num_run} checks that were run passed")
+        self._print(f"log        {self.folder}")
+        self._write(diagnosis)
 
-    def _list_failing(self) -> list[str]:
-        return [check.name for check in self._checks if check.fails]
+    def _print(self, text: str) -> None:
+        print(text, file=self.screen, flush=True)
 
-    def _say(self, text: str) -> None:
-        if self._world.rank == 0:
-            print(text, flush=True)
-
-    def _write(self, status: str) -> None:
-        if self._world.rank == 0:
-            values = {"status": status, **self._facts, "failing": self._list_failing(), "checks": self._checks}
-            for path in self._files:
-                write_atomically(path, json_bytes(values))
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        setting = Setting("json", path)
-        raise UsageError(setting, f": {error.strerror}", f"Try: {setting.with_value('diagnose.json')}") from None
+    def _write(self, diagnosis: Diagnosis) -> None:
+        write_atomically(self.folder / FILE, json_bytes(diagnosis.to_dict()))
 
 
 def _read_batch(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:

@@ -1,6 +1,6 @@
 """Declare the options of `replay mismatch`: its own, and those of a replay that it does not set itself."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,11 +9,16 @@ import typer
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
-from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, build_replay_spec
+from replay.campaign.command_options import CampaignAction
+from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
 from replay.options.path_checks import check_paths
+from replay.options.spec import ReplaySpec
+from replay.processes.child_job import ChildJob, leave_refusal
 from replay.processes.launch import count_missing_processes, relaunch
 
 Word = TypeVar("Word", bound=str)
+WITH_COMMAS = ", with commas between"
+DTYPES = [dtype for dtype in Dtype if dtype is not Dtype.AUTO]
 
 
 def _serves_mismatch(option: DeclaredOption) -> bool:
@@ -39,7 +44,8 @@ def mismatch(
         help="And with each of these kernels, as --attention eager,sdpa. (default: auto)",
     ),
     worst: int = typer.Option(10, min=0, metavar="N", show_default=False, help="Tokens to list. (default: 10)"),
-    json: Path | None = typer.Option(None, metavar="FILE", help="Write the numbers into this file too."),  # noqa: B008
+    json: bool = json_option(),
+    job: Path | None = job_option(),  # noqa: B008
     **given: Any,
 ) -> CommandAction:
     """Measure how far a rollout engine's log-probs are from these.
@@ -48,27 +54,39 @@ def mismatch(
     as rollout_log_probs. The tokens listed are those on which the first replay is farthest. Exit code 0 if the
     numbers could be had.
     """
-    run = build_replay_spec(given)
-    dtypes: list[Dtype] = _parse_words("--dtype", dtype, [member for member in Dtype if member is not Dtype.AUTO])
-    kernels = _parse_words("--attention", attention, WORDS)
-
-    def measure() -> int:
-        check_paths(run)
-        if num_processes := count_missing_processes(run.actor.parallel):
-            return relaunch(num_processes, context.obj)
-        from replay.commands.mismatch.report import mismatch
-
-        return mismatch(run, dtypes, kernels, worst, json)
-
-    return measure
+    action = partial(
+        _measure,
+        ChildJob.from_options(given, job).spec,
+        choose_words("dtype", dtype.split(","), DTYPES, separated=WITH_COMMAS),
+        choose_words("attention", attention.split(","), WORDS, separated=WITH_COMMAS),
+        worst,
+        typed=context.obj,
+        as_json=json,
+    )
+    return action if job is None else partial(leave_refusal, action, job.parent)
 
 
-def _parse_words(flag: str, typed: str, allowed: Collection[Word]) -> list[Word]:
-    words = typed.split(",")
+def _measure(
+    spec: ReplaySpec,
+    dtypes: Sequence[Dtype],
+    kernels: Sequence[str],
+    worst: int,
+    *,
+    typed: Sequence[str],
+    as_json: bool,
+) -> int:
+    check_paths(spec)
+    if num_processes := count_missing_processes(spec.actor.parallel):
+        return relaunch(num_processes, typed)
+    from replay.commands.mismatch.report import mismatch
+
+    return CampaignAction(run=partial(mismatch, spec, dtypes, kernels, worst), as_json=as_json)()
+
+
+def choose_words(setting: str, words: Sequence[str], allowed: Collection[Word], *, separated: str = "") -> list[Word]:
+    """Return the allowed words that were given, each once. Raises UsageError, which says how several are given."""
     if unknown := [word for word in words if word not in allowed]:
-        raise UsageError(
-            f"{flag} {unknown[0]!r} is not allowed. Give some of {', '.join(allowed)}, with commas between"
-        )
+        raise UsageError.not_allowed(setting, unknown[0], f"Give some of {', '.join(allowed)}{separated}")
     # The allowed words may be members of an enum, equal to what was typed.
     members: dict[str, Word] = {word: word for word in allowed}
     return [members[word] for word in dict.fromkeys(words)]

@@ -9,16 +9,17 @@ The inputs are replayed under each dtype and kernel:
 d is the replay's log-prob minus the rollout's, in nats, of each action token. mismatch.json has the same numbers.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 
-from actor_init.as_json import json_bytes, to_json
+from actor_init.as_json import AnyFloat, json_bytes, parse_json, to_json
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
@@ -27,6 +28,8 @@ from actor_init.world import World
 from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
+from replay.campaign.command_options import list_words
+from replay.campaign.result import CampaignResult
 from replay.commands.mismatch.statistics import (
     ActionTokens,
     Mismatch,
@@ -43,7 +46,7 @@ from replay.objective.inputs import (
     explain_missing,
 )
 from replay.objective.objective import compute_negated_mean
-from replay.options.option_parsing import spec_to_dict
+from replay.options.option_parsing import format_command_line
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs, print_table
 from replay.output.text import Columns, Pairs, describe_engine, pluralise, shorten_names
@@ -75,14 +78,15 @@ class ReplayDistance:
 
     one: str
     other: str
-    mean: float
-    largest: float
+    mean: AnyFloat
+    largest: AnyFloat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchReport:
-    """How far replays are from a rollout, and from each other; `worst` holds the tokens that are farthest apart."""
+    """What mismatch.json has: how far replays are from a rollout, and from each other, and the worst tokens."""
 
+    command: str
     spec: ReplaySpec
     versions: Mapping[str, str | None]
     replays: Sequence[MismatchCell]
@@ -90,8 +94,11 @@ class MismatchReport:
     worst: Sequence[WorstToken]
 
     @classmethod
-    def build(cls, run: ReplaySpec, cells: Sequence[tuple[MismatchCell, list[ActionTokens]]], num_worst: int) -> Self:
+    def build(
+        cls, run: ReplaySpec, command: str, cells: Sequence[tuple[MismatchCell, list[ActionTokens]]], num_worst: int
+    ) -> Self:
         return cls(
+            command=command,
             spec=run,
             versions=list_versions(),
             replays=[cell for cell, _ in cells],
@@ -101,18 +108,55 @@ class MismatchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of mismatch.json."""
-        return {**to_json(self), "spec": spec_to_dict(self.spec)}
+        fields: dict[str, Any] = to_json(self)
+        return fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MismatchResult(CampaignResult):
+    """How far replays are from a rollout, and from each other.
+
+    replays    a replay for each dtype and kernel, and its distance from the rollout
+    distances  of each two replays
+    worst      the tokens on which the first replay is farthest from the rollout, farthest first
+    """
+
+    replays: Sequence[MismatchCell]
+    distances: Sequence[ReplayDistance]
+    worst: Sequence[WorstToken]
+
+    @classmethod
+    def from_report(cls, report: MismatchReport, folder: Path) -> Self:
+        return cls(
+            folder=folder.absolute(),
+            command=report.command,
+            exit_code=0,
+            result=report.to_dict(),
+            replays=report.replays,
+            distances=report.distances,
+            worst=report.worst,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the result that `replay mismatch` left in its log folder. Raises UsageError for a damaged one."""
+        path = folder / FILE
+        return cls.from_report(parse_json(MismatchReport, path.read_bytes(), source=str(path)), folder)
+
+    def _list_rows(self) -> Iterable[dict[str, Any]]:
+        for cell in self.replays:
+            yield {"name": cell.name, "dtype": cell.dtype, "attention": cell.attention, **asdict(cell.mismatch)}
 
 
 def mismatch(
-    run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[str], num_worst: int, json_file: Path | None
-) -> int:
-    """Replay the inputs' forwards under each dtype and kernel, print how far they are from the rollout, return 0.
+    run: ReplaySpec, dtypes: Sequence[Dtype], kernels: Sequence[str], num_worst: int, screen: IO[str]
+) -> MismatchResult:
+    """Replay the inputs' forwards under each dtype and kernel, and print how far they are from the rollout.
 
     Raises UsageError for options that cannot be satisfied here, and inputs without the rollout's log-probs.
     """
     with World.from_env(run.actor.parallel) as world:
-        return mismatch_in_world(world, run, dtypes, kernels, num_worst, json_file)
+        return mismatch_in_world(world, run, dtypes, kernels, num_worst, screen)
 
 
 def mismatch_in_world(
@@ -121,9 +165,11 @@ def mismatch_in_world(
     dtypes: Sequence[Dtype],
     kernels: Sequence[str],
     num_worst: int,
-    json_file: Path | None = None,
-) -> int:
+    screen: IO[str],
+) -> MismatchResult:
     """Run `mismatch` in a world that is already open, and leave it open."""
+    own_words = list_words({"dtype": ",".join(dtypes), "attention": ",".join(kernels), "worst": num_worst})
+    command = shlex.join(["replay", "mismatch", *own_words, *format_command_line(run)])
     selection = select(run.inputs, world.data_rank, world.num_data_ranks)
     if not selection.inputs:
         raise UsageError(f"no input can be read: {selection.damaged[0][1]}")
@@ -137,13 +183,12 @@ def mismatch_in_world(
             for kernel in kernels:
                 spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
                 cells.append(_replay_forwards(spec, source, world, watch.tracker, batches))
+        report = MismatchReport.build(run, command, cells, num_worst)
         if world.rank == 0:
-            report = MismatchReport.build(run, cells, num_worst)
-            print_report(report, _list_header(run, source, world, selection), folder)
-            for path in [folder / FILE, *([json_file] if json_file is not None else [])]:
-                write_atomically(path, json_bytes(report.to_dict()))
+            print_report(report, _list_header(run, source, world, selection), folder, screen)
+            write_atomically(folder / FILE, json_bytes(report.to_dict()))
         world.gather(None)
-    return 0
+    return MismatchResult.from_report(report, folder)
 
 
 def _read_input(path: Path, source: ModelSource) -> tuple[MicroBatch, RecordedForObjective]:
@@ -265,8 +310,8 @@ def _measure_distance(
     )
 
 
-def print_report(report: MismatchReport, header: Pairs, folder: Path) -> None:
-    out = open_console()
+def print_report(report: MismatchReport, header: Pairs, folder: Path, screen: IO[str]) -> None:
+    out = open_console(screen)
     print_pairs(out, header)
     print_line(out)
     print_table(out, build_replay_table([(cell.name, cell.mismatch) for cell in report.replays]))

@@ -67,10 +67,10 @@ class WorstToken:
     row: int
     column: int
     token: int
-    rollout: float
-    replays: Sequence[float]
-    before: tuple[int, float | None]
-    after: tuple[int, float | None]
+    rollout: AnyFloat
+    replays: Sequence[AnyFloat]
+    before: tuple[int, AnyFloat | None]
+    after: tuple[int, AnyFloat | None]
 
 
 def find_worst_tokens(cells: Sequence[Sequence[ActionTokens]], number: int) -> list[WorstToken]:

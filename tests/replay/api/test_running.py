@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import replay
 from replay.api.running import build_spec
+from replay.campaign.result import CampaignResult
 from replay.command_line.cli import main, parse_command_line
 from replay.options.spec import StepMode
 from tests.helpers.schemas import assert_valid
@@ -261,6 +263,27 @@ def test_the_command_line_has_no_other_way_to_a_result() -> None:
         for alias in node.names
     ]
     assert [name for name in imported if name.startswith("replay.") and not name.startswith(allowed)] == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "mismatch"])
+def test_a_command_that_runs_in_one_world_has_no_other_way_either(name: str) -> None:
+    """It has the function that returns the API's result, and an action that prints it and exits with its code."""
+    tree = ast.parse((ROOT / "replay" / "commands" / name / "command.py").read_text(encoding="utf-8"))
+    imported = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    ]
+    rooms = ("replay.on_ray.ranks.", "replay.options.", "replay.processes.")
+    ways = [name for name in imported if name.startswith("replay.") and not name.startswith(rooms)]
+    assert ways == ["replay.campaign.command_options.CampaignAction", f"replay.commands.{name}.report.{name}"]
+    report = import_module(f"replay.commands.{name}.report")
+    result = get_type_hints(getattr(report, name))["return"]
+    assert issubclass(result, CampaignResult)
+    assert get_type_hints(getattr(import_module(f"replay.api.{name}"), name), vars(report))["return"] is result
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not {"print", "print_json", "write_text", "json.dumps"} & {*calls}
 
 
 LOOP_SCRIPT = """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import replay
 from actor_init.action_log_probs import action_log_probs
 from actor_init.backends.fsdp2 import FSDP2Backend
 from actor_init.inputs.packing import ActorInputs, prepare_inputs
@@ -23,6 +24,7 @@ from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main, parse_command_line
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
+from tests.helpers.schemas import assert_valid
 from tests.helpers.sharded import SIZES
 from tests.trainers.common import make_batches, make_model
 
@@ -65,9 +67,8 @@ def diagnose(
     monkeypatch.setattr("replay.commands.diagnose.report.World.from_env", lambda _: nullcontext(world))
 
     def run(inputs: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        file = tmp_path / "checks.json"
-        code = main(["diagnose", *where(inputs, tmp_path), "--json", str(file), *arguments])
-        return code, checks_in(file)
+        code = main(["diagnose", *where(inputs, tmp_path), *arguments])
+        return code, checks_in(tmp_path)
 
     return run
 
@@ -76,7 +77,9 @@ def where(inputs: Path, home: Path) -> list[str]:
     return ["--inputs", str(inputs), "--log-folder", str(home / "logs")]
 
 
-def checks_in(file: Path) -> dict[str, dict[str, Any]]:
+def checks_in(home: Path) -> dict[str, dict[str, Any]]:
+    """The checks by name, of the one log of a home."""
+    [file] = home.glob("logs/*-diagnose/diagnose.json")
     return {check["name"]: check for check in json.loads(file.read_text())["checks"]}
 
 
@@ -203,9 +206,12 @@ def test_a_fault_fails_its_own_lines(
     assert any(advice in checks[line]["advice"] for line in lines)
 
 
-def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnose: Any) -> None:
-    code, checks = diagnose(inputs_in(tmp_path / "inputs", attention_dropout=0.5), *FAST)
+def test_dropout_is_random_from_pass_to_pass(tmp_path: Path, diagnose: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = diagnose(inputs_in(tmp_path / "inputs", attention_dropout=0.5), *FAST, "--json")
     assert code == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["exit_code"], list(checks)) == (1, [check["name"] for check in printed["result"]["checks"]])
+    assert_valid("diagnose", printed)
     assert "same pass twice" in failing(checks)
     assert "dropout" in checks["same pass twice"]["advice"]
 
@@ -245,7 +251,6 @@ def test_ctrl_c_keeps_the_lines_that_are_finished(folder: Path, diagnose: Any) -
     ("typed", "complaint"),
     [
         ("--optimizer none", "diagnose trains"),
-        ("--json /nowhere/checks.json", "--json /nowhere/checks.json: No such file"),
         ("--steps 0", "--steps"),
         ("--grad-accumulation 2", "unknown option --grad-accumulation"),
         ("--model llama-3.1-8b --num-layers 99", "--num-layers 99"),
@@ -268,18 +273,34 @@ def test_inputs_of_another_model_are_wrong_usage(tmp_path: Path, diagnose: Any) 
 # several ranks
 
 
+@pytest.mark.slow
+def test_from_python_two_ranks_are_checked_in_processes_of_their_own(folder: Path, tmp_path: Path) -> None:
+    options: Any = {"dtype": "fp32", "backend": "ddp", "learning_rate": 0, "log_folder": tmp_path / "logs"}
+    result = replay.diagnose(folder, steps=1, processes=2, max_inputs=1, **options)
+    assert (result.exit_code, {*result.failing}) == (1, LEARNING)
+    statuses = result.to_frame().set_index("name").status
+    assert list(statuses.index) == EVERY
+    assert statuses["gradient on ranks"] == "ok"
+    assert result.result["world_size"] == 2
+    assert_valid("diagnose", result.to_dict())
+    with pytest.raises(UsageError) as refusal:
+        replay.diagnose(folder, num_layers=99, **options)
+    assert str(refusal.value).startswith("num_layers=99")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [result.folder.parent.name]
+
+
 def diagnose_on_two_ranks(home: Path, jobs: list[tuple[str, str]], *parallel: str) -> list[dict[str, dict[str, Any]]]:
     """The checks of each job, of options and a fault, in one world of two ranks."""
     inputs = inputs_in(home / "inputs")
-    files = [home / f"{number}.json" for number in range(len(jobs))]
+    homes = [home / str(number) for number in range(len(jobs))]
     table = [
-        {"arguments": [*options.split(), *where(inputs, home), "--dtype", "fp32", "--json", str(file)]}
+        {"arguments": [*options.split(), *where(inputs, its_home), "--dtype", "fp32"]}
         | ({"fault": fault} if fault else {})
-        for (options, fault), file in zip(jobs, files, strict=True)
+        for (options, fault), its_home in zip(jobs, homes, strict=True)
     ]
     (home / "jobs.json").write_text(json.dumps(table))
     run_ranks(["-m", "tests.helpers.diagnose_worker", str(home / "jobs.json"), *parallel], 2)
-    return [checks_in(file) for file in files]
+    return [checks_in(its_home) for its_home in homes]
 
 
 def test_what_data_ranks_do_not_reduce_rightly_is_found(tmp_path: Path) -> None:

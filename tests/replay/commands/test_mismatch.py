@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import replay
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
 from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
 from tests.helpers.policy_job import make_rollouts, train
+from tests.helpers.schemas import assert_valid
 
 
 def test_the_statistics_are_those_of_the_definitions() -> None:
@@ -75,7 +77,7 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
     job: Path, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rollout's log-probs are the fp32 model's plus noise that the job noted no trace of."""
-    typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3", "--json", str(tmp_path / "own.json"))
+    typed = ("--dtype", "fp32,bf16", "--attention", "eager,sdpa", "--worst", "3")
     found = run_mismatch(job, tmp_path, *typed)
     rollouts = make_rollouts()
     noise = torch.cat([(rollout["old_noise"] / 10)[rollout["action_mask"]] for rollout in rollouts]).double()
@@ -107,10 +109,29 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
     assert first["replays"][0] - first["rollout"] == pytest.approx(
         -float(rollouts[number]["old_noise"][row, column]) / 10, abs=1e-5
     )
-    assert json.loads((tmp_path / "own.json").read_text()) == found
     said = capsys.readouterr().out
     assert "fp32, eager and bf16, sdpa" in said
     assert "nearest    " in said
+
+
+@pytest.mark.slow
+def test_from_python_the_same_is_measured_in_processes_of_its_own(job: Path, tmp_path: Path) -> None:
+    result = replay.mismatch(
+        job / "captures",
+        model=job / "model",
+        backend="ddp",
+        dtypes="fp32",
+        attention_kernels=["eager"],
+        worst=2,
+        processes=2,
+        log_folder=tmp_path,
+    )
+    noise = torch.cat([(rollout["old_noise"] / 10)[rollout["action_mask"]] for rollout in make_rollouts()]).double()
+    [cell] = result.replays
+    assert (cell.name, len(result.worst), result.exit_code) == ("fp32, eager", 2, 0)
+    assert cell.mismatch.mean == pytest.approx(noise.abs().mean().item(), abs=1e-5)
+    assert cell.mismatch.num_tokens == len(noise), "of both data ranks"
+    assert_valid("mismatch", result.to_dict())
 
 
 def test_inputs_without_a_rollouts_log_probs_are_refused(

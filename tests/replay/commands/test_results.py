@@ -11,8 +11,9 @@ import pytest
 from actor_init.as_json import from_json
 from actor_init.world import World
 from replay.command_line.cli import main, parse_command_line
+from replay.commands.diagnose.report import DiagnoseResult
 from replay.commands.inspect.inspection import Inspection, inspect_folder
-from replay.commands.mismatch.report import MismatchReport
+from replay.commands.mismatch.report import MismatchResult
 from replay.comparison.comparison import Comparison
 from replay.runlog.run_file import RunFile
 from replay.runner.result import Run
@@ -101,7 +102,7 @@ def test_an_inspection_is_plain_json(tmp_path: Path) -> None:
     assert (values["damaged"], values["kinds"][0]["num_passes"]) == ([{"path": str(path), "error": reason}], 1)
 
 
-@pytest.mark.parametrize("kind", [Run, RunFile, Verdict, Comparison, Inspection, MismatchReport])
+@pytest.mark.parametrize("kind", [Run, RunFile, Verdict, Comparison, Inspection, MismatchResult, DiagnoseResult])
 def test_a_result_is_frozen_and_has_named_fields_alone(kind: Any) -> None:
     made: Any = object.__new__(kind)
     with pytest.raises(FrozenInstanceError):

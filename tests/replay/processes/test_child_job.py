@@ -79,7 +79,7 @@ def test_the_program_runs_the_job_of_a_file_and_takes_no_options_beside_it(
     path = ChildJob(spec=replace(SPEC, measure=MeasureSpec(log_folder=tmp_path))).write()
     assert path == tmp_path / "job.json"
     assert parse_command_line(["--local_rank=1", "--job", str(path)]).args[0].args[0].spec.actor == SPEC.actor
-    with pytest.raises(UsageError, match=r"--job \S+ has all options. Leave out tp"):
+    with pytest.raises(UsageError, match=r"job=\S+ has all options. Leave out tp"):
         parse_command_line(["--job", str(path), "--tp", "2"])
     assert main(["--job", str(path), "inspect", "x"]) == 2
     assert "--job belongs to a replay, not to `inspect`" in capsys.readouterr().err
