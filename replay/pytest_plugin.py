@@ -1,5 +1,7 @@
 """Check in pytest that a model still computes what a recorded job computed.
 
+    pytest_plugins = ["replay.pytest_plugin"]
+
     def test_the_model_computes_what_the_job_did(replay_capture):
         replay_capture("inputs/my-run", model="runs/start", max_inputs=2)
 
@@ -7,8 +9,9 @@
     def test_the_loss_is_small(replayed_run):
         assert replayed_run.records[0].result.loss < 6
 
-pytest imports this file in every session of an environment that has micro-replay, also in one that can only capture.
-So it imports pytest alone, and runs on Python 3.10.
+A project asks for it: `pytest_plugins = ["replay.pytest_plugin"]` in its conftest.py. As an entry point it would be in
+every session of an environment that has micro-replay, and pytest would rewrite the assertions of the whole package: it
+does so for all files of a distribution with a plugin. The file runs where only `capture` is installed, on Python 3.10.
 """
 
 import sys

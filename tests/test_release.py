@@ -106,9 +106,6 @@ def test_the_metadata_is_that_of_the_tag(wheel: ZipFile, metadata: Message) -> N
         "[console_scripts]",
         "capture = capture.cli:main",
         "replay = replay.command_line.entry:run_and_leave",
-        "",
-        "[pytest11]",
-        "replay.pytest_plugin = replay.pytest_plugin",
     ]
 
 

@@ -180,7 +180,7 @@ def test_where_only_capture_can_be_used_a_test_says_what_to_install(
     done.stdout.fnmatch_lines(["replaying needs no_such_package, * Try: pip install 'micro-replay?replay?'"])
 
 
-def test_every_session_imports_it_so_it_imports_nothing_heavy() -> None:
+def test_it_imports_nothing_heavy() -> None:
     code = (
         "import sys, pytest; before = {*sys.modules}; import replay.pytest_plugin;"
         "print(sorted(name for name in {*sys.modules} - before if name not in sys.stdlib_module_names))"
@@ -189,10 +189,24 @@ def test_every_session_imports_it_so_it_imports_nothing_heavy() -> None:
     assert done.stdout == "['replay', 'replay.pytest_plugin']\n"
 
 
-def test_an_installed_package_declares_it_under_the_name_of_its_module() -> None:
-    """Under another name, `-p replay.pytest_plugin` would register it twice, which pytest refuses."""
+def test_pytest_rewrites_the_assertions_of_its_file_alone(pytester: pytest.Pytester) -> None:
+    done = run_tests(
+        pytester,
+        """
+def test_it(request):
+    import replay.api
+    hook = request.config.pluginmanager.rewrite_hook
+    assert hook.find_spec("replay.pytest_plugin", replay.__path__) is not None
+    assert hook.find_spec("replay.api.run", replay.api.__path__) is None
+""",
+    )
+    done.assert_outcomes(passed=1)
+
+
+def test_an_installed_package_is_in_no_session_that_does_not_ask_for_it() -> None:
+    """With such an entry point pytest would rewrite the assertions of all files of the distribution."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"replay.pytest_plugin": "replay.pytest_plugin"}
+    assert "pytest11" not in project.get("entry-points", {})
 
 
 @pytest.mark.slow
