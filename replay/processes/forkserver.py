@@ -21,9 +21,26 @@ from typing import Any
 from replay.processes.launch import without_launcher
 from replay.processes.supervisor import end_with_parent
 
+PRELOAD = ["replay.processes.forkserver_preload"]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["replay.processes.forkserver_preload"])
+CONTEXT.set_forkserver_preload(PRELOAD)
 _lock = threading.Lock()
+
+
+def _forget_server() -> None:
+    """Have a fork of this process start a server of its own. The parent's is no child of it that it could wait for."""
+    global _lock
+    # Another thread may have held the lock, or that of the server, as this process was forked.
+    _lock = threading.Lock()
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        # The parent's server ends when its last client has gone, and this process is none.
+        os.close(server._forkserver_alive_fd)
+    server.__init__()
+    CONTEXT.set_forkserver_preload(PRELOAD)
+
+
+os.register_at_fork(after_in_child=_forget_server)
 
 
 def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
@@ -60,7 +77,7 @@ def _run_in_fork(*task: Any) -> None:
     """
     end_with_parent()
     # Python ends the server when its last client has gone, and each fork is a client while it has this descriptor.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    _forget_server()
     _run(*task)
 
 

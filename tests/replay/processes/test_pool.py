@@ -1,5 +1,6 @@
 """Runs in processes of their own: forked from one that has their imports, on GPUs of their own, ended when over."""
 
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from replay.command_line.cli import parse_command_line
 from replay.options.spec import MeasureSpec, ReplaySpec
+from replay.processes import forkserver
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import list_gpus
 from replay.processes.pool import Child, RunningTask, Task, run_children
@@ -241,6 +243,31 @@ def test_what_runs_is_ended_when_nobody_wants_it_any_more(programs: Programs, tm
     running.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(long.read_text()), 0)
+
+
+def test_a_fork_of_this_process_starts_a_server_of_its_own(programs: Programs, tmp_path: Path) -> None:
+    """It does not wait for the parent's server, nor end it, nor keep it alive."""
+    programs.write("print(os.getppid())")
+    server = run_child(programs.task("before")).output.read_text()
+    alive_fd: int = vars(multiprocessing.forkserver)["_forkserver"]._forkserver_alive_fd
+    alive = os.readlink(f"/proc/self/fd/{alive_fd}")
+    fork = os.fork()
+    if fork == 0:
+        # Nothing that this process inherited may run on in it: not the test session either.
+        exit_code = 1
+        try:
+            open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+            forkserver.CONTEXT.set_forkserver_preload([])
+            code = f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, 'server').write_text(f'{{os.getppid()}}\\n')"
+            process = forkserver.CONTEXT.Process(target=exec, args=(code,))
+            process.start()
+            process.join()
+            exit_code = 0 if process.exitcode == 0 and alive not in open_files else 2
+        finally:
+            os._exit(exit_code)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert (tmp_path / "server").read_text() != server
+    assert run_child(programs.task("after")).output.read_text() == server
 
 
 DRIVER = """
