@@ -13,6 +13,7 @@ from capture.file_format.capture_file import Call, read_call
 from capture.file_format.folder_recordings import list_recordings
 from capture.file_format.tensor_codec import Output
 from replay.options.spec import Passes, check_folder
+from replay.options.value_checks import check_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -80,16 +81,15 @@ def captures(folder: str | os.PathLike[str], *, passes: str = "all", recording: 
     Raises UsageError for a folder or an argument that cannot be, and CaptureError, when it comes to it, for a file that
     is damaged, or that is gone since the folder was listed.
     """
-    folder = Path(folder)
+    folder = check_value("folder", folder, Path)
     check_folder(folder, "Give a folder of captures, such as inputs/sample")
     if passes not in list(Passes):
         raise UsageError.not_allowed("passes", passes, f"Give one of {', '.join(Passes)}")
     recordings = list_recordings(folder)
     if not recordings:
         raise UsageError(f"{folder} holds no captures. Give a folder that a recording was written to")
-    number = len(recordings) if recording is None else recording
-    if type(number) is not int or not 1 <= number <= len(recordings):
-        raise UsageError.not_allowed("recording", recording, f"{folder} holds {len(recordings)}, from 1")
+    latest = len(recordings)
+    number = latest if recording is None else check_value("recording", recording, int, min=1, max=latest)
     locations = recordings[number - 1].list_captures()
     return _read_captures([location.path for location in locations], passes)
 

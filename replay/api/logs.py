@@ -3,16 +3,33 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from actor_init.as_json import from_json
 from actor_init.spec import UsageError
 from replay.api.run import ReplayedRun
 from replay.campaign.campaign import FORMAT, JOURNAL
 from replay.campaign.result import CampaignResult
 from replay.options.spec import check_log
+from replay.options.value_checks import check_value
 from replay.runlog.run_file import RUN_FILE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PastFile:
+    """The fields of `<command>.json` that are shown."""
+
+    command: str
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PastCells:
+    """The field of parity's result that names its replays."""
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,18 +54,23 @@ class PastCampaign(Mapping[str, ReplayedRun]):
         """Read `<command>.json`, and find the replays beside it. Raises UsageError for a damaged one."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            file_format, command, result = content["format"], str(content["command"]), content["result"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is damaged: {error!r}. Give a folder that a command left") from error
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise UsageError(f"{path} is damaged: {error}. Give a folder that a command left") from error
+        file_format = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
         if file_format != FORMAT:
             raise UsageError(
                 f"{path} is of format {file_format}; this version reads format {FORMAT}. Try: the version that wrote it"
             )
-        folders = _find_runs(path.parent)
-        # The cells of parity have names of their own, of which those of their folders are made.
-        labels = {run["log"]: run["name"] for run in (result or {}).get("runs", ()) if path.stem == "parity"}
-        folders = {labels.get(run.relative_to(path.parent).as_posix(), name): run for name, run in folders.items()}
-        return cls(folder=path.parent, name=path.stem, command=command, result=result, folders=folders)
+        file = from_json(_PastFile, content, source=f"{path} is damaged", ignore_others=True)
+        folders, result = _find_runs(path.parent), file.result
+        if result and path.stem == "parity":
+            # The cells of parity have names of their own, of which those of their folders are made.
+            cells = from_json(_PastCells, result, source=f"{path} is damaged: result", ignore_others=True)
+            labels = {cell.get("log"): str(cell.get("name")) for cell in cells.runs}
+            folders = {labels.get(run.relative_to(path.parent).as_posix(), name): run for name, run in folders.items()}
+        return cls(folder=path.parent, name=path.stem, command=file.command, result=result, folders=folders)
 
     def __getitem__(self, name: str) -> ReplayedRun:
         if name not in self.folders:
@@ -73,9 +95,10 @@ def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign | CampaignR
     Raises UsageError for a folder that no run left, for one that is damaged, and for one that a newer version wrote,
     which it names. A run that was cut short is read as far as it came: `problems` says what is missing.
     """
-    # Absolute, since the caller may change its working folder before it asks for tables.
-    folder = Path(path).absolute()
+    folder = check_value("path", path, Path)
     check_log(folder)
+    # Absolute, since the caller may change its working folder before it asks for tables.
+    folder = folder.absolute()
     if (folder / RUN_FILE).is_file():
         return ReplayedRun.read(folder)
     if (folder / "diagnose.json").is_file():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
+from replay.options.value_checks import check_value
 from replay.output.frames import make_frame
 from replay.output.printing import NAME_WIDTH
 from replay.runlog import token_log_probs
@@ -112,8 +113,7 @@ class ReplayedRun(Run):
             raise UsageError(f"{self.folder} kept no tokens. Try: the run again, with {trace}")
         rows = [row for record in self.records if record.error is None for row in self._list_token_rows(record)]
         if worst is not None:
-            if type(worst) is not int or worst < 0:
-                raise UsageError(f"worst={worst!r} is not allowed. Give a whole number of at least 0")
+            worst = check_value("worst", worst, int, min=0)
             known = [row for row in rows if row["difference"] is not None]
             # What is not a number is farther from the job than any number.
             rows = sorted(known, key=_sort_by_difference, reverse=True)[:worst]

@@ -17,6 +17,7 @@ from replay.options.option_parsing import build_replay_spec, check_options, list
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions
 from replay.options.spec import ReplaySpec
+from replay.options.value_checks import check_value
 from replay.processes.child_job import ChildJob
 from replay.processes.launch import refuse_process_group
 from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask, Task
@@ -71,8 +72,8 @@ def build_spec(options: Mapping[str, object]) -> ReplaySpec:
 def count_processes(parallel: ParallelSpec, processes: int | None) -> int:
     """Return how many processes to start. Raises UsageError for a number that tp x ring does not divide."""
     needed = parallel.tp * parallel.ring
-    num_processes = needed if processes is None else processes
-    if type(num_processes) is not int or num_processes < 1 or num_processes % needed:
+    num_processes = needed if processes is None else check_value("processes", processes, int)
+    if num_processes < 1 or num_processes % needed:
         raise UsageError(
             f"processes={processes!r} is not allowed. Give a multiple of tp x ring, which is {needed} here, or none"
         )

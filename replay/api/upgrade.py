@@ -1,5 +1,6 @@
 """Compare two environments: `replay.check_upgrade`."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Unpack
@@ -9,6 +10,7 @@ from replay.commands.check_upgrade.checking import RUN_SECONDS, check
 from replay.commands.check_upgrade.result import UpgradeCheck
 from replay.options.path_checks import check_paths
 from replay.options.run_options import RunOptions
+from replay.options.value_checks import check_value
 from replay.output.printing import open_silence
 from replay.processes.launch import refuse_process_group
 
@@ -32,5 +34,6 @@ def check_upgrade(
     spec = build_spec({"inputs": inputs, **options})
     refuse_process_group("replay.check_upgrade")
     check_paths(spec)
+    run_limit = check_value("run_limit", run_limit, float, min=1, max=math.inf)
     with open_silence() as screen:
         return check(spec, [os.fspath(path) for path in python], run_limit=run_limit, screen=screen)

@@ -7,13 +7,13 @@ Nothing here is heavy: torch and the like are imported by the command's `runs.py
 """
 
 import inspect
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import EnumType, StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -22,6 +22,7 @@ from capture.facts import Setting, flag_of
 from replay.options.option_parsing import CommandAction, check_options, list_options, refuse_typed, unwrap_optional
 from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec, check_result_folder
+from replay.options.value_checks import check_value
 from replay.processes.exit_code import read_own_rank
 from replay.processes.launch import refuse_launcher, refuse_process_group
 
@@ -116,14 +117,23 @@ def _check_value(parameter: inspect.Parameter, value: Any) -> Any:
     declared = parameter.default
     if value is None:
         return getattr(declared, "default", None)
-    kind, least = unwrap_optional(parameter.annotation), getattr(declared, "min", None)
-    if least is not None:
-        whole = "" if kind is float else "whole "
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
-            raise UsageError.not_allowed(parameter.name, value, f"Give a {whole}number of at least {least:g}")
-    if isinstance(kind, type) and issubclass(kind, StrEnum) and value not in list(kind):
-        raise UsageError.not_allowed(parameter.name, value, f"Give one of {', '.join(kind)}")
-    return kind(value) if kind is Path or isinstance(kind, EnumType) else value
+    annotation = parameter.annotation
+    kind = unwrap_optional(get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation)
+    if kind is typer.Context:
+        return value
+    if kind == list[str]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise UsageError.not_allowed(parameter.name, value, "Give a list")
+        return [check_value(parameter.name, each, str) for each in value]
+    return check_value(parameter.name, value, kind, min=getattr(declared, "min", None), max=math.inf)
+
+
+def join_values(values: Any) -> str | None:
+    """Return one value, or several, as the command line takes them: with commas between. None: none was given."""
+    if values is None:
+        return None
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    return ",".join(map(str, values if several else [values]))
 
 
 def make_begin_action(

@@ -1,6 +1,5 @@
 """Compare runs: each with the first of them, the reference."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from actor_init.as_json import to_json
 from actor_init.spec import UsageError
-from capture.facts import Setting
 from replay.comparison.comparable import compare_settings
 from replay.comparison.differences import Differences, compare
+from replay.options.value_checks import check_value
 from replay.output.text import MAX_RUNS, list_run_letters
 from replay.runlog.reader import PastRun
 
@@ -42,9 +41,7 @@ class Comparison:
         """Compare the runs in these folders. Raises UsageError for logs that cannot be compared."""
         if not 2 <= len(folders) <= MAX_RUNS:
             raise UsageError(f"two to {MAX_RUNS} logs can be compared, not {len(folders)}. Try: replay compare LOG LOG")
-        if not (math.isfinite(threshold) and threshold >= 0):
-            given, advice = Setting("threshold", threshold), "Give a finite number of at least 0"
-            raise UsageError(given, "is not allowed", advice)
+        threshold = check_value("threshold", threshold, float, min=0)
         reference, *others = runs = [PastRun.read(folder) for folder in folders]
         return cls(
             names=names or list_run_letters(len(runs)),

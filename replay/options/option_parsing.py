@@ -6,14 +6,12 @@ what is allowed.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from operator import attrgetter
-from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -24,6 +22,7 @@ from actor_init.as_json import from_json, to_json
 from actor_init.spec import ActorSpec, ParallelSpec, UsageError
 from capture.facts import FactError, Setting, flag_of, spell_settings
 from replay.options.spec import InputsSpec, MeasureSpec, ObjectiveSpec, ReplayParts, ReplaySpec, StateSpec
+from replay.options.value_checks import check_range, check_value, unbox
 
 # The work of a parsed command. It returns the exit code.
 CommandAction = Callable[[], int]
@@ -282,49 +281,13 @@ def refuse_typed(given: Mapping[str, Any], why: str) -> None:
 
 
 def parse_value(option: DeclaredOption, given: Any) -> Any:
-    """Convert typed text, or the value that a program gave, to the field's type."""
-    if isinstance(given, bool) and option.bare_value is not None:
+    """Convert typed text, or the value that a program gave, to the field's type. Raises UsageError for another."""
+    if option.bare_value is not None and isinstance(given := unbox(given), bool):
         # The terminal has the flag alone for True, and its own flag for False.
         given = option.bare_value if given else option.value_type("off")
-    try:
-        value = option.value_type(given) if _is_convertible(option, given) else None
-    except ValueError:
-        value = None
-    if given == "" or value is None or (option.choices and value not in option.choices):
-        raise UsageError.not_allowed(option.parameter, given, f"Give {_describe_allowed(option)}")
-    _check_range(option, value)
-    return value
-
-
-def _is_convertible(option: DeclaredOption, given: Any) -> bool:
-    """Tell whether Python's own conversion keeps the value: `bool("no")`, `int(2.5)` and `str(None)` do not."""
-    if isinstance(given, bool) or option.value_type is bool:
-        return isinstance(given, bool) and option.value_type is bool
-    if option.value_type is int:
-        return isinstance(given, (str, int)) or (isinstance(given, float) and given.is_integer())
-    return isinstance(given, (str, int, float) if option.value_type is float else (str, PathLike))
-
-
-def _check_range(option: DeclaredOption, value: Any) -> None:
-    if isinstance(value, (int, float)) and not (
-        (math.isfinite(value) or value == option.max)
-        and (option.min is None or value >= option.min)
-        and (option.max is None or value <= option.max)
-    ):
-        setting = Setting(option.parameter, value)
-        raise UsageError(setting, "is not allowed", f"Give {_describe_allowed(option)}")
-
-
-def _describe_allowed(option: DeclaredOption) -> str:
-    if option.value_type is bool:
-        return "True or False"
-    if option.choices:
-        return f"one of {', '.join(option.choices)}"
-    number = "a number" if option.max == math.inf else "a finite number"
-    kind = {int: "a whole number", float: number, Path: "a path", str: "a name"}[option.value_type]
-    if option.max is not None:
-        return f"{kind} from {option.min} to {option.max}"
-    return kind if option.min is None else f"{kind} of at least {option.min}"
+    return check_value(
+        option.parameter, given, option.value_type, min=option.min, max=option.max, choices=option.choices
+    )
 
 
 def format_command_line(spec: ReplaySpec) -> list[str]:
@@ -382,7 +345,7 @@ def spec_from_dict(values: Mapping[str, Any], *, source: str = "a run's spec") -
     spec = from_json(ReplaySpec, values, source=source)
     for option in list_options():
         try:
-            _check_range(option, option.read_value(spec))
+            check_range(option.parameter, option.read_value(spec), min=option.min, max=option.max)
         except UsageError as error:
             raise UsageError(f"{source}: {error.text}") from error
     return spec

@@ -6,7 +6,7 @@ from actor_init.hub import find_folder, names_hub
 from actor_init.option_words import MODEL_ADVICE, PRESET_NAMES
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec, check_inputs
+from replay.options.spec import USER_LOSS_PATTERN, ReplaySpec, check_inputs, check_working_folder
 
 # In a folder for --model one of these says which model it is. A rank's folder has its recording's in the folder above.
 CONFIG_NAMES = ("config.json", "adapter_config.json", "actor.json", "../actor.json")
@@ -18,6 +18,7 @@ ADVICE = {
 
 def check_paths(spec: ReplaySpec) -> None:
     """Raise UsageError for an option that names a file or folder which is not there, or a folder without a model."""
+    check_working_folder()
     check_inputs(spec.inputs)
     for setting, path in list_file_options(spec):
         if setting.name in ("model", "adapter") and names_hub(setting.value):

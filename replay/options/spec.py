@@ -1,6 +1,8 @@
 """Specify one run: the actor, its inputs, and what is measured. The whole spec is written into run.json."""
 
+import os
 import re
+import reprlib
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -476,8 +478,20 @@ def check_inputs(spec: InputsSpec) -> None:
 def check_folder(folder: Path, advice: str) -> None:
     """Raise UsageError, with what to type instead, if there is no such folder."""
     if not folder.is_dir():
+        if not folder.is_absolute():
+            check_working_folder()
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UsageError(folder, what, advice)
+
+
+def check_working_folder() -> None:
+    """Raise UsageError if the working folder, where relative paths and processes begin, was deleted."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"this process's working folder is gone: {error.strerror}. Change to one that is there"
+        ) from error
 
 
 def check_log(folder: Path) -> None:
@@ -485,8 +499,18 @@ def check_log(folder: Path) -> None:
     check_folder(folder, f"Give one that a run left, such as {EXAMPLE}")
 
 
+def find_log(log: object) -> Path:
+    """Return the folder of a log, for which a run or its path stands. Raises UsageError for anything else."""
+    folder = getattr(log, "folder", log)
+    if not isinstance(folder, (str, os.PathLike)):
+        raise UsageError(f"{reprlib.repr(log)} is no log. Give a run, or the folder of one, such as {EXAMPLE}")
+    check_log(path := Path(folder))
+    return path
+
+
 def check_result_folder(command: str, folder: Path, *, option: str = "continue_") -> None:
     """Raise UsageError if `folder`, the value of `option`, holds nothing of that command's."""
+    check_working_folder()
     if not (folder / f"{command}.json").is_file():
         advice = f"Give a folder that `replay {command}` left"
         raise UsageError(Setting(option, folder), f"holds no {command}.json", advice)

@@ -12,6 +12,7 @@ from capture.black_box.salvage import salvage_for_reading
 from capture.file_format.micro_batch import CaptureError
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
+from replay.options.value_checks import check_value
 from replay.post_mortem.blocking_ranks import (
     LastSighting,
     find_blocking_ranks,
@@ -108,7 +109,7 @@ def examine_hang(folder: str | os.PathLike[str], *, equal_shapes: bool = False) 
 
     Raises UsageError if `folder` is no folder or holds nothing of a recording, or for a damaged file without incidents.
     """
-    folder = Path(folder)
+    folder = check_value("folder", folder, Path)
     check_folder(folder, "Try: replay hang inputs/sample")
     salvaged = salvage_for_reading(folder)
     sightings: Sequence[LastSighting] = []

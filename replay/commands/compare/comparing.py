@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actor_init.spec import UsageError
 from replay.comparison.comparison import Comparison
-from replay.options.spec import check_log
+from replay.options.spec import find_log
 
 if TYPE_CHECKING:
     # It needs transformers, and logs are compared without it.
@@ -29,9 +28,9 @@ def compare(
 
     Raises UsageError for logs that cannot be compared: they did other work, or are not whole.
     """
-    folders = [Path(run) if isinstance(run, (str, os.PathLike)) else run.folder for run in runs]
-    for folder in folders:
-        check_log(folder)
+    folders = [find_log(run) for run in runs]
+    if isinstance(variants, str) or not all(isinstance(variant, str) for variant in variants):
+        raise UsageError.not_allowed("variants", variants, "Give a list, such as ['attention=eager']")
     if variants:
         if len(folders) != 1:
             raise UsageError(

@@ -19,7 +19,6 @@ from typing import Any
 
 from actor_init.as_json import to_json
 from actor_init.declarations.attention import KERNELS
-from actor_init.spec import UsageError
 from replay.commands.doctor.hardware import (
     check_compilers,
     check_devices,
@@ -37,6 +36,8 @@ from replay.commands.doctor.packages import (
     is_installed,
 )
 from replay.commands.doctor.probe_process import ProbeAnswer, Prober, judge_answer, make_replay_reader, read_first_line
+from replay.options.spec import check_working_folder
+from replay.options.value_checks import check_value
 from replay.output.text import CheckResult, CheckStatus, format_check
 from replay.processes.launch import refuse_launcher
 
@@ -88,10 +89,10 @@ def examine_machine(
     Raises UsageError for a time limit that is too short, and in one of several processes of a launcher.
     """
     refuse_launcher("doctor")
-    if not time_limit >= LEAST_SECONDS:
-        raise UsageError.not_allowed("time_limit", time_limit, f"Give {LEAST_SECONDS:.0f} seconds or more")
+    check_working_folder()
+    time_limit = check_value("time_limit", time_limit, float, min=LEAST_SECONDS)
     groups: dict[str, Sequence[CheckResult]] = {}
-    for title, checks in run_checks(Path(log_folder), time_limit):
+    for title, checks in run_checks(check_value("log_folder", log_folder, Path), time_limit):
         groups[title] = checks
         if on_group is not None:
             on_group(title, checks)

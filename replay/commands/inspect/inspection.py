@@ -41,6 +41,7 @@ from replay.commands.inspect.linting import Linting, lint_recording
 from replay.commands.inspect.recordings import RecordingFacts, describe_recording
 from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
+from replay.options.value_checks import check_value
 from replay.output.text import Pairs
 from replay.post_mortem.blocking_ranks import read_last_sightings
 from replay.post_mortem.text import describe_hang
@@ -355,8 +356,9 @@ def inspect_folder(folder: str | os.PathLike[str], *, recording: int | None = No
 
     Raises UsageError if there is no such folder or recording, or it holds no captures or incidents.
     """
-    folder = Path(folder)
+    folder = check_value("folder", folder, Path)
     check_folder(folder, "Try: replay inspect inputs/sample")
+    recording = None if recording is None else check_value("recording", recording, int, min=1)
     in_memory = salvage_for_reading(folder)
     damaged: list[tuple[Path, str]] = []
     incidents, hang, not_recorded = _read_recorder_files(folder, damaged)

@@ -49,7 +49,7 @@ def minimise(
         "parity": parity,
         "cell": cell,
         "redact": redact,
-        "continued_folder": continue_,
+        "continue_": continue_,
     }
     result: MinimiseResult = call_command(command.minimise, own, {"inputs": inputs, **options})
     return result

@@ -68,7 +68,7 @@ def minimise(
     ),
     cell: str | None = typer.Option(None, metavar="NAME", help="Name of a cell of --parity that DIFFERS."),
     redact: bool = typer.Option(False, "--redact", help="Take the text out of the inputs, if they still fail so."),
-    continued_folder: Path | None = typer.Option(  # noqa: B008
+    continue_: Path | None = typer.Option(  # noqa: B008
         None, "--continue", metavar="FOLDER", help="Go on with what a folder of minimise's holds; nothing is run twice."
     ),
     json: bool = json_option(),
@@ -83,8 +83,8 @@ def minimise(
     typed_limits = {"tries": tries, "run": run_limit, "num_runs": max_runs}
     limits = {name: value for name, value in typed_limits.items() if value is not None}
     own_options = {"processes": processes, "redact": redact or None, "parity": parity, "cell": cell}
-    if continued_folder is not None:
-        return make_continue_action("minimise", continued_folder, {**own_options, **given}, limits, as_json=json)
+    if continue_ is not None:
+        return make_continue_action("minimise", continue_, {**own_options, **given}, limits, as_json=json)
     if parity is not None or cell is not None:
         if parity is None or cell is None:
             advice = f"Try: {Setting('parity', 'logs/TIME-parity')} {Setting('cell', 'NAME')}"

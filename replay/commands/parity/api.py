@@ -45,16 +45,16 @@ def parity(
     that have ended are kept for `continue_`.
     """
     own = {
-        "matrix": None if matrix is None else str(matrix),
+        "matrix": matrix,
         "processes": processes,
         "run_limit": run_limit,
         "time_limit": time_limit,
         "at_once": at_once,
         "first_difference": first_difference,
-        "python": None if python is None else list(python),
+        "python": python,
         "launcher": launcher,
         "address": address,
-        "continued_folder": continue_,
+        "continue_": continue_,
     }
     result: ParityResult = call_command(command.parity, own, {"inputs": inputs, **options})
     return result

@@ -30,7 +30,7 @@ def parity(
     processes: int | None = typer.Option(
         None, min=1, metavar="N", help="Processes of one run at most. (default: the GPUs, or 2 on a CPU)"
     ),
-    continued_folder: Path | None = continue_option("parity"),  # noqa: B008
+    continue_: Path | None = continue_option("parity"),  # noqa: B008
     run_limit: float = run_limit_option("one run"),
     time_limit: float | None = time_limit_option("run"),
     at_once: int | None = at_once_option(
@@ -58,11 +58,9 @@ def parity(
     one differs or failed; 2: nothing can run, with the reason.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
-    if continued_folder is not None:
+    if continue_ is not None:
         typed = {"matrix": matrix, "processes": processes, "python": python, **given}
-        return make_continue_action(
-            "parity", continued_folder, typed, limits, trace=first_difference, ray=ray, as_json=json
-        )
+        return make_continue_action("parity", continue_, typed, limits, trace=first_difference, ray=ray, as_json=json)
     # The others may contradict each other, as long as no run of the matrix has both.
     paths = build_replay_spec({name: given.get(name) for name in ("inputs", "input_file", "model", "adapter", "loss")})
     return make_begin_action(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
-from replay.campaign.command_options import call_command
+from replay.campaign.command_options import call_command, join_values
 from replay.commands.recompiles import command
 from replay.options.run_options import RunOptions
 
@@ -37,14 +37,13 @@ def recompiles(
     Raises UsageError for an option or a file that cannot be. On KeyboardInterrupt the ranks are ended, and the policies
     that have ended are kept for `continue_`.
     """
-    lengths = [buckets] if isinstance(buckets, int) else buckets
     own = {
-        "policies": None if policies is None else ",".join(policies),
-        "buckets": None if lengths is None else ",".join(map(str, lengths)),
+        "policies": join_values(policies),
+        "buckets": join_values(buckets),
         "multiple": multiple,
         "num_passes": num_passes,
         "run_limit": run_limit,
-        "continued_folder": continue_,
+        "continue_": continue_,
     }
     result: RecompilesResult = call_command(command.recompiles, own, {"inputs": inputs, **options})
     return result

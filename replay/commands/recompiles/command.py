@@ -51,7 +51,7 @@ def recompiles(
     num_passes: int | None = typer.Option(
         None, min=1, metavar="N", help=f"Passes of a job over which compiling has to pay. (default: {NUM_PASSES})"
     ),
-    continued_folder: Path | None = continue_option("recompiles"),  # noqa: B008
+    continue_: Path | None = continue_option("recompiles"),  # noqa: B008
     run_limit: float = run_limit_option("each policy"),
     json: bool = json_option(),
     **given: Any,
@@ -63,8 +63,8 @@ def recompiles(
     """
     own_options = {"policies": policies, "buckets": buckets, "multiple": multiple, "num_passes": num_passes}
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
-    if continued_folder is not None:
-        return make_continue_action("recompiles", continued_folder, {**own_options, **given}, limits, as_json=json)
+    if continue_ is not None:
+        return make_continue_action("recompiles", continue_, {**own_options, **given}, limits, as_json=json)
     words = list(NAMES) if policies is None else [word.strip() for word in policies.split(",")]
     if wrong := [word for word in words if word not in NAMES]:
         raise UsageError.not_allowed("policies", wrong[0], f"Give some of {', '.join(NAMES)}, with commas between")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
-from replay.options.spec import check_log
+from replay.options.spec import find_log
+from replay.options.value_checks import check_value
 from replay.output.text import MAX_RUNS
 
 if TYPE_CHECKING:
@@ -47,14 +48,12 @@ def write_report(*logs: "str | os.PathLike[str] | Run", to: str | os.PathLike[st
     """
     if not 1 <= len(logs) <= MAX_RUNS:
         raise UsageError(f"1 to {MAX_RUNS} logs fit on one page, not {len(logs)}. Give the folders of runs")
-    folders = [Path(log) if isinstance(log, (str, os.PathLike)) else log.folder for log in logs]
-    for folder in folders:
-        check_log(folder)
+    folders = [find_log(log) for log in logs]
     from replay.commands.report.page import describe_changes, render_page
     from replay.runner.result import Run
 
     runs = [Run.read(folder) for folder in folders]
-    path = runs[0].folder / FILE_NAME if to is None else Path(to)
+    path = runs[0].folder / FILE_NAME if to is None else check_value("to", to, Path)
     try:
         path.write_text(render_page(runs, describe_changes(runs), path.parent), encoding="utf-8")
     except OSError as error:

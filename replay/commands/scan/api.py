@@ -44,7 +44,7 @@ def scan(
         "at_once": at_once,
         "launcher": launcher,
         "address": address,
-        "continued_folder": continue_,
+        "continue_": continue_,
     }
     result: ScanResult = call_command(command.scan, own, {"inputs": inputs, **options})
     return result

@@ -33,7 +33,7 @@ def _applies_to_scan(option: DeclaredOption) -> bool:
 @with_ray_options
 def scan(
     group: int | None = typer.Option(None, min=1, metavar="N", help=f"Inputs of one run. (default: {GROUP_SIZE})"),
-    continued_folder: Path | None = continue_option("scan"),  # noqa: B008
+    continue_: Path | None = continue_option("scan"),  # noqa: B008
     run_limit: float = run_limit_option("one group"),
     time_limit: float | None = time_limit_option("group"),
     at_once: int | None = at_once_option(
@@ -49,8 +49,8 @@ def scan(
     replayed, and none differs from the job; 1: one failed or differs.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=time_limit, at_once=at_once)
-    if continued_folder is not None:
-        return make_continue_action("scan", continued_folder, {"group": group, **given}, limits, ray, as_json=json)
+    if continue_ is not None:
+        return make_continue_action("scan", continue_, {"group": group, **given}, limits, ray, as_json=json)
     spec = build_replay_spec(given)
     # The nodes of a cluster may have inputs that this machine lacks.
     paths = spec if ray is None else None

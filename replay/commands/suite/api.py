@@ -56,7 +56,7 @@ def suite(
     """
     own = {
         "dataset": dataset,
-        "model": None if model is None else str(model),
+        "model": model,
         "num_layers": num_layers,
         "dtype": dtype,
         "gradient_checkpointing": gradient_checkpointing,
@@ -67,16 +67,16 @@ def suite(
         "tp": tp,
         "ring": ring,
         "data_ranks": data_ranks,
-        "init_weights": None if init_weights is None else str(init_weights),
+        "init_weights": init_weights,
         "save_init_weights": save_init_weights,
         "output_dir": output_dir,
         "run_limit": run_limit,
-        "skip": None if skip is None else list(skip),
+        "skip": skip,
         "skip_deepspeed": skip_deepspeed,
         "skip_fsdp2": skip_fsdp2,
         "skip_tp": skip_tp,
         "skip_ring": skip_ring,
-        "only": None if only is None else list(only),
+        "only": only,
         "save_state": save_state,
         "save_every": save_every,
         "storage": storage,
@@ -84,7 +84,7 @@ def suite(
         "log_folder": log_folder,
         "launcher": launcher,
         "address": address,
-        "continued": None if continue_ is None else str(continue_),
+        "continue_": continue_,
     }
     result: SuiteResult = call_command(command.suite, {"context": own, **own}, {})
     return result

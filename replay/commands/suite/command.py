@@ -64,7 +64,7 @@ def suite(
     storage: str | None = typer.Option(
         None, metavar="FOLDER|URI", help="Where states are kept; for Ray a folder that all nodes share, or a URI."
     ),
-    continued: str | None = typer.Option(
+    continue_: str | None = typer.Option(
         None,
         "--continue",
         metavar="FOLDER|NAME",
@@ -85,11 +85,11 @@ def suite(
     deepspeed-autotp comes beside them. Exit code 0: each loss falls, and is within its bound of deepspeed's and
     ddp's; 1: one is not, or failed.
     """
-    if continued is not None:
-        folder = Path(continued)
-        is_name = folder.name == continued and not folder.is_dir()
+    if continue_ is not None:
+        folder = Path(continue_)
+        is_name = folder.name == continue_ and not folder.is_dir()
         _refuse_options_of_the_suite(context, is_name=is_name)
-        run = partial(_resume, folder, continued if is_name else None, log_folder, storage, ray, plot)
+        run = partial(_resume, folder, continue_ if is_name else None, log_folder, storage, ray, plot)
         return CampaignAction(run=run, as_json=json)
     _check_storage(storage, save_every, ray, saves=save_state)
     if skip and only:
@@ -107,7 +107,7 @@ def suite(
 
 def _refuse_options_of_the_suite(context: typer.Context, *, is_name: bool) -> None:
     """Raise UsageError for an option that --continue takes from the suite that was begun."""
-    allowed = ["continued", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
+    allowed = ["continue_", "launcher", "address", "plot", *(["storage", "log_folder"] if is_name else [])]
     option_names = [name for name in _read_options(context, "COMMANDLINE") if name not in allowed]
     if option_names:
         why = "takes its options from the suite that was begun"

@@ -38,10 +38,10 @@ def worst(
     own = {
         "measured": measured,
         "check": check,
-        "predict": None if predict is None else list(predict),
+        "predict": predict,
         "show": None,
         "run_limit": run_limit,
-        "continued_folder": continue_,
+        "continue_": continue_,
     }
     result: WorstResult = call_command(command.worst, own, {"inputs": inputs, **options})
     return result

@@ -48,7 +48,7 @@ def worst(
         "--predict num-layers=32,ranks=8. May be given more than once.",
     ),
     show: int | None = typer.Option(None, min=0, metavar="N", help=f"Inputs to list. (default: {NUM_SHOWN})"),
-    continued_folder: Path | None = continue_option("worst"),  # noqa: B008
+    continue_: Path | None = continue_option("worst"),  # noqa: B008
     run_limit: float = run_limit_option("each run", seconds=1800.0),
     json: bool = json_option(),
     **given: Any,
@@ -60,7 +60,7 @@ def worst(
     --check found an error above 5 % of a peak or 10 % of a time.
     """
     limits = RunLimits(run_seconds=run_limit, total_seconds=None, at_once=None)
-    if continued_folder is not None:
+    if continue_ is not None:
         typed_options = {
             "measured": measured,
             "check": check or None,
@@ -68,7 +68,7 @@ def worst(
             "show": show,
             **given,
         }
-        return make_continue_action("worst", continued_folder, typed_options, limits, as_json=json)
+        return make_continue_action("worst", continue_, typed_options, limits, as_json=json)
     plan = WorstPlan(
         spec=build_replay_spec(given),
         num_measured=measured or NUM_MEASURED,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import replay
@@ -13,11 +14,19 @@ import replay
 @pytest.mark.parametrize(
     ("function", "options", "says"),
     [
-        (replay.scan, {"group": 0}, "group 0 is not allowed. Give a whole number of at least 1"),
+        (replay.scan, {"group": 0}, "group=0 is not allowed. Give a whole number of at least 1"),
         (replay.scan, {"group": 2.5}, "group 2.5 is not allowed. Give a whole number of at least 1"),
         (replay.scan, {"run_limit": True}, "run_limit True is not allowed. Give a number of at least 1"),
-        (replay.scan, {"step": True}, "replay.scan has no option step. "),
+        (replay.scan, {"group": np.int64(0)}, "group=0 is not allowed. Give a whole number of at least 1"),
+        (replay.scan, {"address": 3}, "address 3 is not allowed. Give a name"),
         (replay.scan, {"json": True}, "replay.scan has no option json. "),
+        (replay.scan, {"continue_": 3}, "continue_ 3 is not allowed. Give a path"),
+        (replay.minimise, {"redact": 1}, "redact 1 is not allowed. Give True or False"),
+        (replay.parity, {"python": "bin/python"}, "python 'bin/python' is not allowed. Give a list"),
+        (replay.parity, {"python": [3]}, "python 3 is not allowed. Give a name"),
+        (replay.recompiles, {"buckets": np.int64(0)}, "buckets '0' is not allowed. Give how many, or several lengths"),
+        (replay.recompiles, {"policies": "none"}, "policies 'none' is not allowed. Give some of off, automatic"),
+        (replay.scan, {"step": True}, "replay.scan has no option step. "),
         (replay.scan, {"max_input": 3}, "replay.scan has no option max_input. Did you mean max_inputs?"),
         (replay.scan, {"max_inputs": 0}, "max_inputs=0 is not allowed. Give a whole number of at least 1"),
         (replay.scan, {"launcher": "slurm"}, "launcher 'slurm' is not allowed. Give one of ray"),
@@ -27,7 +36,7 @@ import replay
         (replay.scan, {"continue_": Path("x"), "tp": 2}, "continue_ takes its options from that folder. Leave out tp"),
         (replay.parity, {"continue_": "x", "matrix": "quick"}, "continue_ takes its options from that folder. Leave"),
         (replay.parity, {"model": "nowhere/at/all"}, "model='nowhere/at/all'"),
-        (replay.worst, {"measured": 0}, "measured 0 is not allowed. Give a whole number of at least 1"),
+        (replay.worst, {"measured": 0}, "measured=0 is not allowed. Give a whole number of at least 1"),
         (replay.worst, {"predict": ["tp=x"]}, "predict='tp=x': 'tp=x' is not allowed. Give each of num-layers"),
         (replay.recompiles, {"policies": ["none"]}, "policies 'none' is not allowed. Give some of off, automatic"),
         (replay.recompiles, {"buckets": 0}, "buckets '0' is not allowed. Give how many, or several lengths. Try: buck"),
@@ -35,11 +44,11 @@ import replay
         (replay.minimise, {"cell": "x", "parity": "y", "tp": 2}, "cell='x' has its options from y. Leave out tp"),
         (replay.suite, {"only": ["zero"]}, "only='zero' is no configuration. Give one of ddp"),
         (replay.suite, {"dtype": "int8"}, "dtype 'int8' is not allowed. Give one of "),
-        (replay.suite, {"steps": 1}, "steps 1 is not allowed. Give a whole number of at least 2"),
+        (replay.suite, {"steps": 1}, "steps=1 is not allowed. Give a whole number of at least 2"),
         (replay.suite, {"continue_": "x", "steps": 3}, "continue_ takes its options from the suite that was begun. "),
         (replay.suite, {"save_every": 3}, "save_every is for the states of save_state. Try: save_state, save_every=3"),
-        (replay.diagnose, {"steps": 0}, "steps 0 is not allowed. Give a whole number of at least 1"),
-        (replay.diagnose, {"learning_rate": -1}, "learning_rate -1 is not allowed. Give a number of at least 0"),
+        (replay.diagnose, {"steps": 0}, "steps=0 is not allowed. Give a whole number of at least 1"),
+        (replay.diagnose, {"learning_rate": -1}, "learning_rate=-1.0 is not allowed. Give a number of at least 0"),
         (replay.diagnose, {"grad_accumulation": 2}, "replay.diagnose has no option grad_accumulation. "),
         (replay.diagnose, {"loss": "policy"}, "diagnose learns its inputs, so loss='policy' is not for it. Try: loss="),
         (replay.diagnose, {"processes": 3, "tp": 2}, "processes=3 is not allowed. Give a multiple of tp x ring"),

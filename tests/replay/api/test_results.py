@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,10 +289,93 @@ def test_a_command_of_many_replays_opens_as_a_mapping_of_them(tmp_path: Path) ->
         past["tp2"]
 
 
-def test_a_command_of_a_newer_format_is_named(tmp_path: Path) -> None:
-    folder = begin_campaign(tmp_path, format=99)
-    with pytest.raises(replay.UsageError, match="is of format 99; this version reads format 2"):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"format": 99}', "is of format 99; this version reads format 2"),
+        ('{"format": 2, "comm', "is damaged: Unterminated string"),
+        ("[1]", r"is damaged: it is \[1\]"),
+        ('{"format": 2, "result": {}}', "is damaged: command is missing"),
+        ('{"format": 2, "command": "replay parity", "result": [1]}', r"is damaged: result is \[1\]"),
+        ('{"format": 2, "command": "replay parity", "result": {"runs": 3}}', "is damaged: result: runs is 3"),
+        ('{"format": 2, "command": "replay parity", "result": {"runs": [3]}}', "is damaged: result: runs.0 is 3"),
+    ],
+)
+def test_a_command_s_file_of_another_shape_is_named(content: str, says: str, tmp_path: Path) -> None:
+    folder = begin_campaign(tmp_path)
+    (folder / "parity.json").write_text(content)
+    with pytest.raises(replay.UsageError, match=f"parity.json {says}"):
         replay.open(folder)
+
+
+@pytest.mark.parametrize("log", [3, None, ["logs/x"], b"logs/x", object()], ids=repr)
+def test_what_is_no_log_is_refused_with_what_came(log: Any, tmp_path: Path) -> None:
+    run = replay.open(write_log(tmp_path / "log", [passed(0, "x")]))
+    for function in (replay.compare, replay.report):
+        with pytest.raises(replay.UsageError, match=r" is no log\. Give a run, or the folder of one, such as logs/"):
+            function(run, log)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_another_kind_is_no_run(tmp_path: Path) -> None:
+    log, captures = write_log(tmp_path / "log", [passed(0, "x")]), tmp_path / "captures"
+    write_pass(captures)
+    campaign = begin_campaign(tmp_path)
+    for other in (captures, campaign, replay.open(campaign)):
+        with pytest.raises(replay.UsageError, match=r"holds no run \(no run.json\)\. Give a folder that a run left"):
+            replay.compare(log, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"threshold": "much"}, "threshold 'much' is not allowed. Give a finite number of at least 0"),
+        ({"threshold": math.nan}, "threshold=nan is not allowed. Give a finite number of at least 0"),
+        ({"variants": "stock"}, "variants 'stock' is not allowed. Give a list, such as ['attention=eager']"),
+        ({"variants": [3]}, r"variants [3] is not allowed"),
+    ],
+)
+def test_a_wrong_option_of_compare_is_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    run = replay.open(write_log(tmp_path / "log", [passed(0, "x")]))
+    assert isinstance(run, replay.ReplayedRun)
+    with pytest.raises(replay.UsageError) as refusal:
+        replay.compare(run, run, **options)
+    assert str(refusal.value).startswith(says)
+
+
+@pytest.mark.parametrize("function", [replay.open, replay.captures, replay.inspect, replay.hang])
+def test_a_folder_is_a_path(function: Callable[..., Any], tmp_path: Path) -> None:
+    for wrong in (3, None, ["x"], b"x", ""):
+        with pytest.raises(replay.UsageError, match=r" is not allowed\. Give a path"):
+            function(wrong)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        *((function, ("logs/x",)) for function in (replay.open, replay.captures, replay.inspect, replay.hang)),
+        (replay.compare, ("logs/x", "logs/y")),
+        (replay.report, ("logs/x",)),
+        *((function, ()) for function in (replay.run, replay.scan, replay.suite, replay.doctor)),
+    ],
+)
+def test_a_working_folder_that_is_gone_is_named(
+    function: Callable[..., Any], arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(replay.UsageError, match=r"this process's working folder is gone: .* Change to one that is"):
+        function(*arguments)
+
+
+def test_a_log_is_read_from_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_log(tmp_path / "log", [passed(0, "x")])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    run = replay.open(folder)
+    assert isinstance(run, replay.ReplayedRun)
+    assert replay.compare(run, run).exit_code == 0
 
 
 def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
@@ -313,7 +397,7 @@ def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"passes": "trains"}, "passes 'trains' is not allowed"), ({"recording": 2}, "recording 2 is not allowed")],
+    [({"passes": "trains"}, "passes 'trains' is not allowed"), ({"recording": 2}, "recording=2 is not allowed")],
 )
 def test_a_wrong_argument_is_refused_before_the_first_pass(
     arguments: dict[str, Any], says: str, tmp_path: Path

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+from torch import tensor
 
 import replay
 from replay.api.running import build_spec
@@ -39,6 +42,8 @@ SAMPLE = ROOT / "inputs" / "sample"
         ({"learning_rate": 1, "inputs": Path("inputs/x")}, "--lr 1.0 --inputs inputs/x"),
         ({"model": Path("runs/x"), "log_folder": "elsewhere"}, "--model runs/x -o elsewhere"),
         ({"max_inputs": 4.0}, "--max-inputs 4"),
+        ({"max_inputs": np.int64(4), "learning_rate": np.float32(0.5)}, "--max-inputs 4 --lr 0.5"),
+        ({"packing": np.bool_(False), "step": np.bool_(True), "tp": tensor(2)}, "--no-packing --step --tp 2"),
     ],
 )
 def test_options_are_those_of_the_command_line(options: dict[str, Any], typed: str) -> None:
@@ -59,6 +64,9 @@ def test_of_step_every_spelling_is_known() -> None:
         ({"max_input": 3}, "a replay has no option max_input. Did you mean max_inputs?"),
         ({"quiet": True}, "a replay has no option quiet"),
         ({"max_inputs": 2.5}, "max_inputs 2.5 is not allowed. Give a whole number of at least 1"),
+        ({"max_inputs": np.float32(2.5)}, "max_inputs 2.5 is not allowed. Give a whole number of at least 1"),
+        ({"max_inputs": np.array([2])}, "max_inputs array([2]) is not allowed. Give a whole number of at least 1"),
+        ({"max_inputs": math.inf}, "max_inputs inf is not allowed. Give a whole number of at least 1"),
         ({"max_inputs": True}, "max_inputs True is not allowed. Give a whole number of at least 1"),
         ({"max_inputs": 0}, "max_inputs=0 is not allowed. Give a whole number of at least 1"),
         ({"packing": "no"}, "packing 'no' is not allowed. Give True or False"),
