@@ -37,7 +37,13 @@ def test_the_workflow_tests_the_pythons_that_the_metadata_names_and_can_replay()
 
 def test_without_arguments_the_script_runs_all_but_docs_and_wheel() -> None:
     (by_default,) = re.findall(r"^  set -- (.*)$", SCRIPT, re.MULTILINE)
-    assert set(by_default.split()) == STEPS - {"docs", "wheel"}
+    assert set(re.split("[ +]", by_default)) == STEPS - {"docs", "wheel"}
+
+
+def test_both_tiers_in_one_run_are_all_tests(request: pytest.FixtureRequest) -> None:
+    (words,) = re.findall(r"^    tests\+slow\) commands=\('pytest (.*)'\)", SCRIPT, re.MULTILINE)
+    typed = [*request.config.getini("addopts"), *words.split()]
+    assert request.config._parser.parse(typed).markexpr == ""
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are() -> None:
