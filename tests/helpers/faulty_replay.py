@@ -2,7 +2,7 @@
 
 KIND is a key of FAULTS; PHASE is forward, backward or step of RANK's second pass, or end, behind it. Starting up may
 take long on a busy machine and is no fault: once the first pass is done, --timeout is HANG_SECONDS, but where the rank
-itself says what it failed with. It may write a snapshot of its memory first, and that is no hang.
+itself says what it failed with, for which it may write a snapshot of its memory first, or is ended from outside.
 """
 
 import ctypes
@@ -31,7 +31,8 @@ from replay.watch.watcher import HELD_SECONDS, Watch, watch_run
 
 FAULTY_PASS = 2
 HANG_SECONDS = 6.0
-ANSWER_SECONDS, PATIENCE_SECONDS = 3.0, 6.0  # four times the watch's own: a rank of a busy machine is not dead
+# The watch's own are for a rank that is dead to all the others. A rank of a busy machine is not.
+SILENT_SECONDS, BUSY_SECONDS = (3.0, 6.0), (60.0, 60.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -75,6 +76,11 @@ def terminated() -> NoReturn:
 def blocked() -> NoReturn:
     threading.Event().wait()
     raise AssertionError("nobody sets it")
+
+
+def asleep() -> NoReturn:
+    """Stands still until it is ended from outside: --timeout, however late the signal comes, has no part in it."""
+    blocked()
 
 
 def blocked_after_collective() -> None:
@@ -167,6 +173,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         left_hard,
         terminated,
         blocked,
+        asleep,
         blocked_after_collective,
         blocked_before_async,
         blocked_before_new_group,
@@ -181,7 +188,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     )
 }
 
-SAID_BY_THE_RANK = ("raised", "out_of_memory", "out_of_host_memory", "left")
+NO_HANG = ("raised", "out_of_memory", "out_of_host_memory", "left", "terminated", "asleep")
+# Of these a rank, or what is left of it, does not answer; elsewhere all do, as soon as a busy machine lets them.
+SILENT = ("holding_python", "holding_python_first", "stopped", "mismatched_collective")
 MEANWHILE: dict[str, Callable[[], None]] = {  # what the other rank does in that place
     "blocked_before_async": waiting_for_async,
     "blocked_before_new_group": making_a_group,
@@ -196,11 +205,12 @@ def main() -> NoReturn:
     # The fault is in the loss that this puts in the place of the mean.
     sys.argv[1:] = [*typed, "--loss", "stand-in"]
     vars(replay.runner.run)["watch_run"] = _watched
-    vars(replay.watch.watcher)["ANSWER_SECONDS"] = ANSWER_SECONDS
-    vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = PATIENCE_SECONDS
+    answer_seconds, patience_seconds = SILENT_SECONDS if kind in SILENT else BUSY_SECONDS
+    vars(replay.watch.watcher)["ANSWER_SECONDS"] = answer_seconds
+    vars(replay.watch.shutdown)["PATIENCE_SECONDS"] = patience_seconds
     has_fault = int(os.environ.get("RANK", 0)) == int(rank)
     vars(replay.runner.replayer)["compute_negated_mean"] = _faulty(
-        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase, may_hang=kind not in SAID_BY_THE_RANK
+        FAULTS[kind] if has_fault else MEANWHILE.get(kind, nothing), phase, may_hang=kind not in NO_HANG
     )
     run_and_leave()
 

@@ -6,11 +6,6 @@ import time
 from pathlib import Path
 
 
-def processes_with(argument: str) -> list[str]:
-    """The command lines of the processes that have it, zombies left out: those have none."""
-    return list(_commands_with(argument).values())
-
-
 def processes_left(argument: str, limit: float) -> list[str]:
     """The command lines of those that have it and do not end within `limit` seconds; returns when all have ended."""
     deadline = time.monotonic() + limit
@@ -27,6 +22,7 @@ def processes_left(argument: str, limit: float) -> list[str]:
 
 
 def _commands_with(argument: str) -> dict[int, str]:
+    """Return the command lines by process, zombies left out: those have none."""
     commands = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

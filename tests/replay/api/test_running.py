@@ -247,7 +247,7 @@ def test_an_interrupted_call_ends_its_ranks_and_the_log_says_so(tmp_path: Path) 
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=1800)
     finally:
         process.kill()
     assert out.splitlines()[-1] == "the kernel lives"

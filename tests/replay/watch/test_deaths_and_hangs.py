@@ -21,13 +21,14 @@ from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.faulty_replay import DEVICE
 from tests.helpers.ports import free_port
-from tests.helpers.process_table import processes_with
+from tests.helpers.process_table import processes_left
 from tests.warm import warm_bin
 
 pytestmark = pytest.mark.slow
 
 WAITS_AT_ONCE = DEVICE == "cpu"  # for a collective; on CUDA a rank queues more work behind it
 NUM_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
+SECONDS_TO_END = 60.0  # a launcher may return while a rank that it killed is not gone yet
 LAUNCHERS = {
     "torchrun": "torchrun --master-port {port} --nproc-per-node 2 -m tests.helpers.faulty_replay {fault}",
     "deepspeed": "deepspeed --num_gpus=2 --master_port {port} --module tests.helpers.faulty_replay {fault}",
@@ -191,7 +192,7 @@ def run_case(case: Case, home: Path) -> Outcome:
         sources=[path.name for path in capture_files(folder) if f"_rank{case.rank}_" in path.name],
         log=logs[0],
         seconds_after_fault=time.time() - struck[0] if struck else None,
-        processes_left=processes_with(str(folder)),
+        processes_left=processes_left(str(folder), SECONDS_TO_END),
     )
 
 

@@ -27,7 +27,7 @@ from replay.watch.watcher import watch_run
 from tests.helpers.commands import BIN, LIMIT, ROOT
 from tests.helpers.failing_inputs import folder_of
 from tests.helpers.ports import free_port
-from tests.helpers.process_table import processes_with
+from tests.helpers.process_table import processes_left
 from tests.helpers.thread_ranks import Threads
 from tests.warm import warm_bin
 
@@ -80,7 +80,7 @@ def test_a_single_process_that_hangs_is_ended_and_says_where(tmp_path: Path) -> 
 
 
 def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path) -> None:
-    with start(tmp_path, f"{warm_bin()}/python -u -m tests.helpers.faulty_replay blocked forward 0") as process:
+    with start(tmp_path, f"{warm_bin()}/python -u -m tests.helpers.faulty_replay asleep forward 0") as process:
         until_the_fault(process)
         process.terminate()
         output, _ = process.communicate(timeout=LIMIT)
@@ -90,7 +90,7 @@ def test_a_single_process_that_is_sent_sigterm_says_where_it_was(tmp_path: Path)
 
 
 def test_a_signal_that_the_launcher_passes_on_names_no_rank(tmp_path: Path) -> None:
-    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay blocked forward 1"
+    launcher = f"{warm_bin()}/torchrun --standalone --nproc-per-node 2 -m tests.helpers.faulty_replay asleep forward 1"
     with start(tmp_path, f"{launcher} --backend fsdp2") as process:
         until_the_fault(process)
         process.terminate()
@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_is_ended_without_a_launcher(tmp_path: Path) -> N
     for process in ranks:
         process.wait(LIMIT)
     assert run_of(tmp_path)["failure"]["rank"] == 1
-    assert processes_with(str(tmp_path)) == []
+    assert processes_left(str(tmp_path), LIMIT) == []
 
 
 def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_network_that_breaks_is_no_rank_s_failure(tmp_path: Path) -> None:
 def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path: Path) -> None:
     launcher = (
         f"torchrun --master-port {free_port()} --nproc-per-node 2 -m tests.helpers.faulty_replay "
-        f"blocked forward {faulty_rank} --backend fsdp2"
+        f"asleep forward {faulty_rank} --backend fsdp2"
     )
     with start(tmp_path, launcher) as process:
         until_the_fault(process)
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_ranks_that_stand_in_a_collective(faulty_rank: int, tmp_path
         process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     assert run_of(tmp_path)["status"] == "interrupted"
-    assert processes_with(str(tmp_path)) == []
+    assert processes_left(str(tmp_path), LIMIT) == []
 
 
 @pytest.mark.usefixtures("one_world")
