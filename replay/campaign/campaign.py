@@ -297,12 +297,19 @@ class Campaign(Generic[Plan]):
         """
         self._lines_by_digest.pop(job.digest_in(self.folder), None)
 
-    def run_jobs(self, jobs: Iterable[CampaignJob], *, start_deadline: float | None = None) -> Generator[FinishedJob]:
+    def run_jobs(
+        self,
+        jobs: Iterable[CampaignJob],
+        *,
+        start_deadline: float | None = None,
+        folder: Path = Path(),
+    ) -> Generator[FinishedJob]:
         """Yield how each campaign job ended: those of the journal first; the others are run, and come as they end.
 
         A campaign job that the deadline keeps from starting is not yielded.
 
         start_deadline  no campaign job is started after this time of `time.monotonic`; None: as the limits say
+        folder          where their relative paths begin
         """
         assert self._run_tasks is not None, "call open() first"
         pending = {}
@@ -312,24 +319,25 @@ class Campaign(Generic[Plan]):
             else:
                 pending[position] = job
         # A generator, since a task is given the next free folder of its campaign job's attempts when it is made.
-        tasks = ((position, self._make_task(job)) for position, job in pending.items())
+        tasks = ((position, self._make_task(job, folder)) for position, job in pending.items())
         start_deadline = self._start_deadline if start_deadline is None else start_deadline
         for position, child in self._run_tasks(tasks, until=start_deadline):
             self._record(pending[position], child)
             yield FinishedJob(position, child, self._jobs_run_alone, is_new=True)
 
-    def run(self, job: CampaignJob) -> Child:
+    def run(self, job: CampaignJob, folder: Path = Path()) -> Child:
         """Return how one campaign job ended: by the journal, else after a run, even if the time for starts is over."""
-        [finished] = self.run_jobs([job], start_deadline=math.inf)
+        [finished] = self.run_jobs([job], start_deadline=math.inf, folder=folder)
         return finished.child
 
-    def _make_task(self, job: CampaignJob) -> Task:
+    def _make_task(self, job: CampaignJob, folder: Path) -> Task:
         return Task.attempt(
             self.folder / job.home,
             ChildJob(spec=job.spec.as_child()),
             num_processes=job.num_processes,
             limit=self._max_seconds_per_job,
             python=job.python,
+            folder=folder,
         )
 
     def _record(self, job: CampaignJob, child: Child) -> None:

@@ -143,7 +143,7 @@ class RayTrainings:
             "homes": str(self._cluster.locate_home("")),
             "logs": str(task.logs.relative_to(self._root)),
             "output": str(task.output.relative_to(self._root)),
-            "folder": str(Path.cwd()),
+            "folder": str(task.folder.absolute()),
             "inputs": {node: str(folder) for node, folder in copies.items()},
         }
 

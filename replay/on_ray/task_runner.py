@@ -146,7 +146,9 @@ class RayTaskRunner:
             job = task.job.on_node(home / task.logs.relative_to(self._root), copies.get(place.node_id))
             output = choose_output_file(nodes.index(place.node_id), home / task.output.relative_to(self._root))
             variables = build_rank_variables(rank, places, port)
-            running.append(actor.run.remote(self._module, job.text, variables, str(Path.cwd()), output, task.limit))
+            running.append(
+                actor.run.remote(self._module, job.text, variables, str(task.folder.absolute()), output, task.limit)
+            )
         while running:
             [ended], running = ray.wait(running, num_returns=1)
             exit_code: int | None = ray.get(ended)

@@ -43,12 +43,14 @@ def _forget_server() -> None:
 os.register_at_fork(after_in_child=_forget_server)
 
 
-def start(program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkServerProcess:
-    """Run `python program arguments` in a forked process with its own session; output is appended to the file
-    `output`.
+def start(
+    program: Path, arguments: Sequence[str], environment: Mapping[str, str], output: Path, folder: Path
+) -> ForkServerProcess:
+    """Run `python program arguments` in `folder`, in a forked process with its own session; output is appended to the
+    file `output`.
     """
     process = CONTEXT.Process(
-        target=_run_in_fork, args=(program, list(arguments), dict(environment), output, Path.cwd())
+        target=_run_in_fork, args=(program, list(arguments), dict(environment), output, folder.absolute())
     )
     # The first process starts the server, which inherits this environment. Environment and main module are the whole
     # process's: of two threads that start processes one waits.

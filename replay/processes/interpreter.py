@@ -105,10 +105,10 @@ def without_python_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
-def start(python: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
-    """Run `replay arguments` by `python` in its own session; output is appended to the file `output`."""
+def start(python: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path, folder: Path) -> Process:
+    """Run `replay arguments` by `python` in `folder`, in its own session; output is appended to the file `output`."""
     command = [python, "-u", "-P", "-m", "replay", *arguments]
     with output.open("ab") as file:
         return supervisor.start_process(
-            command, without_python_path(environment), stdin=subprocess.DEVNULL, output=file
+            command, without_python_path(environment), stdin=subprocess.DEVNULL, output=file, folder=folder
         )

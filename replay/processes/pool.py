@@ -133,7 +133,8 @@ class Task:
     """One attempt at a replay, in a number of processes, for at most `limit` seconds.
 
     Its output goes into the file `output`. `python` is the path of another environment's interpreter; empty: this one.
-    `words` are the name and own options of the command that does the job; none: `replay` itself.
+    `words` are the name and own options of the command that does the job; none: `replay` itself. `folder` is where its
+    relative paths begin.
     """
 
     job: ChildJob
@@ -142,9 +143,19 @@ class Task:
     limit: float
     python: str = ""
     words: Sequence[str] = ()
+    folder: Path = Path()
 
     @classmethod
-    def attempt(cls, home: Path, job: ChildJob, *, num_processes: int, limit: float, python: str = "") -> Self:
+    def attempt(
+        cls,
+        home: Path,
+        job: ChildJob,
+        *,
+        num_processes: int,
+        limit: float,
+        python: str = "",
+        folder: Path = Path(),
+    ) -> Self:
         """Return a task that logs into a new folder below `home`, which holds those of earlier attempts."""
         home.mkdir(parents=True, exist_ok=True)
         logs = home / str(len(list(home.iterdir())))
@@ -154,6 +165,7 @@ class Task:
             output=logs / OUTPUT,
             limit=limit,
             python=python,
+            folder=folder,
         )
 
     @property
@@ -256,7 +268,9 @@ class RunningTask:
         store = open_rank_store() if task.num_processes > 1 else None
         rank_variables = list_rank_variables(task.num_processes, store.port) if store else [{}]
         run = partial(interpreter.start, task.python) if task.python else partial(forkserver.start, PROGRAM)
-        starts = [partial(run, arguments, environment | variables, task.output) for variables in rank_variables]
+        starts = [
+            partial(run, arguments, environment | variables, task.output, task.folder) for variables in rank_variables
+        ]
         return cls(task=task, gpus=gpus, ranks=ChildGroup.start(starts, limit=task.limit), store=store)
 
     def finish(self) -> Child:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import IO, Self
 
 Process = subprocess.Popen[bytes] | ForkServerProcess
@@ -33,10 +34,11 @@ def start_process(
     *,
     stdin: int | None = None,
     output: IO[bytes] | None = None,
+    folder: Path | None = None,
 ) -> Process:
-    """Start `command` in its own session. Its output goes to `output`, or to this process's output."""
+    """Start `command` in its own session, in `folder`. Its output goes to `output`, or to this process's output."""
     return subprocess.Popen(
-        command, stdin=stdin, stdout=output, stderr=output, env=dict(environment), start_new_session=True
+        command, stdin=stdin, stdout=output, stderr=output, cwd=folder, env=dict(environment), start_new_session=True
     )
 
 

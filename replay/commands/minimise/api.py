@@ -36,8 +36,6 @@ def minimise(
     continue_     a folder that minimise left, to go on with; then inputs and options are its own
     options       of the replay that fails, as `replay minimise --help-all` lists them, with `_` for `-`
 
-    The last run is made in the folder that is written, so the working folder of this process is another one meanwhile.
-
     Raises UsageError for an option or a file that cannot be. On KeyboardInterrupt the ranks are ended, and the trials
     that have ended are kept for `continue_`.
     """

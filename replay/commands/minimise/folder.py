@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -41,8 +40,10 @@ INPUTS = "inputs"
 
 
 class CheckCandidate(Protocol):
-    def __call__(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
-        """Replay these inputs; return the failure, if it is the one that is looked for."""
+    def __call__(
+        self, candidate: Candidate, inputs: Path, what: str, folder: Path = Path()
+    ) -> tuple[ReplayFailure | None, Child]:
+        """Replay these inputs in `folder`; return the failure, if it is the one that is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +79,15 @@ def write_folder(log: MinimiseLog, best: Candidate, check: CheckCandidate, *, is
     settled = candidate.spec if start is None else spec_from_dict(start.spec)
     assert log.failure is not None
     seconds = min(log.plan.limits.run, candidate.spec.measure.timeout + GRACE_SECONDS)
-    with chdir(home):
-        standalone = write_standalone(
-            home, settled, failure or log.failure, num_processes=candidate.num_processes, seconds=seconds
-        )
+    # Of the user's files, which the run named as copies in the folder, the model's config alone is read again here.
+    model = _make_paths_absolute(best).spec.actor.model
+    standalone = write_standalone(
+        home,
+        replace(settled, actor=replace(settled.actor, model=model)),
+        failure or log.failure,
+        num_processes=candidate.num_processes,
+        seconds=seconds,
+    )
     (home / "run.sh").write_text(_format_run_script(candidate, log.plan.parity), encoding="utf-8")
     (home / "run.sh").chmod(0o700)
     (home / "versions.json").write_text(json.dumps(list_versions(), indent=1) + "\n", encoding="utf-8")
@@ -131,11 +137,10 @@ def _run_in_folder(
     Returns what was run, what it needs from elsewhere, the failure if it was shown, and the run.
     """
     portable = _copy_files(home, best)
-    with chdir(home):
-        for candidate in dict.fromkeys((portable, _make_paths_absolute(best))):
-            shown_failure, child = check(candidate, Path(INPUTS), SMALLEST)
-            if shown_failure is not None:
-                break
+    for candidate in dict.fromkeys((portable, _make_paths_absolute(best))):
+        shown_failure, child = check(candidate, Path(INPUTS), SMALLEST, home)
+        if shown_failure is not None:
+            break
     if candidate != portable:
         for path in _list_files(portable.spec):
             (home / path.name).unlink(missing_ok=True)

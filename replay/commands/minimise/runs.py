@@ -198,6 +198,7 @@ class _TrialPlan:
     home      its folder in the campaign's
     inputs    what it replays; None: as it was typed
     contents  tells its inputs from those of other trials
+    folder    where its relative paths begin
     """
 
     what: str
@@ -205,6 +206,7 @@ class _TrialPlan:
     home: str
     inputs: Path | None = None
     contents: str = ""
+    folder: Path = Path()
 
     def with_inputs(self, spec: ReplaySpec) -> ReplaySpec:
         """Return a spec with its inputs."""
@@ -315,15 +317,24 @@ class _Minimisation:
         self.failures[candidate] = shown_failure
         return shown_failure
 
-    def _check(self, candidate: Candidate, inputs: Path, what: str) -> tuple[ReplayFailure | None, Child]:
-        """Replay a candidate outside the search: with other inputs than its own, or in another place."""
+    def _check(
+        self, candidate: Candidate, inputs: Path, what: str, folder: Path = Path()
+    ) -> tuple[ReplayFailure | None, Child]:
+        """Replay a candidate outside the search: with other inputs than its own, or in another folder."""
         digest = hashlib.sha256()
-        for path in sorted(inputs.iterdir()):
+        for path in sorted((folder / inputs).iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
         home = f"trials/{what.replace(', ', '-')}"
         without_cuts = replace(candidate, cuts=())
         return self._repeat_until_shown(
-            _TrialPlan(what=what, candidate=without_cuts, home=home, inputs=inputs, contents=digest.hexdigest())
+            _TrialPlan(
+                what=what,
+                candidate=without_cuts,
+                home=home,
+                inputs=inputs,
+                contents=digest.hexdigest(),
+                folder=folder,
+            )
         )
 
     def _repeat_until_shown(self, trial: _TrialPlan) -> tuple[ReplayFailure | None, Child]:
@@ -347,7 +358,7 @@ class _Minimisation:
             if self.log.campaign.find_finished(job) is None:
                 self.is_new = True
                 self.console.show_progress(len(self.log.trials) + 1)
-            children.append(self.log.campaign.run(job))
+            children.append(self.log.campaign.run(job, trial.folder))
             if children[-1].exit_code != 0:
                 break
         failure, cell = find_failure(children[-1]), self.log.plan.parity

@@ -196,6 +196,8 @@ class Runs:
         self.happens: dict[int, BaseException] = {}
         self.num_made = 0
         self.fails = fails_for_the_token
+        # That of this process, and that of the replay, of each run.
+        self.working_folders: list[tuple[Path, Path]] = []
 
     def __call__(self, tasks: Any, *, until: float) -> Iterator[tuple[object, Child]]:
         for key, task in tasks:
@@ -203,10 +205,11 @@ class Runs:
 
     def child(self, task: Task) -> Child:
         self.num_made += 1
+        self.working_folders.append((Path.cwd(), task.folder))
         if (event := self.happens.pop(self.num_made, None)) is not None:
             raise event
         spec = task.job.spec
-        records = self.fails(spec.inputs.inputs or Path())
+        records = self.fails(task.folder / (spec.inputs.inputs or Path()))
         write_log(task.logs / "run", records, spec=spec, exit_code=int(records[-1].error is not None))
         task.output.write_text("as it was printed\n")
         code = 1 if records[-1].error else 0
@@ -271,6 +274,10 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert "1 of 8 files, 1 row, 2 tokens, 1 layer, 1 process" in printed
     assert f"written    {smallest}" in printed
 
+    # The last run begins in the folder, and the process that asks for it stays where it is.
+    assert {here for here, _ in runs.working_folders} == {Path.cwd()}
+    assert [there.name for _, there in runs.working_folders if there != Path()] == [".smallest"]
+
     num_made = runs.num_made
     assert main(["minimise", "--continue", str(smallest.parent), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -310,7 +317,7 @@ def test_a_loss_file_comes_along(tmp_path: Path, runs: Runs) -> None:
 
     def run(task: Task) -> Child:
         loss = task.job.spec.measure.loss
-        runs.fails = usual if Path(loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
+        runs.fails = usual if (task.folder / loss.partition(":")[0]).exists() else lambda inputs: [passed(0, "a")]
         return child(task)
 
     with pytest.MonkeyPatch.context() as patch:

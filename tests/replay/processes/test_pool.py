@@ -277,7 +277,7 @@ from pathlib import Path
 from replay.processes.forkserver import start
 
 program, mark = map(Path, sys.argv[1:])
-start(program, [str(mark)], os.environ, mark.with_name("output.txt"))
+start(program, [str(mark)], os.environ, mark.with_name("output.txt"), Path())
 time.sleep(600)
 """
 
