@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import UsageError
 from replay.api.running import read_result, run_command
-from replay.campaign.command_options import check_call
+from replay.campaign.command_options import check_call, join_values
 from replay.commands.mismatch import command
 from replay.options.option_parsing import build_replay_spec
 from replay.options.run_options import RunOptions
@@ -56,6 +56,5 @@ def mismatch(
 
 def _join_words(name: str, words: str | Sequence[str] | None, allowed: Collection[str]) -> str | None:
     """Return words as the command line takes them. Raises UsageError for one that is not allowed."""
-    if words is None:
-        return None
-    return ",".join(command.choose_words(name, [words] if isinstance(words, str) else words, allowed))
+    joined = join_values(words)
+    return None if joined is None else ",".join(command.choose_words(name, joined.split(","), allowed))

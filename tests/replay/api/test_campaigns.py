@@ -54,6 +54,7 @@ import replay
         (replay.diagnose, {"processes": 3, "tp": 2}, "processes=3 is not allowed. Give a multiple of tp x ring"),
         (replay.diagnose, {"inputs": "nowhere"}, "inputs='nowhere': no such folder."),
         (replay.mismatch, {"dtypes": "fp8"}, "dtypes 'fp8' is not allowed. Give some of bf16, fp32, fp16"),
+        (replay.mismatch, {"dtypes": 3}, "dtypes '3' is not allowed. Give some of bf16, fp32, fp16"),
         (replay.mismatch, {"attention_kernels": ["none"]}, "attention_kernels 'none' is not allowed. Give some of"),
         (replay.mismatch, {"dtype": "bf16"}, "replay.mismatch takes no dtype. Give a list: dtypes=[...]"),
         (replay.mismatch, {"worst": 2.5}, "worst 2.5 is not allowed. Give a whole number of at least 0"),
