@@ -44,9 +44,9 @@ class PastRun(ReplayParts):
         """Read the run in the folder `path`, or the only one below it. Raises UsageError if it cannot be compared."""
         folder = find_run_folder(path)
         run = RunFile.read(folder)
-        start, num_passes = _check_finished(folder, run)
+        start = _check_finished(folder, run)
         spec = spec_from_dict(start.spec, source=f"{folder / RUN_FILE}, spec")
-        records = _read_all_ranks(folder, len(start.devices), num_passes, spec.inputs.uneven, start.command)
+        records = _read_all_ranks(folder, run, len(start.devices), start.command)
         # Of `--step auto` the records tell whether it stepped.
         has_stepped = spec.measure.steps or any(record.result.has_stepped for record in records)
         past_run = cls(
@@ -108,8 +108,8 @@ def find_run_folder(path: Path) -> Path:
     return runs[0]
 
 
-def _check_finished(folder: Path, run: RunFile) -> tuple[RunStart, int]:
-    """Return the start of a run that finished, and the number of its passes. Raises UsageError if it did not finish.
+def _check_finished(folder: Path, run: RunFile) -> RunStart:
+    """Return the start of a run that finished. Raises UsageError if it did not finish.
 
     The exit code does not tell: a run with damaged inputs or a failed save fails, and has all its passes.
     """
@@ -124,7 +124,7 @@ def _check_finished(folder: Path, run: RunFile) -> tuple[RunStart, int]:
     if run.start is None or run.end is None:
         missing = "devices is" if run.start is None else "statistics is"
         raise UsageError(f"{folder / RUN_FILE} is damaged: {missing} missing. {advice}")
-    return run.start, run.end.statistics.num_passes
+    return run.start
 
 
 def read_run_below(folder: Path) -> tuple[Path | None, RunFile | None, list[PassRecord]]:
@@ -144,18 +144,31 @@ def read_records(folder: Path) -> list[PassRecord]:
     return sorted(records, key=lambda record: (record.index, record.rank))
 
 
-def _read_all_ranks(folder: Path, num_ranks: int, num_passes: int, may_differ: bool, command: str) -> list[PassRecord]:
-    """Read the records of all ranks, by pass and rank; `may_differ` if ranks may have different numbers of passes."""
+def describe_missing_passes(run: RunFile, num_lines: int) -> str | None:
+    """Return what the log of a rank lacks, in words, if the run went through all its passes; None if nothing."""
+    if run.start is None or run.end is None or run.failure is not None or run.exit_code in (None, INTERRUPTED):
+        return None
+    num_passes = run.end.statistics.num_passes
+    if num_lines == num_passes:
+        return None
+    # With --uneven some ranks have fewer passes than others. Of one rank there is no other.
+    if num_lines < num_passes and len(run.start.devices) > 1:
+        spec = spec_from_dict(run.start.spec, source=f"{RUN_FILE}, spec")
+        if spec.inputs.uneven:
+            return None
+    return f"is cut short: it has {num_lines} of {pluralise(num_passes, 'pass')}"
+
+
+def _read_all_ranks(folder: Path, run: RunFile, num_ranks: int, command: str) -> list[PassRecord]:
+    """Read the records of all ranks, by pass and rank."""
     records: list[PassRecord] = []
     for rank in range(num_ranks):
         path = folder / f"rank{rank}.jsonl"
         lines = read_lines(path, command)
         if [(record.index, record.rank) for record in lines] != [(index, rank) for index in range(len(lines))]:
             raise UsageError(f"{path} does not hold the passes of rank {rank} one by one. Try: {command}, again")
-        if len(lines) != num_passes and not (may_differ and len(lines) < num_passes):
-            raise UsageError(
-                f"{path} is cut short: it has {len(lines)} of {pluralise(num_passes, 'pass')}. Try: {command}, again"
-            )
+        if lack := describe_missing_passes(run, len(lines)):
+            raise UsageError(f"{path} {lack}. Try: {command}, again")
         records += lines
     return sorted(records, key=lambda record: (record.index, record.rank))
 

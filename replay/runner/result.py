@@ -23,7 +23,7 @@ from replay.output.text import Pairs, join_lines, pluralise
 from replay.profiling.profile_records import MemoryPeak, Profile
 from replay.resolution.job_defaults import find_inputs_folder
 from replay.resolution.selection import Selection
-from replay.runlog.reader import find_run_folder, read_lines_so_far
+from replay.runlog.reader import describe_missing_passes, find_run_folder, read_lines_so_far
 from replay.runlog.records import PassRecord, to_line
 from replay.runlog.run_file import RUN_FILE, RecordingRemark, RunEnd, RunFile, RunStart, Values, read_section
 from replay.runlog.summary import Statistics, find_reason_to_leave_out, summarize
@@ -77,12 +77,9 @@ class Run:
         for rank in range(len(file.start.devices)):
             rank_records, problem = read_lines_so_far(folder / f"rank{rank}.jsonl")
             records += rank_records
+            if problem is None and (lack := describe_missing_passes(file, len(rank_records))):
+                problem = f"rank{rank}.jsonl {lack}"
             problems += [problem] if problem else []
-            expected = 0 if file.end is None else file.end.statistics.num_passes
-            # Of several ranks the others may have fewer passes: --uneven.
-            if problem is None and len(rank_records) < expected and len(file.start.devices) == 1:
-                passes = pluralise(expected, "pass")
-                problems.append(f"rank{rank}.jsonl is cut short: it has {len(rank_records)} of {passes}")
         records.sort(key=lambda record: (record.index, record.rank))
         if file.exit_code is None:
             problems.append("run.json has no end: the run goes on, or was killed")

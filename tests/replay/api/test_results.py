@@ -230,6 +230,26 @@ def test_a_log_that_lacks_whole_lines_is_not_called_whole(tmp_path: Path) -> Non
     assert open_run(folder).problems == ["rank0.jsonl is cut short: it has 1 of 2 passes"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "problems"), [("", ["rank1.jsonl is cut short: it has 1 of 2 passes"]), ("--uneven yes", [])]
+)
+def test_of_several_ranks_one_may_have_fewer_passes_where_they_are_uneven(
+    typed: str, problems: list[str], tmp_path: Path
+) -> None:
+    """A run's problems and what a comparison refuses come from one rule."""
+    records = [passed(0, "a"), passed(0, "b", rank=1), passed(1, "c"), passed(1, "d", rank=1)]
+    folder = write_log(tmp_path / "log", records, typed=typed, verdict=VERDICT)
+    lines = (folder / "rank1.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rank1.jsonl").write_text(lines[0])
+    run = open_run(folder)
+    assert run.problems == problems
+    if problems:
+        with pytest.raises(replay.UsageError, match=problems[0]):
+            replay.compare(run, run)
+    else:
+        assert replay.compare(run, run).exit_code == 0
+
+
 def test_tables_without_rows_have_their_columns(tmp_path: Path) -> None:
     folder = write_log(tmp_path / "log", [passed(0, "x")], verdict=VERDICT)
     whole = open_run(folder).passes()
