@@ -15,7 +15,7 @@ from replay.campaign.training_rank import train
 from replay.runner.replayer import Replayer
 
 LOST_PASS = 7
-KILLED_STATE = "step-000004"
+LAST_STATE, KILLED_STATE = 2, "step-000004"
 NODE_MAY_GO = "node-may-go"
 DOOMED = 1  # rank
 
@@ -49,6 +49,7 @@ def doomed(job: Mapping[str, Any]) -> int:
             (there / "rank1.jsonl").write_text("half of a li")
             while not (there / "state.json").exists():  # the other worker's part is there
                 time.sleep(0.02)
+            wait_for_checkpoint(job, LAST_STATE)
             os.kill(os.getpid(), signal.SIGKILL)
         return persisted(self, checkpoint, name)
 
@@ -63,7 +64,8 @@ def doomed(job: Mapping[str, Any]) -> int:
 
 def wait_for_checkpoint(job: Mapping[str, Any], num_steps: int) -> None:
     """Ray Train counts a state when it has looked."""
-    while f"step-{num_steps:06d}" not in Path(job["snapshot"]).read_text():
+    snapshot = Path(job["snapshot"])
+    while not (snapshot.exists() and f"step-{num_steps:06d}" in snapshot.read_text()):
         time.sleep(0.02)
 
 
