@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from capture.file_format.actor_config import read_actor_config
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
+from tests.helpers.made_captures import copy_short_inputs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
@@ -87,16 +88,25 @@ def replayed(
     model: Path,
     home: Path,
     worker: str = "tests.helpers.replay_worker",
+    *,
+    graphs: bool = False,
 ) -> dict[str, Path]:
-    """Replay `model` with each run's arguments, all in one launch of `worker`; the log folders by the runs' names."""
+    """Replay `model` with each run's arguments, all in one launch of `worker`; the log folders by the runs' names.
+
+    Runs that name no inputs have short ones of the sample. With `graphs`, what is compiled has graphs alone.
+    """
+    inputs = home / "short"
+    if not inputs.exists():
+        copy_short_inputs(inputs, MANY, of_each_rank=True)
     folders: dict[str, Path] = {}
     commands = []
     for number, (name, arguments) in enumerate(runs.items()):
-        folders[name] = home / f"{num_ranks}-{number}"
-        commands.append([*arguments, "--model", str(model), "--log-folder", str(folders[name]), "--quiet"])
-    table = home / f"commands{num_ranks}.json"
+        folders[name] = home / f"{num_ranks}-{number}{'-graphs' * graphs}"
+        where = ["--model", str(model), "--log-folder", str(folders[name])]
+        commands.append(["--inputs", str(inputs), *arguments, *where, "--quiet"])
+    table = home / f"commands{num_ranks}{'-graphs' * graphs}.json"
     table.write_text(json.dumps(commands))
-    run_ranks(["-m", worker, str(table)], num_ranks)
+    run_ranks(["-m", worker, str(table), "1", *["graphs"] * graphs], num_ranks)
     return folders
 
 

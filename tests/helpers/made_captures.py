@@ -1,6 +1,7 @@
 """Captures with known contents, for the tests that need a folder of them."""
 
 import shutil
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -79,8 +80,10 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def copy_short_inputs(folder: Path, number: int, *, min_tokens: int = 1) -> Path:
+def copy_short_inputs(folder: Path, number: int, *, min_tokens: int = 1, of_each_rank: bool = False) -> Path:
     """Make `folder` of the shortest training passes of the sample with `min_tokens` real tokens, and its config.
+
+    They are `number` of all of them, or of each rank's.
 
     The sample's first passes have ten times as many tokens, and a replay of them takes ten times as long.
     """
@@ -91,7 +94,17 @@ def copy_short_inputs(folder: Path, number: int, *, min_tokens: int = 1) -> Path
         for path, batch in batches.items()
         if batch.trains and batch.attention_mask_BS.sum() >= min_tokens
     }
+    ordered = sorted(sizes, key=sizes.__getitem__)
+    if of_each_rank:
+        rank_of = {path: batches[path].origin.rank for path in ordered}
+        each = [[path for path in ordered if rank_of[path] == rank] for rank in set(rank_of.values())]
+        return copy_captures(folder, [path for paths in each for path in paths[:number]])
+    return copy_captures(folder, ordered[:number])
+
+
+def copy_captures(folder: Path, captures: Sequence[Path]) -> Path:
+    """Make `folder` of captures of the sample, and its config."""
     folder.mkdir(parents=True)
-    for path in [*sorted(sizes, key=sizes.__getitem__)[:number], sample / "actor.json"]:
+    for path in [*captures, find_sample_folder() / "actor.json"]:
         shutil.copy(path, folder)
     return folder

@@ -1,12 +1,14 @@
-"""Runs a list of replays in one world, one after the other: `python -m tests.helpers.replay_worker COMMANDS.json [TP]`.
+"""Runs a list of replays in one world: `python -m tests.helpers.replay_worker COMMANDS.json [TP [graphs]]`.
 
-COMMANDS.json is a list of lists of `replay` arguments. Starting a process for each would take longer than the replays.
+COMMANDS.json is a list of lists of `replay` arguments. Starting a process for each would take longer than the replays,
+and so would trials of what the job did otherwise: most of these runs have another model. `graphs`: graphs_alone().
 """
 
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,11 +60,13 @@ def proved_once() -> Iterator[None]:
 def main() -> int:
     torch.set_num_threads(1)
     tp = int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    with World.from_env(ParallelSpec(tp=tp)) as world, proved_once():
+    compiling = graphs_alone() if "graphs" in sys.argv[3:] else nullcontext()
+    with World.from_env(ParallelSpec(tp=tp)) as world, proved_once(), compiling:
         codes = []
         for command in json.loads(Path(sys.argv[1]).read_text()):
             torch.compiler.reset()
             spec = parse_command_line([*MEAN_LOSS, *command, *PATIENCE]).args[0].spec
+            spec = replace(spec, measure=replace(spec.measure, trials=False))
             codes.append(run_in(world, spec, show_traceback=True).exit_code)
     return max(codes)
 

@@ -12,10 +12,12 @@ from torch.torch_version import TorchVersion
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actor_init.parallel.tensor_parallel import GATHERS_IN_ONE_PIECE
+from capture.file_format.listing import capture_files
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import PassRecord
 from tests.helpers.contract import LOSS_BOUND, NORM_BOUND, records_of
 from tests.helpers.gradients import assert_gradients_are_the_reference_s
+from tests.helpers.made_captures import copy_captures
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Reference
 
@@ -47,9 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
 COMMON = ["--dtype", "fp32", "--quiet"]
 # several rows along the sequence, which an older torch cannot: then these replay packed ones
 SEVERAL_ROWS = "--no-packing" if TorchVersion(torch.__version__) >= GATHERS_IN_ONE_PIECE else "--packing"
-FEW = "--skip-inputs 14 --max-inputs 2"  # short ones, one of a length that two do not divide
-ONE = "--skip-inputs 14 --max-inputs 1"
+ONE, FEW, THREE = (f"--max-inputs {number}" for number in (1, 2, 3))  # of SHORT
+FIRST = "--skip-inputs 0 --max-inputs 3"  # of the sample: two rows each
+MANY = "--max-inputs 8"  # the first training passes of the sample, rows of 441 to 912 tokens
 ALL = "--max-inputs 32"  # every training pass of the sample
+# Short files of the sample, two of each rank: 149 and 52 tokens, and 71 and 61. Two do not divide the first.
+SHORT = (11, 18, 31, 38)
 
 
 class Job(NamedTuple):
@@ -128,6 +133,12 @@ def sources_of(window: list[PassRecord]) -> list[Path]:
     return [find_sample_folder() / source for source in sorted({record.source for record in window})]
 
 
+def copy_short(folder: Path) -> Path:
+    """Make `folder` of SHORT: a replay of the sample itself reads all files before those that it skips to."""
+    captures = capture_files(find_sample_folder())
+    return copy_captures(folder, [captures[number] for number in SHORT])
+
+
 def save_model(folder: Path, seed: int, config: dict[str, Any]) -> None:
     """A checkpoint with Hugging Face's own weights, but for norms and biases, which are not constant."""
     torch.manual_seed(seed)
@@ -152,9 +163,11 @@ def replay_jobs(jobs: Sequence[Job], folders: Mapping[str, Path], home: Path) ->
     references = {model: Reference(folders[model]) for model in {job.model for job in jobs}}
     found = {job: Outcome(job, home / str(number), references[job.model]) for number, job in enumerate(jobs)}
     worlds: dict[tuple[int, tuple[int, int]], list[dict[str, Any]]] = {}
+    short = copy_short(home / "short")
     for job, outcome in found.items():
         outcome.home.mkdir()
-        where = ["--model", str(folders[job.model]), "--log-folder", str(outcome.log)]
+        inputs = [] if job.flags.endswith((FIRST, MANY, ALL)) else ["--inputs", str(short)]
+        where = ["--model", str(folders[job.model]), *inputs, "--log-folder", str(outcome.log)]
         arguments = ["--backend", job.backend, *COMMON, *job.flags.split(), *where]
         worlds.setdefault((job.num_processes, job.parallel), []).append(
             {"arguments": arguments, "gradients": str(outcome.gradients)}

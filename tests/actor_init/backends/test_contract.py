@@ -42,6 +42,8 @@ TABLE = [
     Row("ddp", 1, False, True, True, 1, FEW),
     Row("ddp", 2, True, False, False, 2, MANY),
 ]
+# Compiling to kernels takes most of the time: a row of each engine does, and the others make graphs alone.
+KERNELS = ("deepspeed 0", "deepspeed 3", "fsdp2 3")
 BF16_ROWS = [
     ("deepspeed 1", f"--zero-stage 1 --max-inputs {FEW}"),
     ("fsdp2 3", f"--backend fsdp2 --max-inputs {FEW}"),
@@ -61,11 +63,16 @@ def logs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     home = tmp_path_factory.mktemp("logs")
     folders: dict[str, Path] = {}
     for num_ranks in (1, 2):
-        runs = {row.name: row.arguments() for row in TABLE if row.num_ranks == num_ranks}
+        rows = [row for row in TABLE if row.num_ranks == num_ranks]
+        with_graphs = [row for row in rows if row.compile and row.backend not in KERNELS]
+        runs = {row.name: row.arguments() for row in rows if row not in with_graphs}
         if num_ranks == 1:
             runs |= {f"bf16 {name}": shlex.split(flags) for name, flags in BF16_ROWS}
             runs |= {f"step {name}": shlex.split(f"{STEPPING} {flags}") for name, flags in STEP_ROWS.items()}
         folders |= replayed(runs, num_ranks, model_folder, home)
+        if with_graphs:
+            runs = {row.name: row.arguments() for row in with_graphs}
+            folders |= replayed(runs, num_ranks, model_folder, home, graphs=True)
     return folders
 
 

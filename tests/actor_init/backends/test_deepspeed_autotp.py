@@ -26,25 +26,23 @@ from tests.helpers.gradients import GRADIENT_BOUND
 from tests.helpers.ranks import run_ranks
 from tests.helpers.read_logs import read_log
 from tests.helpers.reference import Reference
-from tests.helpers.sharded import MODELS, SIZES, save_models
+from tests.helpers.sharded import FEW, MANY, MODELS, ONE, SIZES, THREE, copy_short, save_models
 
 pytestmark = pytest.mark.slow
 
-NUM_INPUTS = 3
 UNEVEN: dict[str, Any] = {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 265}
 CONFIGS = {**MODELS, "llama, all biases, odd sizes": {**UNEVEN, "intermediate_size": 50}}
 QWEN3 = "qwen3, norms on heads"
 SOME = [QWEN3, "llama, tied, biases, uneven", "llama, all biases, odd sizes"]
-# Two short inputs.
-TWO = "--grad-accumulation 2 --skip-inputs 14 --max-inputs 2"
-# Processes, flags and models of runs of one accumulation window each. The first feeds every input of the sample.
+TWO = f"--grad-accumulation 2 {FEW}"
+# Processes, flags and models of runs of one accumulation window each.
 RUNS = [
-    (2, "--zero-stage 1 --grad-accumulation 32 --max-inputs 32", ["llama"]),
+    (2, f"--zero-stage 1 --grad-accumulation 8 {MANY}", ["llama"]),
     (2, f"--zero-stage 1 {TWO}", CONFIGS),
     (2, f"--zero-stage 3 {TWO}", CONFIGS),
     (2, f"--zero-stage 0 {TWO} --gradient-checkpointing", SOME),
     (2, f"--zero-stage 2 {TWO} --no-packing", SOME),
-    (2, "--zero-stage 1 --skip-inputs 14 --max-inputs 1 --compile", [QWEN3]),
+    (2, f"--zero-stage 1 --compile {ONE}", [QWEN3]),
     (4, f"--zero-stage 1 {TWO}", [QWEN3]),
     (4, f"--zero-stage 3 {TWO} --gradient-checkpointing", [QWEN3]),
 ]
@@ -60,29 +58,42 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Any]:
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_short(tmp_path_factory.mktemp("inputs") / "short")
+
+
+@pytest.fixture(scope="module")
+def results(
+    folders: dict[str, Path], short: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int, str], Any]:
     """By case, what each rank found."""
     home = tmp_path_factory.mktemp("found")
     answers: dict[tuple[str, int, str], Any] = {}
     for num_processes in (2, 4):
         cases = [case for case in CASES if case[1] == num_processes]
         table, out = home / f"cases{num_processes}.json", home / f"out{num_processes}.json"
-        common = ["--dtype", "fp32", "--tp", "2"]
-        table.write_text(json.dumps([[str(folders[name]), [*common, *flags.split()]] for name, _, flags in cases]))
+        rows = []
+        for name, _, flags in cases:
+            inputs = [] if MANY in flags else ["--inputs", str(short)]
+            rows.append([str(folders[name]), ["--dtype", "fp32", "--tp", "2", *inputs, *flags.split()]])
+        table.write_text(json.dumps(rows))
         run_ranks(["-m", "tests.helpers.autotp_worker", str(table), str(out)], num_processes)
         answers |= dict(zip(cases, json.loads(out.read_text()), strict=True))
     return answers
 
 
 @pytest.fixture(scope="module")
-def logs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def logs(
+    folders: dict[str, Path], short: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Path]:
     """By model and flags, the log folder of a whole replay."""
     home = tmp_path_factory.mktemp("logs")
-    runs = [(name, f"{STEPPING} --zero-stage {stage} --max-inputs {NUM_INPUTS}") for name, stage in STEPS]
-    runs += [(QWEN3, f"--dtype bf16 --max-inputs 1 {flags}") for flags in BF16]
+    runs = [(name, f"{STEPPING} --zero-stage {stage} {THREE}") for name, stage in STEPS]
+    runs += [(QWEN3, f"--dtype bf16 {flags} {ONE}") for flags in BF16]
     places = {run: home / str(number) for number, run in enumerate(runs)}
+    common = ["--tp", "2", "--quiet", "--inputs", str(short)]
     commands = [
-        ["--tp", "2", "--quiet", *flags.split(), "--model", str(folders[name]), "--log-folder", str(place)]
+        [*common, *flags.split(), "--model", str(folders[name]), "--log-folder", str(place)]
         for (name, flags), place in places.items()
     ]
     (home / "commands.json").write_text(json.dumps(commands))
@@ -112,8 +123,8 @@ def test_losses_gradients_and_norms_are_the_reference_s(
 def test_clipped_steps_lead_where_a_plain_loop_leads(
     name: str, stage: int, logs: dict[tuple[str, str], Path], folders: dict[str, Path]
 ) -> None:
-    records = records_of(logs[name, f"{STEPPING} --zero-stage {stage} --max-inputs {NUM_INPUTS}"])
-    assert len(records) == 2 * NUM_INPUTS
+    records = records_of(logs[name, f"{STEPPING} --zero-stage {stage} {THREE}"])
+    assert len(records) == 2 * 3
     paths = [find_sample_folder() / record.source for record in records if record.rank == 0]
     expected = Reference(folders[name]).clipped_steps(paths, learning_rate=LEARNING_RATE, max_norm=MAX_NORM)
     for record in records:
@@ -126,7 +137,7 @@ def test_clipped_steps_lead_where_a_plain_loop_leads(
 def test_the_norm_in_bf16_has_every_rank_in_it(
     flags: str, logs: dict[tuple[str, str], Path], folders: dict[str, Path]
 ) -> None:
-    records = records_of(logs[QWEN3, f"--dtype bf16 --max-inputs 1 {flags}"])
+    records = records_of(logs[QWEN3, f"--dtype bf16 {flags} {ONE}"])
     expected = Reference(folders[QWEN3]).gradient_norm([find_sample_folder() / records[0].source])
     assert [r.result.grad_norm for r in records] == pytest.approx([expected] * len(records), rel=BF16_NORM_BOUND)
 

@@ -39,10 +39,12 @@ from tests.helpers.sharded import (
     ALL,
     COMMON,
     FEW,
+    FIRST,
     MODELS,
     ONE,
     SEVERAL_ROWS,
     SIZES,
+    THREE,
     Job,
     Outcome,
     replay_all,
@@ -58,9 +60,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma"},
     "stablelm, no plan of its own": {"model_type": "stablelm", "use_qkv_bias": True},
 }
-STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} --max-inputs 3"
+STEPPING = f"--tp 2 --step --learning-rate {LEARNING_RATE} --max-norm {MAX_NORM} {THREE}"
 SGD_RATE = 0.1
-SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} --max-inputs 3"
+SGD_STEPPING = f"--tp 2 --step --optimizer sgd --learning-rate {SGD_RATE} --max-norm {MAX_NORM} {THREE}"
 QWEN3, GEMMA3 = "qwen3, norms on heads", "gemma3, sliding window, softcap"
 TIED = "llama, tied, biases, uneven"
 WHOLE = (TIED, "--tp 2 --sequence-parallel")  # replays all of the sample; the others a few
@@ -84,7 +86,7 @@ def standing_jobs() -> list[Job]:
     return jobs
 
 
-ANY_LENGTH = Job(QWEN3, 2, "--tp 2 --compile --max-inputs 3")
+ANY_LENGTH = Job(QWEN3, 2, f"--tp 2 --compile {FIRST}")
 STANDING = [
     *standing_jobs(),
     Job("gemma", 2, f"--tp 2 --tp-plan builtin --sequence-parallel {FEW}"),
