@@ -183,6 +183,8 @@ def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
     smallest = None
     with catch_interruption() as interruption:
         smallest = _Minimisation(log=log, console=console).run()
+        campaign.result = {**(campaign.result or {}), "smallest": smallest}
+        campaign.write()
     if interruption.happened:
         console.report_interruption()
     interruption.pass_on(campaign.folder)

@@ -182,12 +182,13 @@ def _run(
     console = RecompilesConsole(campaign.command, len(inputs.shapes), inputs.damaged, screen)
     work = _PolicyRuns(campaign=campaign, shapes=inputs.shapes, console=console)
     results: list[PolicyResult] = []
+    damaged = [text for _, text in describe_damaged_files(inputs.damaged)]
     with catch_interruption() as interruption:
         for policy in plan.policies:
             results.append(work.run(policy))
             console.show_result(results[-1])
             policies = [{**to_json(result), "net_seconds": result.net_seconds(plan.num_passes)} for result in results]
-            campaign.result = {"policies": policies}
+            campaign.result = {"policies": policies, "damaged": damaged}
             campaign.write()
     console.finish(results, plan.num_passes, campaign.path)
     interruption.pass_on(campaign.folder)

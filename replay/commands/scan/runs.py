@@ -188,7 +188,7 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, sc
         for finished in campaign.run_jobs(campaign.plan.jobs):
             groups[finished.position] = groups[finished.position].with_result(finished.child, campaign.folder)
             console.show_group(finished.position, groups[finished.position], is_new=finished.is_new)
-    campaign.result = {"groups": groups}
+    campaign.result = {"groups": groups, "damaged": campaign.plan.damaged}
     campaign.write()
     console.finish()
     interruption.pass_on(campaign.folder)

@@ -24,7 +24,7 @@ from replay.commands.worst.configuration_costs import Bounds, predict_configurat
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, MeasuringRun, MemoryRoom, RankedInput, measure, read_device_memory
 from replay.options.option_parsing import format_command_line, format_error_with_flags
-from replay.output.text import pluralise
+from replay.output.text import describe_damaged_files, pluralise
 from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
     LEAST_FOR_HOLDING_OUT,
@@ -86,7 +86,7 @@ def _read_inputs(plan: WorstPlan) -> FeedableInputs:
 
 def _run(campaign: Campaign[WorstPlan], inputs: FeedableInputs, limits: RunLimits, screen: IO[str]) -> WorstResult:
     campaign.open(ThisMachine(), limits)
-    campaign.result = {}
+    campaign.result = {"damaged": [text for _, text in describe_damaged_files(inputs.damaged)]}
     console = WorstConsole(
         campaign.command,
         inputs.shapes,

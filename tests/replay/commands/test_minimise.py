@@ -292,6 +292,7 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
         smallest,
         2,
     )
+    assert (shown["result"]["smallest"]["folder"], shown["result"]["smallest"]["num_tokens"]) == (str(smallest), 2)
     assert list(result.to_frame().what) == [trial.what for trial in trials_of(smallest.parent)]
     past = replay.open(smallest.parent)
     assert isinstance(past, PastCampaign)

@@ -145,6 +145,8 @@ def test_a_failed_pass_is_named_and_a_damaged_file_is_no_groups_fault(
     assert log["groups"][1]["said"] == f"pass 2, {second}: OutOfMemoryError: on purpose"
     plan = json.loads((folder / "scan.json").read_text())["plan"]
     assert [text.split(":")[0] for text in plan["damaged"]] == [damaged.name]
+    # What the screen says of it, and the exit code comes from, is in the result too.
+    assert log["damaged"] == plan["damaged"]
 
 
 def out_of_memory(*tensors: torch.Tensor) -> torch.Tensor:
