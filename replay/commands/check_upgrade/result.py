@@ -130,7 +130,7 @@ def make_quantity_table(result: UpgradeCheck) -> Columns:
         "largest difference": [f"{quantity.distance:.3g}" for quantity in result.quantities],
         "bound": [f"{quantity.bound:.2g}" for quantity in result.quantities],
         "result": ["agrees" if quantity.agrees else "differs" for quantity in result.quantities],
-        "at": [quantity.where for quantity in result.quantities],
+        "at": [quantity.where if quantity.distance else "" for quantity in result.quantities],
     }
 
 
@@ -140,6 +140,8 @@ def list_remarks(result: UpgradeCheck) -> Pairs:
         for name, run in zip(NAMES, result.runs, strict=True)
         if run.error or run.outcome is not Outcome.REPRODUCED
     ]
+    if len(pairs) > 1 and pairs[0][1] == pairs[1][1]:
+        pairs = [("both", pairs[0][1])]
     pairs += [("first diff", result.first_difference)] if result.first_difference is not None else []
     pairs += [("note", note) for note in result.notes]
     return [*pairs, ("repeat", result.command), ("log", str(result.folder))]

@@ -20,6 +20,7 @@ from replay.campaign.campaign import JOURNAL, Campaign, CampaignJob
 from replay.command_line.cli import main
 from replay.commands.check_upgrade import checking
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
+from replay.options.spec import MeasureSpec
 from replay.processes.interpreter import Environment
 from replay.processes.pool import Child
 from replay.runlog.records import PassRecord
@@ -108,6 +109,33 @@ def test_another_verdict_differs_though_the_numbers_agree(environments: Begin, t
     assert result.result is UpgradeResult.DIFFER
     lines = result.to_markdown().splitlines()
     assert {"| verdict | REPRODUCED | CANNOT TELL |", "* new: CANNOT TELL: a\\|b"} <= {*lines}
+
+
+def test_what_both_say_of_the_job_is_said_once_and_no_difference_is_nowhere(
+    environments: Begin, tmp_path: Path
+) -> None:
+    environments({name: (passed(0, "x"), CANNOT_TELL) for name in ("runs/old", "runs/new")})
+    result = check(tmp_path)
+    page = result.to_markdown()
+    assert "\n\n* both: CANNOT TELL: a\\|b\n* repeat: " in page
+    assert f"| loss | 0 | {result.quantities[0].bound:.2g} | agrees |  |" in page
+
+
+def test_both_replay_the_loss_that_the_job_noted(
+    environments: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environments(SAME)
+    specs: list[MeasureSpec] = []
+    run = Campaign.run
+
+    def run_and_note(campaign: Campaign[Any], job: CampaignJob) -> Child:
+        specs.append(job.spec.measure)
+        return run(campaign, job)
+
+    monkeypatch.setattr(Campaign, "run", run_and_note)
+    result = check(tmp_path)
+    assert [(measure.loss, measure.details) for measure in specs] == [("policy", True)] * 2
+    assert "--loss" not in result.command
 
 
 def test_a_replay_that_fails_in_one_of_them_is_told_beside_the_other(environments: Begin, tmp_path: Path) -> None:
