@@ -4,12 +4,15 @@ python -m docs.write_schemas
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from actor_init.as_json import make_json_schema
+from docs.campaign_shapes import PRINTED, Campaign, CapturedPass
+from docs.shapes import CALL, list_fields, make_shape
+from replay.campaign.campaign import FORMAT as CAMPAIGN_FORMAT
 from replay.commands.diagnose.report import Diagnosis
 from replay.commands.inspect.inspection import Inspection
 from replay.commands.mismatch.report import MismatchReport
@@ -29,25 +32,6 @@ FOLDER = Path(__file__).parent.parent / "replay" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # Raised with a change that a reader of the old files would misread.
 RESULT_VERSION = 1
-
-Field = tuple[str, Any] | tuple[str, Any, Any]
-
-
-def list_fields(kind: type, *, optional: bool = False, **changes: Any) -> list[Field]:
-    """List the fields of a dataclass for another one. `changes`: other types of some. `optional`: each may miss."""
-    assert is_dataclass(kind)
-    hints = get_type_hints(kind, include_extras=True) | changes
-    return [
-        (part.name, hints[part.name])
-        if not optional and part.default is MISSING and part.default_factory is MISSING
-        else (part.name, hints[part.name], field(default=None))
-        for part in fields(kind)
-    ]
-
-
-def make_shape(name: str, parts: Iterable[Field]) -> type:
-    return make_dataclass(name, parts, kw_only=True)
-
 
 # run.json has the fields of the start of a run and of its end side by side, and those that are not known yet are not
 # there. The sections of the end are those that packages above the log write.
@@ -134,8 +118,6 @@ _INSPECTION = make_shape(
     "Inspection",
     list_fields(Inspection, damaged=list[UnusedFile], unreplayable=list[UnusedFile], hang=Mapping[str, str]),
 )
-# The fields of a command that opens several actors, around those of its file.
-_CALL: list[Field] = [("folder", str), ("command", str), ("exit_code", int)]
 # By the name of the file: what it describes, the dataclass, and the version.
 DOCUMENTS: dict[str, tuple[str, Any, int]] = {
     "run": ("run.json of a replay's log", _RUN, FORMAT),
@@ -143,16 +125,19 @@ DOCUMENTS: dict[str, tuple[str, Any, int]] = {
     "verdict": ("The verdict of run.json", Verdict, FORMAT),
     "replay": ("replay --json", _Replay, FORMAT),
     "compare": ("replay compare --json", _Comparison, RESULT_VERSION),
-    "diagnose": ("replay diagnose --json", make_shape("Diagnose", [*_CALL, ("result", Diagnosis)]), RESULT_VERSION),
+    "diagnose": ("replay diagnose --json", make_shape("Diagnose", [*CALL, ("result", Diagnosis)]), RESULT_VERSION),
     "doctor": ("replay doctor --json", _Doctor, RESULT_VERSION),
     "hang": ("replay hang --json", _Hang, RESULT_VERSION),
     "inspect": ("replay inspect --json", _INSPECTION, RESULT_VERSION),
     "mismatch": (
         "replay mismatch --json",
-        make_shape("Mismatch", [*_CALL, ("result", MismatchReport)]),
+        make_shape("Mismatch", [*CALL, ("result", MismatchReport)]),
         RESULT_VERSION,
     ),
     "report": ("replay report --json", _Report, RESULT_VERSION),
+    **{command: (f"replay {command} --json", kind, RESULT_VERSION) for command, kind in PRINTED.items()},
+    "campaign": ("The JSON file that a command of many replays leaves in its folder", Campaign, CAMPAIGN_FORMAT),
+    "capture": ("A capture of replay.captures, as to_dict() returns it", CapturedPass, RESULT_VERSION),
 }
 
 

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partialmethod
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from replay.watch.watcher import Watch
 from tests import warm
 from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
+from tests.writers import written_json
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 # The quick files that take longest.
@@ -35,6 +38,10 @@ LONGEST = (
     "replay/commands/test_minimise.py",
     "replay/commands/test_parity.py",
 )
+for name in written_json.WATCHED:
+    written_json.watch(import_module(name))
+sys.path.append(written_json.HOME)  # the fork server of replays gets the path of this process
+
 torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -50,6 +57,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Workers start after this, and inherit it; pytest has chosen its own colours by the user's variables before."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         _leave_home(session.config)
+    # A folder of this worker's own: what its tests start inherits it.
+    os.environ[written_json.BREACHES] = tempfile.mkdtemp(prefix="breaches-", dir=os.environ["HOME"])
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -71,6 +80,7 @@ def _leave_home(config: pytest.Config) -> None:
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiles where it is asked, without worker processes
         "TORCHINDUCTOR_VEC_ISA_OK": "1",  # else each process that compiles starts others to try what the CPU can do
+        "PYTHONPATH": os.pathsep.join(filter(None, [written_json.HOME, os.environ.get("PYTHONPATH")])),
         warm.HOME: home,
         warm.OWNER: str(os.getpid()),
     }
@@ -132,6 +142,13 @@ def lines_give_their_jobs_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setattr(ChildJob, "repeat_line", read_back)
     yield
     assert others == [], "these lines give another job than theirs"
+
+
+@pytest.fixture(autouse=True)
+def what_is_written_fits_its_schema() -> Iterator[None]:
+    """Fail a test in which a process wrote a log or a result that is not as replay/schemas/ says."""
+    yield
+    assert written_json.take_breaches() == [], "what was written does not fit replay/schemas/"
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,24 @@ import pytest
 
 import replay
 from docs.write_schemas import DOCUMENTS, FOLDER, format_schema
+from replay.campaign.campaign import Campaign
+from replay.processes import forkserver
+from replay.processes.pool import Machine
 from tests.helpers.commands import ROOT
 from tests.helpers.made_logs import passed, write_log
 from tests.helpers.schemas import assert_valid, find_validator
 from tests.replay.api.test_results import WRONG
+from tests.writers import written_json
+
+CHILD_PATH = os.pathsep.join([written_json.HOME, str(ROOT)])
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_schema_is_what_the_dataclasses_say(name: str) -> None:
     assert (FOLDER / f"{name}.json").read_bytes() == format_schema(name), "run `python -m docs.write_schemas`"
-    schema = find_validator(name).schema
+    validator = find_validator(name)
+    validator.check_schema(validator.schema)
+    schema = validator.schema
     assert schema["$id"] == f"urn:micro-replay:{name}:{schema['version']}"
 
 
@@ -77,10 +88,58 @@ def test_what_a_reader_refuses_does_not_fit(log: Path, path: tuple[str, ...], va
 
 def test_fields_may_come_and_none_may_go(log: Path) -> None:
     run = json.loads((log / "run.json").read_text())
-    assert_valid("run", run | {"of a later version": 1})
+    assert_valid("run", run | {"of a later version": 1}, written_here=False)
     for name in ("format", "status", "spec", "devices", "inputs", "work"):
         without = {key: value for key, value in run.items() if key != name}
         # Without its devices, a run had not begun.
         assert find_validator("run").is_valid(without) == (name == "devices"), name
     assert not find_validator("run").is_valid(run | {"format": 2})
     assert not find_validator("run").is_valid(run | {"verdict": run["verdict"] | {"outcome": "fine"}})
+
+
+@pytest.mark.slow
+def test_what_a_process_writes_otherwise_than_its_schema_says_is_noticed(tmp_path: Path) -> None:
+    """In this process, in one that Python starts, and in one that the fork server of replays starts."""
+    code = f"""
+from pathlib import Path
+from replay.runlog.run_file import RunFile
+
+RunFile(status="done", seconds=float("nan")).write(Path({str(tmp_path)!r}))
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    exec(code, {})
+    in_this = written_json.take_breaches()
+    words = "\n".join(in_this)
+    assert f"{tmp_path / 'run.json'}: run.json: $.status: 'done' is not one of" in words
+    assert "$.seconds: 'nan' is not" in words
+    subprocess.run(
+        [sys.executable, str(program)], env=os.environ | {"PYTHONPATH": CHILD_PATH}, cwd=tmp_path, check=True
+    )
+    assert written_json.take_breaches() == in_this
+    process = forkserver.start(program, [], os.environ, tmp_path / "output.txt", tmp_path)
+    process.join()
+    assert (process.exitcode, written_json.take_breaches()) == (0, in_this)
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_lacks_is_noticed(word: str) -> None:
+    with pytest.raises(ValueError, match=f"{word} is no JSON"):
+        written_json.parse_strictly(f'{{"loss": {word}}}')
+
+
+def test_a_field_that_the_schema_lacks_is_noticed_where_this_version_wrote_it(log: Path) -> None:
+    run = json.loads((log / "run.json").read_text())
+    assert written_json.list_breaches(run, "run") == []
+    run["statistics"]["modes"] = 1
+    [breach] = written_json.list_breaches(run, "run")
+    assert "Additional properties are not allowed ('modes' was unexpected)" in breach
+
+
+def test_a_result_of_a_campaign_is_held_against_the_schema_of_its_command(tmp_path: Path) -> None:
+    plan: dict[str, str] = {}
+    campaign = Campaign.begin("scan", tmp_path, plan, arguments=[], machine=Machine(num_devices=1, has_gpus=False))
+    assert written_json.take_breaches() == []
+    campaign.result = {"groups": [{"first": "0"}]}
+    campaign.write()
+    assert any("$.groups[0].first: '0' is not of type 'integer'" in line for line in written_json.take_breaches())

@@ -11,6 +11,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Self
 
+from actor_init.as_json import AnyFloat
 from actor_init.spec import Dtype, UsageError
 from replay.agreement.plan import Role
 from replay.agreement.rows import ParityRow, RowState
@@ -35,7 +36,7 @@ class CellResult(StrEnum):
 class FarthestPoint:
     """The farthest point of one quantity."""
 
-    value: float
+    value: AnyFloat
     # The input's file.
     source: str
     # Index of the pass among the reference's passes.
@@ -65,7 +66,7 @@ class ParityNoise:
     bound: float
     ceiling: float
     # Distances by name of the equivalent run.
-    measured: Mapping[str, float]
+    measured: Mapping[str, AnyFloat]
     # Equivalent runs whose distance is too large for rounding.
     distrusted: Sequence[str]
 

@@ -23,6 +23,7 @@ from replay.verdict.pass_values import WeightComparison
 from tests.helpers.made_captures import damage, write_pass, write_passes
 from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.made_records import record
+from tests.helpers.schemas import assert_valid
 
 LOSS = Finding(
     name="loss", status=FindingStatus.DIFFERS, recorded=2.0, replayed=3.0, difference=0.5, bound=0.1, where="row 1"
@@ -413,6 +414,7 @@ def test_captures_are_read_one_by_one(tmp_path: Path) -> None:
     assert first.tensors["sequences"].shape == (2, 10)
     assert json.loads(json.dumps(first.to_dict()))["tensors"]["sequences"] == {"shape": [2, 10], "dtype": "int64"}
     assert len(list(replay.captures(tmp_path))) == 6
+    assert_valid("capture", first.to_dict())
 
 
 @pytest.mark.parametrize(

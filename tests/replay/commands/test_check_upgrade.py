@@ -26,6 +26,7 @@ from replay.processes.pool import Child
 from replay.runlog.records import PassRecord
 from replay.verdict.outcomes import Outcome, Verdict
 from tests.helpers.made_logs import VERDICT, WORK, passed, write_log
+from tests.helpers.schemas import assert_valid
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "inputs" / "sample"
@@ -169,6 +170,7 @@ def test_the_page_of_a_ci_job_is_appended_and_json_stands_alone(
     typed = ["check-upgrade", str(SAMPLE), *pythons, "--markdown", str(page), "-o", str(tmp_path), "--json"]
     assert main(typed) == 0
     printed = json.loads(capsys.readouterr().out)
+    assert_valid("check-upgrade", printed)
     assert [run["environment"]["versions"]["torch"] for run in printed["runs"]] == ["2.10.0", "2.13.0"]
     lines = page.read_text().splitlines()
     assert lines[:2] == ["before", "## replay check-upgrade: AGREE"]

@@ -39,6 +39,7 @@ from tests.helpers.made_logs import VERDICT, passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
 from tests.helpers.repeated import repeated_by
+from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
 from tests.trainers.common import make_model
 
@@ -282,6 +283,7 @@ def test_the_folder_holds_what_is_left_and_how_to_run_it(tmp_path: Path, runs: R
     assert main(["minimise", "--continue", str(smallest.parent), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     result = replay.minimise(continue_=smallest.parent)
+    assert_valid("minimise", result.to_dict())
     assert (capsys.readouterr().out, runs.num_made) == ("", num_made)
     assert result.to_dict() == shown
     assert shown["result"] == json.loads((smallest.parent / "minimise.json").read_text())["result"]

@@ -29,6 +29,7 @@ from replay.runlog.reader import PastRun
 from replay.runner.run import run_in
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import passed, write_log
+from tests.helpers.schemas import assert_valid
 from tests.helpers.sharded import SIZES
 
 MATRIX = """
@@ -173,6 +174,7 @@ def test_runs_that_agree_leave_a_table_a_json_and_a_report(tmp_path: Path, runs:
         == printed
         == {"folder": str(folder), "exit_code": 0} | {name: whole[name] for name in ("command", "result")}
     )
+    assert_valid("parity", printed)
     assert result.matrix.cells[RUNS[6]].result is CellResult.WITHIN_NOISE
     table = result.to_frame().set_index("name")
     assert table.loc[RUNS[6], "result"] == "WITHIN NOISE"

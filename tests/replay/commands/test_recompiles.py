@@ -24,6 +24,7 @@ from replay.runlog.records import CompilationSection
 from replay.runner.observers import read_compilations
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
+from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
@@ -123,6 +124,7 @@ def test_buckets_that_hold_no_row_are_refused_and_the_rest_is_kept(
     result = replay.recompiles(continue_=folder)
     assert capsys.readouterr().out == ""
     assert result.to_dict() == printed
+    assert_valid("recompiles", printed)
     assert printed["result"]["policies"] == list(found.values())
     assert [policy.policy for policy in result.policies] == list(found)
     assert list(result.to_frame().num_graphs) == [policy["num_graphs"] for policy in found.values()]

@@ -21,6 +21,7 @@ from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
 from tests.helpers.children import run_quietly
 from tests.helpers.read_logs import read_log
+from tests.helpers.schemas import assert_valid
 
 Captured = pytest.CaptureFixture[str]
 
@@ -91,6 +92,7 @@ def test_every_input_is_in_one_group(inputs: Path, runs: Runs, tmp_path: Path, c
     runs.made.clear()
     assert main(["scan", "--continue", str(folder), "--json"]) == 0
     assert (json.loads(capsys.readouterr().out), runs.made) == (result.to_dict(), [])
+    assert_valid("scan", result.to_dict())
     past = replay.open(folder)
     assert isinstance(past, PastCampaign)
     assert past.result == log

@@ -43,6 +43,7 @@ from replay.runlog.writer import list_versions
 from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import damage, write_passes
 from tests.helpers.made_logs import passed, write_log
+from tests.helpers.schemas import assert_valid
 
 FALLING = [5.0, 4.75, 4.5, 4.25]
 VARIABLES = ("NUM_GPUS", "MAX_SAMPLES", "MODEL", "DATASET", "OUTPUT_DIR", "LOG_DIR", "TP_SIZE", "RING_SIZE")
@@ -446,6 +447,7 @@ def test_a_suite_that_was_interrupted_goes_on_with_what_is_missing(
     result = replay.suite(continue_=moved)
     assert capsys.readouterr().out == ""
     assert result.to_dict() == printed
+    assert_valid("suite", printed)
     assert printed["result"] == values
     assert list(result.to_frame().set_index("name").status.items()) == [
         (training.planned.name, training.status) for training in result.trainings

@@ -38,6 +38,7 @@ from tests.helpers.children import run_quietly
 from tests.helpers.made_captures import write_pass
 from tests.helpers.made_logs import write_log
 from tests.helpers.made_records import record
+from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
 
 Captured = pytest.CaptureFixture[str]
@@ -178,6 +179,7 @@ def test_a_planted_law_is_found_and_all_inputs_are_ranked_by_it(law: Law, tmp_pa
     assert main(["worst", "--continue", str(folder), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["result"] | {"memory": log["memory"]} == log
+    assert_valid("worst", printed)
     table = replay.worst(continue_=folder).to_frame()
     assert capsys.readouterr().out == ""
     assert list(table.source) == [ranking["source"] for ranking in log["ranking"]]
