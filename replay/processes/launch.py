@@ -1,5 +1,6 @@
 """Start the processes that --tp and --ring need, as torchrun would, if only one was started."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -38,7 +39,16 @@ def refuse_launcher(command: str) -> None:
 
 
 def refuse_process_group(function: str, advice: str = "Call it elsewhere") -> None:
-    """Raise UsageError where this process is one of several: each of them would start what `replay.<function>` does."""
+    """Raise UsageError where this process is one of several: each of them would start what `replay.<function>` does.
+
+    Also where Python lets this process start none.
+    """
+    if multiprocessing.current_process().daemon:
+        raise UsageError(
+            f"replay.{function} starts its own processes, and this one is daemonic, as workers of multiprocessing.Pool "
+            "are: it may start none",
+            advice="Call it elsewhere, or in a worker of concurrent.futures.ProcessPoolExecutor",
+        )
     rank, world_size, whose = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE", "1")), "a launcher's processes"
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

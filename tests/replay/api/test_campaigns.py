@@ -1,5 +1,6 @@
 """What commands of many replays refuse from Python, in Python's words, and before anything heavy is imported."""
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_a_wrong_option_is_refused_in_python_s_words(
     with pytest.raises(replay.UsageError) as refusal:
         function(**options)
     assert str(refusal.value).startswith(says)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("function", [replay.run, replay.scan])
+def test_a_daemonic_process_may_start_none(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", True)
+    with pytest.raises(replay.UsageError, match=r"this one is daemonic, as workers of multiprocessing\.Pool are"):
+        function(log_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
