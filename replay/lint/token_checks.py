@@ -28,6 +28,7 @@ _MIN_ALIKE = 4
 def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     """Check the tokens of all passes."""
     traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
+    yield from _check_loss_gradients(traits)
     yield from _check_targets(traits)
     yield from _check_padding(traits, subject)
     yield from _check_outside_mask(traits, subject)
@@ -38,6 +39,22 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_ends(traits, subject)
     yield from _check_inner_begins(traits)
     yield from _check_rows(subject.trained)
+
+
+def _check_loss_gradients(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    """Say so where the job's loss gave its logits a gradient that is not finite, and at which tokens."""
+    broken = [tokens for tokens in traits if tokens.num_not_finite]
+    if broken:
+        number = sum(tokens.num_not_finite for tokens in broken)
+        on_padding = sum(tokens.num_not_finite_on_padding for tokens in broken)
+        places = "all of them before padding" if on_padding == number else f"{on_padding:,} of them before padding"
+        hint = ": fill what is masked with a finite number before exp, log or a division, not behind it"
+        yield LintRemark(
+            topic="gradient",
+            text=f"the job's loss gave its logits a gradient that is not finite at {pluralise(number, 'position')}, "
+            f"{places}, in {len(broken)} of {pluralise(len(traits), 'training pass')}{hint if on_padding else ''}",
+            weight=Weight.WRONG_TARGETS,
+        )
 
 
 def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:

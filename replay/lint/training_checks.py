@@ -41,6 +41,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_clipping(subject)
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
+    yield from _check_rollouts(subject)
     yield from _check_random_states(subject)
     yield from _check_precision(subject)
     yield from _check_reduction(subject)
@@ -198,6 +199,31 @@ def _check_mode(subject: LintSubject) -> Iterator[LintRemark]:
     if parts:
         text = f"parts of the model were in eval mode while it trained: {name_some(list(parts), _MAX_NAMED)}"
         yield LintRemark(topic="dropout", text=text, weight=Weight.FACT, cause=CauseName.DROPOUT)
+
+
+def _check_rollouts(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where passes without a gradient drew dropout masks: their log-probs are those of no policy that trains."""
+    if subject.dropout and (number := sum(map(drew_masks_without_gradient, subject.passes))):
+        total = sum(not recorded.trains for recorded in subject.passes)
+        yield LintRemark(
+            topic="dropout",
+            text=f"{number} of {pluralise(total, 'pass')} without a gradient drew masks of {subject.dropout[0]}: their "
+            "log-probs differ from a training pass's by chance, so a ratio or a KL of the two is not that of the "
+            "weights alone. Try: model.eval() for them, and no dropout where the policy trains",
+            weight=Weight.OTHER_CONFIG,
+        )
+
+
+def is_in_eval_mode(recorded: RecordedPass) -> bool:
+    """Tell whether the model, or a part of it, was in eval mode in a pass."""
+    mode = recorded.training
+    return mode is not None and (not mode["model"] or bool(mode["parts"]))
+
+
+def drew_masks_without_gradient(recorded: RecordedPass) -> bool:
+    """Tell whether a pass that trained nothing ran in training mode and drew random numbers."""
+    is_training = recorded.training is not None and recorded.training["model"]
+    return not recorded.trains and is_training and recorded.draws is not None and recorded.draws.has_moved
 
 
 def _check_random_states(subject: LintSubject) -> Iterator[LintRemark]:

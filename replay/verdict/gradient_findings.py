@@ -41,6 +41,7 @@ from replay.verdict.signature_findings import do_some_signatures_agree, judge_si
 from replay.verdict.state_findings import compare_states
 from replay.verdict.trained_parameters import find_missing_gradients, find_trained_parameters, is_among
 
+UNKNOWN_OBJECTIVE = "the gradient is of the job's objective, which the replay may not compute"
 ANOTHER_LOSS = "the job differentiated another loss than the one that its model returned"
 MAX_NAMED = 4
 MAX_FORWARDS = 8
@@ -286,7 +287,7 @@ def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep
     if all(compared_pass.recorded.has_job_weights_of_tokens for compared_pass in window):
         return None
     if any(compared_pass.loss is None or not compared_pass.loss.is_evidence for compared_pass in window):
-        return "the gradient is of the job's objective, which the replay may not compute"
+        return UNKNOWN_OBJECTIVE
     if any(share is None for step in steps for share in step.shares):
         shares = _as_shares([compared_pass.record.result.weight for compared_pass in window])
         if _largest_difference(shares, _equal_weights(window)) <= SAME_SHARES:

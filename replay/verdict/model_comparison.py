@@ -10,7 +10,15 @@ from capture.file_format.model_facts import ModelFacts
 from capture.file_format.name_patterns import PatternTable, format_patterns, split_name
 from capture.record.wrapper_facts import GRADIENT_SYNC
 from replay.tolerances.difference import roundoff
-from replay.verdict.model_facts import ALL_PARAMETERS, OTHER_TEXT, WHOLE_MODEL, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import (
+    ALL_PARAMETERS,
+    BUFFER_DTYPE,
+    NOT_COMPUTED_ATTRIBUTES,
+    OTHER_TEXT,
+    WHOLE_MODEL,
+    ModelDifference,
+    ModelDifferenceKind,
+)
 from replay.verdict.pass_values import RecordedPass
 
 _REPLAY_PACKAGES = ("actor_init", "replay")
@@ -250,7 +258,8 @@ class _Comparison:
                     self._add(ModelDifferenceKind.FORWARD, where, key, job=OTHER_TEXT, replay=own["class"])
         job_attributes, own_attributes = job.get("attributes", {}), own.get("attributes", {})
         for key, own_value in own_attributes.items():
-            if key in job_attributes and not _is_same_value(job_attributes[key], own_value):
+            is_known = key in job_attributes and key not in NOT_COMPUTED_ATTRIBUTES
+            if is_known and not _is_same_value(job_attributes[key], own_value):
                 self._add(
                     ModelDifferenceKind.ATTRIBUTE, where, key, job=str(job_attributes[key]), replay=str(own_value)
                 )
@@ -376,6 +385,9 @@ class _Comparison:
                 for value, own_value in zip([*job["values"], job["norm"]], [*own["values"], own["norm"]], strict=True)
             ):
                 self._add(ModelDifferenceKind.BUFFER, name, job=_format_values(job), replay=_format_values(own))
+            elif roundoff(job["dtype"]) > roundoff(own["dtype"]):
+                # `model.to(bfloat16)` rounds rope's frequencies too, which from_pretrained(dtype=) leaves in fp32.
+                self._add(ModelDifferenceKind.BUFFER, name, BUFFER_DTYPE, job=job["dtype"], replay=own["dtype"])
 
     def _compare_wrappers(self) -> None:
         for wrapper in self.job.wrappers:

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+# The key of a buffer that has other values for its dtype alone.
+BUFFER_DTYPE = "dtype"
+# Attributes that no forward computes with: a model that resized its embedding may keep the number from before.
+NOT_COMPUTED_ATTRIBUTES = {"vocab_size"}
 # Names of outputs and tokens, and what fills weights that are read from files: no forward computes otherwise for them.
 NOT_COMPUTED = {"id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"} | {
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "chunk_size_feed_forward"),
@@ -66,7 +70,8 @@ class ModelDifference:
             several layers are one difference if they differ alike: `model.layers.*.self_attn` where all do,
             `model.layers.[0-3,7].self_attn` where some do. A module of which all parameters differ alike stands for
             these, and ALL_PARAMETERS for those of the whole model
-    key     the attribute, the wrapper's setting, or the kind of hook, as `forward hook`; empty where `where` says all
+    key     the attribute, the wrapper's setting, the kind of hook, as `forward hook`, or BUFFER_DTYPE; empty where
+            `where` says all
     job     what the job has, in words; None: nothing
     replay  what the replay has, in words; None: nothing
     ranks   the ranks of the job that have it; empty: all

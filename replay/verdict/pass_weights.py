@@ -37,7 +37,18 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
     first merge what all passes on the same weights sampled. Then a pass may still lack a sample of a parameter that
     differed from the job's in another pass of the same model: `_infer_unsampled_parameters` concludes what it can.
     """
-    keys = [_make_weights_key(compared_pass.recorded, number) for number, compared_pass in enumerate(compared_passes)]
+    recorded_passes = [compared_pass.recorded for compared_pass in compared_passes]
+    keys = [_make_weights_key(recorded, number) for number, recorded in enumerate(recorded_passes)]
+    passes_of: dict[Hashable, list[RecordedPass]] = {}
+    for key, recorded in zip(keys, recorded_passes, strict=True):
+        passes_of.setdefault(key, []).append(recorded)
+    # A loop that steps copies of the parameters, such as fp32 masters of its own, moves them between passes of one step
+    # count. Such a count tells nothing.
+    miscounted = {key for key, members in passes_of.items() if _have_moved(members)}
+    keys = [
+        _make_weights_key(replace(recorded, num_steps_before=None), number) if key in miscounted else key
+        for number, (key, recorded) in enumerate(zip(keys, recorded_passes, strict=True))
+    ]
     by_key: dict[Hashable, list[WeightComparison]] = {}
     for key, compared_pass in zip(keys, compared_passes, strict=True):
         by_key.setdefault(key, []).append(compared_pass.recorded.weights)
@@ -60,6 +71,16 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
         )
         for key, compared_pass in zip(keys, compared_passes, strict=True)
     ]
+
+
+def _have_moved(passes: Sequence[RecordedPass]) -> bool:
+    """Tell whether a parameter of a rank was the replay's in one of these passes, and another in a second one."""
+    same: set[tuple[int | None, str]] = set()
+    differing: set[tuple[int | None, str]] = set()
+    for recorded in passes:
+        for name in recorded.weights.compared:
+            (differing if name in recorded.weights.differing else same).add((recorded.rank, name))
+    return not same.isdisjoint(differing)
 
 
 def _find_model_rank(recorded: RecordedPass) -> int | None:

@@ -36,6 +36,8 @@ def list_step_remarks(passes: Sequence[RecordedPass], *, is_whole: bool, is_stil
 
 def _describe_missing_steps(trained: Sequence[RecordedPass]) -> str:
     text = f"no optimizer step was recorded in {pluralise(len(trained), 'training pass')}"
+    if any(recorded.tokens is not None and recorded.tokens.num_not_finite for recorded in trained):
+        return f"{text}: gradients were not finite, and an engine or a scaler leaves out such a step"
     moved, unmoved = _find_moved_parameters(trained)
     if moved:
         return f"{text}, though {moved[0]} moved: what stepped has other parameters than the model's own"

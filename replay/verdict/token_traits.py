@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actor_init.inputs.documents import BORDER_NAMES, Documents, find_documents
 from capture.file_format.capture_file import Call
-from capture.file_format.micro_batch import IGNORED_LABEL, CaptureError, MicroBatch, move_to_tokens
+from capture.file_format.micro_batch import IGNORED_LABEL, LOSS_GRADIENTS, CaptureError, MicroBatch, move_to_tokens
 
 # So many of a row's first tokens are kept, to be compared with other rows'.
 NUM_FIRST_TOKENS = 16
@@ -70,6 +70,8 @@ class TokenTraits:
     num_other_restarts positions that restart where no border is
     first_positions    numbers of rows by the position id of their first real token, where the job gave position ids
     num_late_rows      rows padded on the left whose position ids count the padding
+    num_not_finite     positions where the gradient that the job's loss gave its logits is not finite
+    num_not_finite_on_padding  those of them that predict padding
     labelled_ends      ids that end rows and have a label somewhere in the pass
     begin_id           begins a text; None: not known
     """
@@ -91,6 +93,8 @@ class TokenTraits:
     num_other_restarts: int = 0
     first_positions: Mapping[int, int] = field(default_factory=dict)
     num_late_rows: int = 0
+    num_not_finite: int = 0
+    num_not_finite_on_padding: int = 0
     labelled_ends: frozenset[int] = frozenset()
     begin_id: int | None = None
 
@@ -116,6 +120,7 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     documents = _find_documents(batch)
     borders, continued, other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
+    not_finite = _count_not_finite(call, real_BS)
     # Nothing parts a row in which no position begins again, and no border was given.
     is_one_document_B = (
         [False] * batch.num_rows if documents is None else (documents.is_first_BS.sum(dim=1) <= 1).tolist()
@@ -145,11 +150,27 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
         num_other_restarts=other_restarts,
         first_positions=first_positions,
         num_late_rows=num_late_rows,
+        num_not_finite=not_finite[0],
+        num_not_finite_on_padding=not_finite[1],
         labelled_ends=frozenset()
         if own_BS is None
         else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
         begin_id=begin_id,
     )
+
+
+def _count_not_finite(call: Call, real_BS: Tensor) -> tuple[int, int]:
+    """Count the positions whose gradient of the loss is not finite, and those of them that predict padding."""
+    gradient_BS = call.notes.get(LOSS_GRADIENTS)
+    if not isinstance(gradient_BS, Tensor) or gradient_BS.shape != real_BS.shape:
+        return 0, 0
+    is_off_BS = ~gradient_BS.isfinite()
+    return int(is_off_BS.sum()), int((is_off_BS & _predicts_padding(real_BS)).sum())
+
+
+def _predicts_padding(real_BS: Tensor) -> Tensor:
+    """Tell of each position whether the next token is padding. The last one predicts no token of its row."""
+    return torch.nn.functional.pad(~real_BS[:, 1:], (0, 1), value=False)
 
 
 def _find_documents(batch: MicroBatch) -> Documents | None:
@@ -190,10 +211,7 @@ def _read_row(ids_S: Tensor, real_S: Tensor, labels_S: Tensor | None, begin_id: 
 def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shifted: bool) -> dict[str, Any]:
     counts_BS = labels_BS != IGNORED_LABEL
     values = labels_BS[counts_BS]
-    is_padding_BS = ~real_BS
-    if has_shifted:
-        # The label beside a row's last token is of no token of the row.
-        is_padding_BS = torch.nn.functional.pad(is_padding_BS[:, 1:], (0, 1), value=False)
+    is_padding_BS = _predicts_padding(real_BS) if has_shifted else ~real_BS
     last = [pair for pair in map(_find_last_label, labels_BS, ids_BS, real_BS) if pair is not None and has_shifted]
     return {
         "num_labels": len(values),

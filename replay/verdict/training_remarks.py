@@ -9,13 +9,13 @@ to train.
 from collections.abc import Sequence
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
-from replay.output.text import Pairs, pluralise
+from replay.output.text import Pairs, name_some, pluralise
 from replay.runlog.records import PassRecord
 from replay.tolerances.difference import relative_difference
 from replay.tolerances.job_bounds import LOSS, SAME_SHARES
 from replay.verdict.judge import PassEvidence
 from replay.verdict.optimizer_facts import find_facts_of_ranks
-from replay.verdict.outcomes import Verdict
+from replay.verdict.outcomes import Outcome, PassVerdict, Verdict
 from replay.verdict.pass_values import MOVED, NEXT_TOKENS, RecordedPass, match_parameter_name
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.step_remarks import list_step_remarks
@@ -37,7 +37,7 @@ def list_training_remarks(passes: Sequence[PassEvidence], verdict: Verdict, *, i
     steps = [(LABEL, remark) for remark in remarks]
     return [
         *_check_labels(verdict),
-        *_compare_ranks(passes),
+        *(_compare_ranks(passes) or _compare_forwards_of_ranks(passes, verdict.passes)),
         *steps,
         *_check_optimizer_state(passes),
     ]
@@ -95,6 +95,29 @@ def _compare_ranks(passes: Sequence[PassEvidence]) -> Pairs:
     differences = [("weights before", weights), ("gradients, which were not averaged, in", gradients)]
     by_step = sorted((difference[0], what, difference[1]) for what, difference in differences if difference is not None)
     return [("ranks", f"the job's ranks had different {what} step {step}: {text}") for step, what, text in by_step]
+
+
+def _compare_forwards_of_ranks(passes: Sequence[PassEvidence], judged_passes: Sequence[PassVerdict]) -> Pairs:
+    """Say so where at the first wrong step every forward of some ranks is wrong, and none of the other ranks'."""
+    verdicts = {(judged.index, judged.rank): judged for judged in judged_passes}
+    is_wrong: dict[int, dict[int, set[bool]]] = {}
+    for record, recorded, _ in passes:
+        judged = verdicts.get((record.index, record.rank))
+        if recorded is None or recorded.rank is None or recorded.num_steps_before is None or judged is None:
+            continue
+        findings = [finding for finding in judged.findings if finding.is_evidence]
+        if findings and not recorded.weights.is_sharded and judged.outcome in (Outcome.DIFFERS, Outcome.REPRODUCED):
+            by_rank = is_wrong.setdefault(recorded.num_steps_before, {})
+            by_rank.setdefault(recorded.rank, set()).add(judged.outcome is Outcome.DIFFERS)
+    first = next((step for step in sorted(is_wrong) if {True} in is_wrong[step].values()), None)
+    if first is None or {False} not in is_wrong[first].values() or {True, False} in is_wrong[first].values():
+        return []
+    wrong = [f"rank {rank}" for rank, answers in sorted(is_wrong[first].items()) if answers == {True}]
+    text = (
+        f"before step {first + 1} the forwards of {name_some(wrong, 3)} differ and those of the other ranks do not: "
+        "did every rank begin with the same weights? Broadcast them from rank 0"
+    )
+    return [("ranks", text)]
 
 
 def _find_other_norms(steps: Sequence[tuple[RecordedPass, OptimizerStep]]) -> tuple[int, str] | None:

@@ -16,6 +16,7 @@ from capture.file_format.micro_batch import CaptureError
 from capture.file_format.segment import Segment
 from replay.lint.lint import has_router_loss, lint, read_config_ids
 from replay.lint.remark import LintRemark, LintSubject
+from replay.lint.training_checks import drew_masks_without_gradient, is_in_eval_mode
 from replay.options.spec import LossName
 from replay.output.text import pluralise
 from replay.verdict.pass_values import RecordedPass, WeightComparison, read_recorded_pass
@@ -57,7 +58,7 @@ def lint_recording(
     config_ids = read_config_ids(config)
     passes = [recorded for capture in captures if (recorded := _read_pass(capture, config_ids.begin)) is not None]
     # Which settings act is asked only if it matters, since it builds the model.
-    is_in_eval = any(mode is not None and (not mode["model"] or mode["parts"]) for mode in (p.training for p in passes))
+    does_matter = any(is_in_eval_mode(recorded) or drew_masks_without_gradient(recorded) for recorded in passes)
     subject = LintSubject(
         passes=passes,
         # A job that failed may not have come to its first step.
@@ -65,7 +66,7 @@ def lint_recording(
         padding_id=config_ids.padding,
         end_ids=config_ids.ends,
         vocabulary=config_ids.vocabulary,
-        dropout=find_acting_dropouts(config) if is_in_eval and config else (),
+        dropout=find_acting_dropouts(config) if does_matter and config else (),
         frozen=frozen,
         has_router_loss=has_router_loss(config),
         has_adapter=bool(adapters),

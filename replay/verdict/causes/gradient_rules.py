@@ -33,7 +33,7 @@ from replay.verdict.causes.wrong_gradient import (
 )
 from replay.verdict.dropout_masks import MaskStatus
 from replay.verdict.gradient_evidence import ComparedGradient
-from replay.verdict.gradient_findings import ANOTHER_LOSS, ComparedPass, compute_job_weights
+from replay.verdict.gradient_findings import ANOTHER_LOSS, UNKNOWN_OBJECTIVE, ComparedPass, compute_job_weights
 from replay.verdict.pass_values import MOVED, WEIGHTING
 
 
@@ -219,6 +219,9 @@ def find_redrawn_masks(evidence: Evidence) -> Cause | None:
     wrong = find_wrong_gradient(evidence)
     dropout = evidence.settings.dropout
     if wrong is None or not dropout or any(member.masks.status is not MaskStatus.SAME for member in wrong.window):
+        return None
+    # The gradient of an objective that the replay does not compute has another direction, too.
+    if any(finding.doubt == UNKNOWN_OBJECTIVE for finding in wrong.verdict.findings):
         return None
     parameters = wrong.gradient.parameters
     turned = [name for name, parameter in parameters.items() if not wrong.is_scaled(parameter)]

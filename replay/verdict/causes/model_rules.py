@@ -20,7 +20,7 @@ from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
 from replay.verdict.dropout_masks import JOB_IN_EVAL_MODE, MASKS
 from replay.verdict.findings import FindingStatus
-from replay.verdict.model_facts import OTHER_TEXT, ModelDifference, ModelDifferenceKind
+from replay.verdict.model_facts import BUFFER_DTYPE, OTHER_TEXT, ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import PassVerdict
 from replay.verdict.pass_values import MISSING_GRADIENT, MOVED, NOTED_LOSS, OPTIMIZER_STATE
 
@@ -72,6 +72,8 @@ GRADIENT_KINDS = (*STATED_GRADIENT_KINDS, *GRADIENT_CODE_KINDS)
 GRADIENT_SYNC = "gradient sync"
 # What these state cannot be without effect on a forward.
 CERTAIN_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER, Kind.TIED, Kind.MODULE)
+# A setting of these kinds is at work in every pass.
+VALUE_KINDS = (Kind.CONFIG, Kind.ATTRIBUTE, Kind.BUFFER)
 # The same of a gradient.
 CERTAIN_GRADIENT_KINDS = (Kind.TIED, Kind.FROZEN)
 # Words in the name of a setting that tell what it is a setting of.
@@ -186,16 +188,35 @@ def _name_difference(
     fitting.sort(key=lambda difference: kinds.index(difference.kind))
     chosen, is_forward = fitting[0], evidence.is_forward_wrong
     certain_kinds = (*CERTAIN_KINDS, Kind.FROZEN) if is_forward else CERTAIN_GRADIENT_KINDS
-    is_certain = len(fitting) == 1 and chosen.kind in certain_kinds
+    is_certain = len(fitting) == 1 and chosen.kind in certain_kinds and chosen.key != BUFFER_DTYPE
+    sureness = Sureness.IS if is_certain else Sureness.PROBABLY
+    if is_forward and chosen.kind in VALUE_KINDS and _is_acquitted(evidence, chosen):
+        sureness = Sureness.MAY_BE
     more = "".join(f"; also {describe_model_difference(second)}" for second in fitting[1:2])
     more += f"; {len(fitting) - 2} more in run.json" if fitting[2:] else ""
     return Cause(
         name=choose_cause_name(chosen, is_forward=is_forward),
-        sureness=Sureness.IS if is_certain else Sureness.PROBABLY,
+        sureness=sureness,
         sentence=f"{describe_model_difference(chosen)}, and the numbers differ {name_time(first)}{more}",
         try_next="replay the job's own code with --model FILE.py:function, or take the change out of the job",
         explains=ALL_FINDINGS,
     )
+
+
+def _is_acquitted(evidence: Evidence, difference: ModelDifference) -> bool:
+    """Tell whether a pass of the job has the replay's numbers although its model had this difference."""
+    agreeing = {(verdict.index, verdict.rank) for verdict in evidence.verdicts if _has_same_forward(verdict)}
+    return any(
+        (compared.record.index, compared.record.rank) in agreeing
+        and (not difference.ranks or compared.recorded.rank in difference.ranks)
+        and (compared.recorded.forward or 0) >= (difference.forward or 0)
+        for compared in evidence.passes
+    )
+
+
+def _has_same_forward(verdict: PassVerdict) -> bool:
+    has_agreed = any(finding.agrees and finding.is_evidence for finding in verdict.findings)
+    return has_agreed and not verdict.is_window and not any(finding.is_wrong for finding in verdict.findings)
 
 
 def _has_stepped_before(evidence: Evidence) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from capture.file_format.micro_batch import LOSS_GRADIENTS
 from tests.replay.lint.recorded import IGNORED, PAD, make_pass, make_rows, say
 
 Batch = dict[str, Tensor]
@@ -311,3 +312,21 @@ def test_rows_that_hold_several_texts_and_one_attention_are_said(are_parted: boo
 
     assert say_of(begin) == ([] if are_parted else [said])
     assert say_of(7) == say_of(None) == []
+
+
+@pytest.mark.parametrize(("places", "where"), [((9, 10), "1 of them before padding"), ((9,), "all of them before")])
+def test_a_gradient_of_the_loss_that_is_not_finite_is_said_with_its_places(places: tuple[int, ...], where: str) -> None:
+    """The rows have 9, 12 and 10 tokens, so position 9 of the first row and of the last one predict padding."""
+    rows = make_rows([9, 12, 10])
+    gradients_BS = torch.zeros(rows["input_ids"].shape)
+    passes = [make_pass(rows, notes={LOSS_GRADIENTS: gradients_BS}, step=None)]
+    assert not [text for text in say(passes) if text.startswith("gradient")]
+    gradients_BS[2, list(places)] = torch.nan
+    gradients_BS[1, [place for place in places if place > 9]] = torch.inf
+    gradients_BS[2, [place for place in places if place > 9]] = 0.0
+    broken = make_pass(rows, notes={LOSS_GRADIENTS: gradients_BS}, step=None, optimizer_step=0)
+    texts = say([*passes, broken])
+    [said] = [text for text in texts if text.startswith("gradient")]
+    number = "1 position" if len(places) == 1 else "2 positions"
+    assert f"is not finite at {number}, {where}" in said
+    assert "in 1 of 2 training passes" in said

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from capture.file_format.end_record import EndRecord
+from capture.file_format.micro_batch import LOSS_GRADIENTS
 from capture.file_format.optimizer_state import StateSample
 from replay.lint.lint import lint
 from replay.lint.remark import LintSubject, Weight
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.random_draws import RandomDraws
-from tests.replay.lint.recorded import make_pass, make_sample, make_samples, make_step, say
+from tests.replay.lint.recorded import make_pass, make_rows, make_sample, make_samples, make_step, say
 
 
 def make_passes(number: int = 3, *, rank: int = 0, **values: Any) -> list[RecordedPass]:
@@ -237,3 +238,28 @@ def test_fp32_gradients_that_were_added_up_in_bf16_are_said(dtype: str, rounds: 
     passes_said = "fp32 gradients, sums of 2 passes, are values of bfloat16"
     told = f"gradient precision: {passes_said}: they were added up or reduced in it"
     assert said == ([told] if says else [])
+
+
+def test_a_step_that_is_missing_behind_gradients_that_are_not_finite_is_no_riddle() -> None:
+    rows = make_rows([9, 12])
+    notes = {LOSS_GRADIENTS: torch.full(rows["input_ids"].shape, torch.nan)}
+    passes = [make_pass(rows, number=number, notes=notes, step=None, optimizer_step=0) for number in range(2)]
+    [said] = [text for text in say(passes, is_whole=True) if text.startswith("trained")]
+    assert said == (
+        "trained: no optimizer step was recorded in 2 training passes: gradients were not finite, and an engine or a "
+        "scaler leaves out such a step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_training", "has_drawn", "is_said"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_dropout_in_passes_without_a_gradient_is_said(is_training: bool, has_drawn: bool, is_said: bool) -> None:
+    draws = RandomDraws(before={"cpu": b"a"}, after={"cpu": b"b" if has_drawn else b"a"})
+    mode = {"model": is_training, "parts": []}
+    passes = [replace(make_pass(trains=False, step=None, training=mode), draws=draws), *make_passes(2)]
+    assert say(passes) == []  # there is no dropout
+    texts = [text for text in say(passes, dropout=["attn_pdrop"]) if "without a gradient" in text]
+    assert bool(texts) is is_said
+    if is_said:
+        assert texts[0].startswith("dropout: 1 of 1 pass without a gradient drew masks of attn_pdrop: their log-probs")

@@ -262,7 +262,9 @@ def test_ties_are_compared(job_ties: Any, own_ties: Any, words: tuple[str, str] 
 
 def test_a_buffer_may_be_rounded_to_its_dtype() -> None:
     rounded = {"dtype": "bfloat16", "values": [1.0, 0.01001], "norm": 1.0}
-    assert say(change(JOB, "buffers", **{"rotary/inv_freq": rounded})) == []
+    assert say(change(JOB, "buffers", **{"rotary/inv_freq": rounded})) == [
+        ("buffer", "rotary.inv_freq", "dtype", "bfloat16", "float32")
+    ]
     other = {"values": [1.0, 0.0014], "norm": 1.0}
     assert say(change(JOB, "buffers", **{"rotary/inv_freq": other})) == [
         ("buffer", "rotary.inv_freq", "", "1, 0.0014", "1, 0.01")
@@ -353,3 +355,11 @@ def make_passes(last_syncs: Sequence[str | None]) -> list[RecordedPass]:
 def test_steps_without_a_reduction_are_named(last_syncs: Any, job: str | None, ranks: tuple[int, ...]) -> None:
     found = [(difference.job, difference.ranks) for difference in find_unreduced_steps(make_passes(last_syncs))]
     assert found == ([] if job is None else [(job, ranks)])
+
+
+def test_the_size_of_a_vocabulary_is_no_setting_that_a_forward_computes_with() -> None:
+    """A model whose embedding was resized keeps the old number in an attribute."""
+    own = {**REPLAY.modules[""], "attributes": {"vocab_size": 256, "eps": 1.0}}
+    job = {**JOB.modules[""], "attributes": {"vocab_size": 250, "eps": 2.0}}
+    replayed, recorded = change(REPLAY, "modules", **{"": own}), change(JOB, "modules", **{"": job})
+    assert [key for _, _, key, _, _ in say(recorded, own=replayed)] == ["eps"]

@@ -1,5 +1,6 @@
 """From which pass on the weights are known to the precision of the optimizer's steps alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,9 @@ from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.tolerances.job_bounds import TOKENS, NoiseFloor
 from replay.verdict.findings import VerdictSettings, list_dtypes
-from replay.verdict.pass_weights import note_coarse_steps
+from replay.verdict.pass_values import WeightComparison
+from replay.verdict.pass_weights import check_weights, note_coarse_steps
+from tests.replay.verdict.causes.made_evidence import draw_gradients, make_window
 
 FLOOR = {TOKENS: NoiseFloor(value=1e-6, num_values=8)}
 
@@ -48,3 +51,27 @@ def test_behind_a_step_of_adamw_they_stay() -> None:
     settings, (_, second) = note("AdamW")
     assert "bfloat16" not in list_dtypes(second, settings)
     assert settings.step_floors == {0: FLOOR, 1: FLOOR}
+
+
+def compare(*pairs: tuple[int, bool], is_sharded: bool = False) -> list[tuple[str, ...]]:
+    """Return which parameters are another for each pass, of a rank whose weight `w` is the replay's or is not.
+
+    All passes have the same number of steps before them.
+    """
+    job = draw_gradients()
+    passes = []
+    for number, (rank, is_same) in enumerate(pairs):
+        weights = WeightComparison(compared=("w",), differing=() if is_same else ("w",), is_sharded=is_sharded)
+        [compared] = make_window([job], job, index=number)
+        recorded = replace(compared.recorded, rank=rank, num_steps_before=0, weights=weights)
+        passes.append(replace(compared, recorded=recorded))
+    return [tuple(compared.weights.differing) for compared in check_weights(passes)]
+
+
+def test_weights_that_move_between_passes_of_one_step_count_are_each_passs_own() -> None:
+    """As in a loop that steps fp32 copies of the parameters: the recorder sees no step of theirs."""
+    assert compare((0, True), (0, False)) == [(), ("w",)]
+
+
+def test_what_two_ranks_sampled_of_their_shards_is_no_movement() -> None:
+    assert compare((0, True), (1, False), is_sharded=True) == [("w",), ("w",)]

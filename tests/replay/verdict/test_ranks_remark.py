@@ -3,10 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
+
+from replay.verdict.findings import make_finding
 from replay.verdict.judge import PassEvidence
+from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import WeightComparison
-from replay.verdict.training_remarks import _compare_ranks, describe_weighting
-from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_window, scale_gradients
+from replay.verdict.training_remarks import _compare_forwards_of_ranks, _compare_ranks, describe_weighting
+from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_verdict, make_window, scale_gradients
 
 SOUND = draw_gradients()
 
@@ -45,3 +49,31 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
     [(label, text)] = describe_weighting(passes)
     assert label == "window"
     assert text.endswith("a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "wrong"),
+    [
+        ({(0, 0): True, (0, 1): False, (1, 0): True, (1, 1): False}, "rank 1"),
+        ({(0, 0): True, (0, 1): True}, None),
+        ({(0, 0): False, (0, 1): False}, None),
+        # A rank with a right pass runs on the weights of the others.
+        ({(0, 0): True, (0, 1): False, (1, 1): True, (0, 2): False}, None),
+    ],
+)
+def test_ranks_of_which_each_forward_is_wrong_are_named(
+    outcomes: Mapping[tuple[int, int], bool], wrong: str | None
+) -> None:
+    """By the index of a pass and its rank: whether its forward is the job's. All stand before one step."""
+    passes, verdicts = [], []
+    for (index, rank), is_right in outcomes.items():
+        compared = make_window([SOUND] * 3, SOUND, index=index)[rank]
+        recorded = replace(compared.recorded, num_steps_before=0)
+        passes.append(PassEvidence(compared.record, recorded, compared.replayed))
+        finding = make_finding("loss", 1.0, 1.0 if is_right else 2.0, difference=0.0 if is_right else 1.0, bound=1e-4)
+        outcome = Outcome.REPRODUCED if is_right else Outcome.DIFFERS
+        verdicts.append(replace(make_verdict(index, [finding]), rank=rank, outcome=outcome))
+    remarks = _compare_forwards_of_ranks(passes, verdicts)
+    assert [text.partition(" differ ")[0] for _, text in remarks] == (
+        [f"before step 1 the forwards of {wrong}"] if wrong else []
+    )

@@ -9,6 +9,7 @@ from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT, NoiseFloor, name_s
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
 from replay.verdict.dropout_masks import PROVEN_MASKS
+from replay.verdict.gradient_findings import UNKNOWN_OBJECTIVE
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.pass_values import MISSING_GRADIENT
 from tests.replay.verdict.causes.made_evidence import (
@@ -171,6 +172,11 @@ def test_most_gradients_turn_where_a_backward_has_other_dropout_masks(
     evidence = replace(evidence, settings=replace(evidence.settings, dropout=["attn_pdrop"]))
     cause = find_causes(evidence)[0]
     assert (cause.name, cause.sureness) == (name, sureness)
+    # The gradient of another objective turns too, and tells nothing of masks.
+    [verdict] = evidence.verdicts
+    doubted = [replace(finding, doubt=UNKNOWN_OBJECTIVE) for finding in verdict.findings]
+    evidence = replace(evidence, verdicts=[replace(verdict, findings=doubted)])
+    assert CauseName.DROPOUT not in {cause.name for cause in find_causes(evidence)}
 
 
 @pytest.mark.parametrize(

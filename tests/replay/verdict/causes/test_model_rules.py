@@ -5,11 +5,11 @@ from dataclasses import replace
 from replay.tolerances.job_bounds import LOSS, TOKENS
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.findings import FindingStatus
+from replay.verdict.findings import FindingStatus, make_finding
 from replay.verdict.model_facts import ModelDifference, ModelDifferenceKind
 from replay.verdict.outcomes import Outcome
 from replay.verdict.pass_values import NOTED_LOSS
-from tests.replay.verdict.causes.made_evidence import make_forward_evidence
+from tests.replay.verdict.causes.made_evidence import draw_gradients, make_forward_evidence, make_window
 
 SCALING = ModelDifference(
     kind=ModelDifferenceKind.ATTRIBUTE, where="model.layers.*.self_attn", key="scaling", job="0.125", replay="0.25"
@@ -68,3 +68,28 @@ def test_a_loss_of_the_loops_own_objective_is_no_other_function_of_the_models() 
     cause = find_causes(evidence)[0]
     assert (cause.name, cause.sureness) == (CauseName.OBJECTIVE, Sureness.MAY_BE)
     assert cause.sentence.startswith(NOTED_LOSS)
+
+
+def test_rounded_frequencies_are_probably_the_cause() -> None:
+    rounded = ModelDifference(
+        kind=ModelDifferenceKind.BUFFER,
+        where="model.rotary_emb.inv_freq",
+        key="dtype",
+        job="bfloat16",
+        replay="float32",
+    )
+    cause = find_causes(make_forward_evidence(LOSS, TOKENS, model_differences=[rounded]))[0]
+    assert (cause.name, cause.sureness) == (CauseName.POSITIONS, Sureness.PROBABLY)
+    assert "the buffer dtype of model.rotary_emb.inv_freq is bfloat16 in the job, float32 here" in cause.sentence
+
+
+def test_a_setting_with_which_another_pass_has_the_jobs_numbers_is_hardly_the_cause() -> None:
+    evidence = make_forward_evidence(LOSS, TOKENS, model_differences=[SCALING])
+    [wrong] = evidence.verdicts
+    agreeing = [make_finding(LOSS, 1.0, 1.0, difference=0.0, bound=1e-4)]
+    sound = replace(wrong, index=0, outcome=Outcome.REPRODUCED, findings=agreeing)
+    gradients = draw_gradients()
+    passes = [*make_window([gradients], gradients), *make_window([gradients], gradients, index=1)]
+    evidence = replace(evidence, passes=passes, verdicts=[sound, replace(wrong, index=1)])
+    cause = next(cause for cause in find_causes(evidence) if "scaling" in cause.sentence)
+    assert cause.sureness is Sureness.MAY_BE
