@@ -30,7 +30,7 @@ def compare(
     """
     folders = [find_log(run) for run in runs]
     if isinstance(variants, str) or not all(isinstance(variant, str) for variant in variants):
-        raise UsageError.not_allowed("variants", variants, "Give a list, such as ['attention=eager']")
+        raise UsageError(f"variants={variants!r} is not allowed. Give a list, such as ['attention=eager']")
     if variants:
         if len(folders) != 1:
             raise UsageError(
