@@ -63,7 +63,10 @@ def _is_convertible(kind: Any, given: Any) -> bool:
         return isinstance(given, bool) and kind is bool
     if kind is int:
         return isinstance(given, (str, SupportsIndex)) or (isinstance(given, Real) and given == math.floor(given))
-    return isinstance(given, (str, Real) if kind is float else (str, PathLike))
+    if kind is float:
+        return isinstance(given, (str, Real))
+    # The system takes no name with a null byte.
+    return isinstance(given, (str, PathLike)) and "\0" not in str(given)
 
 
 def _describe_allowed(kind: Any, min: float | None, max: float | None, choices: Collection[str]) -> str:

@@ -29,7 +29,7 @@ def compare(
     Raises UsageError for logs that cannot be compared: they did other work, or are not whole.
     """
     folders = [find_log(run) for run in runs]
-    if isinstance(variants, str) or not all(isinstance(variant, str) for variant in variants):
+    if not isinstance(variants, (list, tuple)) or not all(isinstance(variant, str) for variant in variants):
         raise UsageError(f"variants={variants!r} is not allowed. Give a list, such as ['attention=eager']")
     if variants:
         if len(folders) != 1:

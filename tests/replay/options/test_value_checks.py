@@ -47,7 +47,7 @@ def test_a_value_comes_back_as_python_s(given: Any, kind: type, value: Any) -> N
         *((given, int) for given in (True, np.bool_(True), 2.5, np.float32(2.5), "two", math.nan, None, [2])),
         *((given, float) for given in (True, np.bool_(True), "x", 1j, Decimal(2), np.array([2.0]), math.nan, b"2")),
         *((given, bool) for given in (1, "no", np.int64(1), None)),
-        *((given, str) for given in (3, b"x", "", None)),
+        *((given, str) for given in (3, b"x", "", "a\0b", None)),
     ],
     ids=repr,
 )
