@@ -4,6 +4,7 @@ tests/conftest.py puts this folder on PYTHONPATH, which ranks, launchers, fork s
 environment's interpreter does not get PYTHONPATH, and what it writes is not looked at.
 """
 
+import os
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -11,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+HOME = os.path.dirname(__file__)
 # The modules of `written_json.WATCHED`, which is imported with the first of them.
 WRITERS = ("replay.runlog.run_file", "replay.runlog.writer", "replay.campaign.campaign")
 
@@ -29,6 +31,9 @@ class WriterFinder(MetaPathFinder):
 
             def execute_and_watch(module: ModuleType) -> None:
                 execute(module)
+                # A worker of pytest-xdist replaces its path by the one that its controller began with.
+                if HOME not in sys.path:
+                    sys.path.append(HOME)
                 import_module("written_json").watch(module)
 
             loader.exec_module = execute_and_watch

@@ -121,6 +121,9 @@ def _list_campaign_breaches(name: str, value: Any) -> list[str]:
 def _call_after(owner: Any, check: Callable[..., None]) -> None:
     """Call `check` with the arguments of the method `write` after each call."""
     write = vars(owner)["write"]
+    # A worker of pytest-xdist is watched since it was started, before tests/conftest.py asks for it.
+    if hasattr(write, "__wrapped__"):
+        return
 
     @wraps(write)
     def write_and_check(*arguments: Any) -> None:
