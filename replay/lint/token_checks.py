@@ -30,6 +30,7 @@ def check_tokens(subject: LintSubject) -> Iterator[LintRemark]:
     traits = [recorded.tokens for recorded in subject.trained if recorded.tokens is not None]
     yield from _check_loss_gradients(traits)
     yield from _check_targets(traits)
+    yield from _check_unlabelled(traits)
     yield from _check_padding(traits, subject)
     yield from _check_outside_mask(traits, subject)
     yield from _check_vocabulary(traits, subject)
@@ -94,6 +95,18 @@ def _check_targets(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
             text=f"{on_padding} of {pluralise(total, 'label')} are of padding, outside the attention mask",
             weight=Weight.WRONG_TARGETS,
             cause=CauseName.OTHER_TOKENS,
+        )
+
+
+def _check_unlabelled(traits: Sequence[TokenTraits]) -> Iterator[LintRemark]:
+    labelled = [tokens for tokens in traits if tokens.num_labels]
+    total = sum(len(tokens.rows) for tokens in labelled)
+    if number := sum(tokens.num_unlabelled for tokens in labelled):
+        yield LintRemark(
+            topic="labels",
+            text=f"{number} of {pluralise(total, 'row')} have no label, in passes that have some: was the answer cut "
+            "off, and what does the loop do with a batch of such rows alone?",
+            weight=Weight.FACT,
         )
 
 

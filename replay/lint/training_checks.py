@@ -10,6 +10,7 @@ from capture.file_format.optimizer_step import OptimizerStep
 from replay.lint.remark import LintRemark, LintSubject, Weight
 from replay.output.text import name_some, pluralise
 from replay.tolerances.difference import relative_difference
+from replay.tolerances.job_bounds import TOKENS
 from replay.verdict.causes.cause import CauseName
 from replay.verdict.pass_values import RecordedPass
 from replay.verdict.step_remarks import list_step_remarks
@@ -42,6 +43,7 @@ def check_training(subject: LintSubject) -> Iterator[LintRemark]:
     yield from _check_missing_gradients(subject)
     yield from _check_mode(subject)
     yield from _check_rollouts(subject)
+    yield from _check_reference(subject)
     yield from _check_random_states(subject)
     yield from _check_precision(subject)
     yield from _check_reduction(subject)
@@ -212,6 +214,38 @@ def _check_rollouts(subject: LintSubject) -> Iterator[LintRemark]:
             "weights alone. Try: model.eval() for them, and no dropout where the policy trains",
             weight=Weight.OTHER_CONFIG,
         )
+
+
+def _check_reference(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where an adapter's job has passes without a gradient whose log-probs are the policy's own.
+
+    That is how old log-probs are computed too. A reference without the adapter has others once it has been stepped.
+    """
+    trained = {_make_pass_key(recorded): _list_token_values(recorded) for recorded in subject.trained}
+    rollouts = [recorded for recorded in subject.passes if not recorded.trains and recorded.num_steps_before]
+    pairs = [
+        (_list_token_values(recorded), values)
+        for recorded in rollouts
+        if recorded.tokens is not None and (values := trained.get(_make_pass_key(recorded)))
+    ]
+    if subject.has_adapter and len(pairs) > 1 and all(own == values for own, values in pairs):
+        yield LintRemark(
+            topic="reference",
+            text=f"{len(pairs)} of {pluralise(len(rollouts), 'pass')} without a gradient, behind the first step, have "
+            "the log-probs of the training pass on the same tokens, to the last digit: they are the policy's. If they are "
+            "meant for a reference, the adapter was on (`with model.disable_adapter():`)",
+            weight=Weight.FACT,
+        )
+
+
+def _make_pass_key(recorded: RecordedPass) -> tuple[int | None, int | None, tuple[int | None, ...]]:
+    """Make a key that is equal for passes of one rank, before one step, on the same rows."""
+    rows = () if recorded.tokens is None else tuple(row.digest for row in recorded.tokens.rows)
+    return recorded.rank, recorded.num_steps_before, rows
+
+
+def _list_token_values(recorded: RecordedPass) -> list[float]:
+    return [value for claim in recorded.claims if claim.name == TOKENS for value in claim.values]
 
 
 def is_in_eval_mode(recorded: RecordedPass) -> bool:

@@ -60,6 +60,7 @@ class TokenTraits:
     padding_ids        the commonest ids of these, with their numbers
     has_shifted_labels the labels are those of `shift_labels`, which stand beside the token that predicts them
     num_labels         labels that count
+    num_unlabelled     rows without such a label
     label_range        the least and the largest of these
     num_on_padding     labels that are of padding
     num_last_labels    rows whose last token has a shifted label
@@ -83,6 +84,7 @@ class TokenTraits:
     padding_ids: Mapping[int, int] = field(default_factory=dict)
     has_shifted_labels: bool = False
     num_labels: int = 0
+    num_unlabelled: int = 0
     label_range: tuple[int, int] | None = None
     num_on_padding: int = 0
     num_last_labels: int = 0
@@ -215,6 +217,7 @@ def _describe_labels(labels_BS: Tensor, ids_BS: Tensor, real_BS: Tensor, has_shi
     last = [pair for pair in map(_find_last_label, labels_BS, ids_BS, real_BS) if pair is not None and has_shifted]
     return {
         "num_labels": len(values),
+        "num_unlabelled": int((counts_BS.sum(dim=1) == 0).sum()),
         "label_range": (int(values.min()), int(values.max())) if len(values) else None,
         "num_on_padding": int((counts_BS & is_padding_BS).sum()),
         "num_last_labels": len(last),

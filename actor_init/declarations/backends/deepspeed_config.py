@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ OPTIONS = {
 
 def find_obstacle(spec: ActorSettings, device_type: str) -> str | None:
     """Return why DeepSpeed cannot run `spec` on a `device_type` or cannot take its config file; None if it can."""
+    if find_spec("deepspeed") is None:
+        return f"DeepSpeed is not installed. Try: {FSDP2}, or pip install deepspeed"
     on_cpu = device_type == "cpu"
     if on_cpu and spec.dtype is Dtype.FP16:
         return f"DeepSpeed has no fp16 on a CPU. Try: {FSDP2}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actor_init.declarations.backends import deepspeed_config, find_obstacle
 from actor_init.declarations.backends.deepspeed_config import build_config
 from actor_init.spec import ActorSpec, UsageError
 from replay.agreement.plan import MatrixContext, Role, plan_matrix
@@ -110,3 +111,11 @@ def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: 
     path.unlink()
     facts = PastRun.read(tmp_path / "logs").facts
     assert json.loads(str(facts["deepspeed_config"]))["zero_optimization"]["round_robin_gradients"] is True
+
+
+def test_where_deepspeed_is_not_installed_another_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_obstacle(ActorSpec(backend="deepspeed"), "cpu") is None
+    monkeypatch.setattr(deepspeed_config, "find_spec", lambda name: None)
+    said = find_obstacle(ActorSpec(backend="deepspeed"), "cpu")
+    assert said is not None and said.startswith("DeepSpeed is not installed. Try: ")
+    assert "fsdp2" in said

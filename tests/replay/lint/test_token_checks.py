@@ -330,3 +330,11 @@ def test_a_gradient_of_the_loss_that_is_not_finite_is_said_with_its_places(place
     number = "1 position" if len(places) == 1 else "2 positions"
     assert f"is not finite at {number}, {where}" in said
     assert "in 1 of 2 training passes" in said
+
+
+def test_rows_without_a_label_are_a_fact() -> None:
+    rows = make_rows([9, 12, 10])
+    assert say([make_pass(rows)]) == []
+    rows["labels"][1] = IGNORED
+    [said] = say([make_pass(rows)])
+    assert said.startswith("labels: 1 of 3 rows have no label, in passes that have some: was the answer cut off")

@@ -263,3 +263,28 @@ def test_dropout_in_passes_without_a_gradient_is_said(is_training: bool, has_dra
     assert bool(texts) is is_said
     if is_said:
         assert texts[0].startswith("dropout: 1 of 1 pass without a gradient drew masks of attn_pdrop: their log-probs")
+
+
+@pytest.mark.parametrize(
+    ("has_adapter", "reference", "is_said"), [(True, -1.0, True), (True, -1.5, False), (False, -1.0, False)]
+)
+def test_a_reference_that_is_the_policy_is_a_fact(has_adapter: bool, reference: float, is_said: bool) -> None:
+    """Two steps of a job whose passes without a gradient gave `reference` where the training passes gave -1."""
+    passes = []
+    for number in range(3):
+        rows, step = make_rows([9, 12], seed=number), make_step(number)
+        for place, (trains, value) in enumerate([(False, reference), (True, -1.0)]):
+            outputs = {"token_log_probs": [value, value]}
+            own: dict[str, Any] = {
+                "trains": trains,
+                "outputs": outputs,
+                "optimizer_step": number,
+                "step": step if trains else None,
+            }
+            passes.append(make_pass(rows, number=2 * number + place, **own))
+    texts = [text for text in say(passes, has_adapter=has_adapter) if text.startswith("reference")]
+    assert bool(texts) is is_said
+    if is_said:
+        assert texts[0].startswith(
+            "reference: 2 of 2 passes without a gradient, behind the first step, have the log-pro"
+        )
