@@ -232,8 +232,8 @@ def _check_reference(subject: LintSubject) -> Iterator[LintRemark]:
         yield LintRemark(
             topic="reference",
             text=f"{len(pairs)} of {pluralise(len(rollouts), 'pass')} without a gradient, behind the first step, have "
-            "the log-probs of the training pass on the same tokens, to the last digit: they are the policy's. If they are "
-            "meant for a reference, the adapter was on (`with model.disable_adapter():`)",
+            "the log-probs of the training pass on the same tokens, to the last digit: they are the policy's. If they "
+            "are meant for a reference, the adapter was on (`with model.disable_adapter():`)",
             weight=Weight.FACT,
         )
 

@@ -114,8 +114,10 @@ def test_the_log_has_what_the_file_said(tmp_path: Path, one_world: None, world: 
 
 
 def test_where_deepspeed_is_not_installed_another_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_obstacle(ActorSpec(backend="deepspeed"), "cpu") is None
+    spec = ActorSpec(backend="deepspeed", optimizer="adamw")
+    assert find_obstacle(spec, "cpu") is None
     monkeypatch.setattr(deepspeed_config, "find_spec", lambda name: None)
-    said = find_obstacle(ActorSpec(backend="deepspeed"), "cpu")
-    assert said is not None and said.startswith("DeepSpeed is not installed. Try: ")
+    said = find_obstacle(spec, "cpu")
+    assert said is not None
+    assert said.startswith("DeepSpeed is not installed. Try: ")
     assert "fsdp2" in said
