@@ -15,6 +15,7 @@ from replay.agreement.rows import RowState
 from replay.campaign.campaign import FORMAT
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
 from replay.commands.minimise.failure import ReplayFailure
+from replay.commands.minimise.folder import SmallestFolder
 from replay.commands.minimise.trials import MinimiseTrial
 from replay.commands.recompiles.policies import PolicyResult
 from replay.commands.scan.runs import ScanGroup
@@ -57,6 +58,7 @@ _PARITY = make_shape(
 @dataclass(kw_only=True)
 class _Scan:
     groups: list[ScanGroup]
+    damaged: list[str] = field(default_factory=list)
 
 
 _POLICY = make_shape("Policy", [*list_fields(PolicyResult), ("net_seconds", float | None)])
@@ -65,6 +67,7 @@ _POLICY = make_shape("Policy", [*list_fields(PolicyResult), ("net_seconds", floa
 @dataclass(kw_only=True)
 class _Recompiles:
     policies: list[_POLICY]  # type: ignore[valid-type]
+    damaged: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -74,6 +77,7 @@ class _Minimise:
     num_rows: int
     num_tokens: int
     trials: list[MinimiseTrial]
+    smallest: SmallestFolder | None = None
 
 
 @dataclass(kw_only=True)
@@ -186,6 +190,7 @@ class _OtherChecked:
 
 @dataclass(kw_only=True)
 class _Worst:
+    damaged: list[str] = field(default_factory=list)
     run: str | None = None
     measured: list[_InputCost] = field(default_factory=list)
     failed: list[_FailedInput] = field(default_factory=list)
