@@ -92,10 +92,10 @@ class LastSighting:
 
     @property
     def where(self) -> str:
-        """The place in words, as `after the forward of pass 3`."""
+        """The place in words, as `after the forward of pass 4` of the forward with number 3."""
         if self.forward is None:
             return "before any pass"
-        return _PLACE_TEXTS.get(self.place, "in or after pass {}").format(self.forward)
+        return _PLACE_TEXTS.get(self.place, "in or after pass {}").format(self.forward + 1)
 
     @property
     def line(self) -> str:
@@ -304,7 +304,7 @@ def _find_without_backward(sightings: Sequence[LastSighting]) -> Blame | None:
         return None
     past = [sighting for sighting in sightings if sighting.forward is not None and sighting.forward > number]
     skipped = [sighting for sighting in past if sighting.last_backward is not None and sighting.last_backward < number]
-    return blame_unless_all(sightings, skipped, f"it made no backward of pass {number}, in which others are")
+    return blame_unless_all(sightings, skipped, f"it made no backward of pass {number + 1}, in which others are")
 
 
 def _find_at_earlier_pass(sightings: Sequence[LastSighting]) -> Blame | None:
@@ -314,7 +314,7 @@ def _find_at_earlier_pass(sightings: Sequence[LastSighting]) -> Blame | None:
     early = [sighting for sighting, number in zip(sightings, numbers, strict=True) if number == min(numbers)]
     if len(early) == len(sightings):
         return None
-    others = f"others are in pass {max(numbers)}"
+    others = f"others are in pass {max(numbers) + 1}"
     if over := [sighting for sighting in early if sighting.end is End.CLOSED]:
         return blame_unless_all(sightings, over, f"its loop was over after {min(numbers) + 1} passes, and {others}")
     if outside := [sighting for sighting in early if not sighting.waits]:

@@ -23,7 +23,7 @@ class ScheduleDifference:
     """A pass in which the ranks do not do the same, so that their collectives would not have matched.
 
     kind       `passes`, `order`, `backward`, `steps`, `gradients`, `trained`, `clipping`, `shapes`, `inputs` or `dtype`
-    number     of the pass
+    number     of the pass, from 0 on
     ranks      the ranks to look at: those that do less, or something else than most
     text       what they do, in words
     remedy     the option or the change in the job that makes the ranks do the same

@@ -89,11 +89,11 @@ def describe_schedule(schedule: Schedule, differences: Sequence[ScheduleDifferen
         pairs.append(("schedule", f"{text}: nothing in them parts the ranks"))
     else:
         first = differences[0]
-        pairs.append(("schedule", f"{text}: the ranks part at pass {first.number}: {first.text}"))
+        pairs.append(("schedule", f"{text}: the ranks part at pass {first.number + 1}: {first.text}"))
     for difference in differences:
         exception = f". {difference.exception[0].upper()}{difference.exception[1:]}" if difference.exception else ""
         pairs.append(
-            ("parts", f"pass {difference.number}: {difference.text}{exception}. To mend it: {difference.remedy}")
+            ("parts", f"pass {difference.number + 1}: {difference.text}{exception}. To mend it: {difference.remedy}")
         )
     missing = sorted(set(range(schedule.world_size)) - set(ranks))
     if missing:

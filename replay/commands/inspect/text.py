@@ -41,7 +41,7 @@ def list_incidents(inspection: Inspection) -> Pairs:
     ranked = [(record.rank, record.incident) for record in inspection.incidents]
     ranked.sort(key=lambda pair: (order.get(pair[1].what, 1 + pair[1].follows_another), pair[1].time))
     for rank, incident in ranked:
-        forward = "before any forward" if incident.forward is None else f"forward {incident.forward}"
+        forward = "before any forward" if incident.forward is None else f"pass {incident.forward + 1}"
         text = f"rank {rank}, {forward}, {incident.time}: {incident.what}, {incident.where}"
         if incident.message:
             text += f": {incident.message}"
@@ -143,7 +143,7 @@ def print_inspection(inspection: Inspection, file: IO[str] | None = None) -> Non
 
     Incidents of the recording come first:
 
-    incident   rank 0, forward 6, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
+    incident   rank 0, pass 7, 2026-11-21T11:20:09.133124+00:00: not finite, loss: loss is nan; 3 files for it
 
     Of several ranks that did not end well, the one that was behind is named, as `replay hang` does.
     """

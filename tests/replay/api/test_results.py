@@ -329,7 +329,7 @@ def test_a_command_s_file_of_another_shape_is_named(content: str, says: str, tmp
         replay.open(folder)
 
 
-@pytest.mark.parametrize("log", [3, None, ["logs/x"], b"logs/x", object()], ids=repr)
+@pytest.mark.parametrize("log", [3, None, ["logs/x"], b"logs/x", object()], ids=lambda log: type(log).__name__)
 def test_what_is_no_log_is_refused_with_what_came(log: Any, tmp_path: Path) -> None:
     run = replay.open(write_log(tmp_path / "log", [passed(0, "x")]))
     for function in (replay.compare, replay.report):

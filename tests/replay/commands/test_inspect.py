@@ -107,7 +107,7 @@ def test_incidents_come_first_and_odd_passes_last(tmp_path: Path) -> None:
     out = io.StringIO()
     print_inspection(facts, out)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("incident   rank 1, forward 3, ")
+    assert lines[0].startswith("incident   rank 1, pass 4, ")
     assert lines[0].endswith("not finite, loss: loss is nan; 1 file for it, 1 pass not on the host in time")
     assert lines[1].endswith("signal, SIGTERM; 0 files for it")
     assert lines[2] == "incident   4 more like these, for which nothing was written"
@@ -172,7 +172,7 @@ def test_a_killed_rank_is_salvaged_and_comes_before_those_that_lost_it(tmp_path:
     assert not spool.exists()
     assert facts.num_by_format == {"of format 1": 2}
     lines = [text for _, text in wording.list_incidents(facts)]
-    assert lines[0].startswith("rank 1, forward 1, ")
+    assert lines[0].startswith("rank 1, pass 2, ")
     assert lines[0].endswith(": died, without a word; 2 files for it")
     assert "the optimizer broke" in lines[1]
     assert "Connection closed by peer" in lines[2]

@@ -41,31 +41,31 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 
 LEFT: dict[str, tuple[str, str, str]] = {  # of the jobs: what is said of rank 1, where it was, the line it stood at
-    "asleep in its loss": ("was behind", f"after the forward of pass {FATAL_PASS}", "hanging_jobs.py:{} in hang"),
+    "asleep in its loss": ("was behind", f"after the forward of pass {FATAL_PASS + 1}", "hanging_jobs.py:{} in hang"),
     "asleep in its data": (
         "was behind",
-        f"after the optimizer's step that followed pass {FATAL_PASS - 1}",
+        f"after the optimizer's step that followed pass {FATAL_PASS}",
         "hanging_jobs.py:{} in hang",
     ),
     "asleep in a hook of the backward": (
         "was behind",
-        f"in the backward of pass {FATAL_PASS}",
+        f"in the backward of pass {FATAL_PASS + 1}",
         "hanging_jobs.py:{} in hang",
     ),
-    "stopped": ("died without a word", f"after the forward of pass {FATAL_PASS}", ""),
-    "killed": ("died without a word", f"after the forward of pass {FATAL_PASS}", ""),
-    "crashed": ("crashed in native code", f"after the forward of pass {FATAL_PASS}", "hanging_jobs.py:{} in crash"),
+    "stopped": ("died without a word", f"after the forward of pass {FATAL_PASS + 1}", ""),
+    "killed": ("died without a word", f"after the forward of pass {FATAL_PASS + 1}", ""),
+    "crashed": ("crashed in native code", f"after the forward of pass {FATAL_PASS + 1}", "hanging_jobs.py:{} in crash"),
     "failed": (
         "failed",
-        f"after the optimizer's step that followed pass {FATAL_PASS - 1}",
+        f"after the optimizer's step that followed pass {FATAL_PASS}",
         "hanging_jobs.py:{} in fail",
     ),
-    "left": ("was behind", f"after the forward of pass {FATAL_PASS}", ""),
-    "of fewer batches": ("was behind", f"after the optimizer's step that followed pass {FATAL_PASS - 1}", ""),
-    "without a backward": ("was behind", f"after the forward of pass {FATAL_PASS}", " in train"),
+    "left": ("was behind", f"after the forward of pass {FATAL_PASS + 1}", ""),
+    "of fewer batches": ("was behind", f"after the optimizer's step that followed pass {FATAL_PASS}", ""),
+    "without a backward": ("was behind", f"after the forward of pass {FATAL_PASS + 1}", " in train"),
     "slow, then both killed": (
         "died without a word",
-        f"after the forward of pass {FATAL_PASS}",
+        f"after the forward of pass {FATAL_PASS + 1}",
         "hanging_jobs.py:{} in hang",
     ),
 }
@@ -109,8 +109,8 @@ def test_the_right_rank_is_named_with_its_place_and_line(
 
 def test_inspect_names_the_rank_as_well(ended: Path) -> None:
     hang = dict(inspect_folder(ended / "asleep-in-its-loss").hang)
-    assert hang["hang"].startswith("rank 1 was behind: after the forward of pass 2, at hanging_jobs.py:")
-    assert hang["rank 0"].startswith("in the backward of pass 2, at hanging_jobs.py:")
+    assert hang["hang"].startswith("rank 1 was behind: after the forward of pass 3, at hanging_jobs.py:")
+    assert hang["rank 0"].startswith("in the backward of pass 3, at hanging_jobs.py:")
     assert "SIGTERM" in hang["rank 0"]
 
 
