@@ -160,7 +160,7 @@ def _advise_on_import(package: PythonPackage, imported: ProbeAnswer, install: st
     if "undefined symbol" in imported.error:
         advice = f"its C++ library was built for another torch. {advice}"
     if imported.is_silent:
-        advice = f"a hang, or a slow machine. Try: replay doctor --time-limit 300, or{advice.removeprefix('Try:')}"
+        advice = "a hang, or a slow machine. Try: replay doctor --time-limit 300"
     if "flash" in package.name:
         advice += ", or without it: replay --attention sdpa"
     return advice

@@ -112,8 +112,17 @@ def print_answer(report: MachineReport, *, as_json: bool) -> None:
         # What prints the results of other commands needs rich, which may be what is missing.
         print(json.dumps(report.to_dict(), allow_nan=False))
         return
-    because = f"replay does not work here, because of: {', '.join(report.failing)}"
-    print(f"\n{'replay works here' if report.works else because}")
+    print(f"\n{describe_answer(report)}")
+
+
+def describe_answer(report: MachineReport) -> str:
+    """Say whether a replay works here; of checks that gave no answer in time alone, that this is not known."""
+    if report.works:
+        return "replay works here"
+    failing = [check for checks in report.groups.values() for check in checks if check.fails]
+    if all(check.status is CheckStatus.NO_ANSWER for check in failing):
+        return f"whether replay works here is not known: no answer in time from {', '.join(report.failing)}"
+    return f"replay does not work here, because of: {', '.join(report.failing)}"
 
 
 def run_checks(folder: Path, timeout: float) -> Iterator[CheckGroup]:
