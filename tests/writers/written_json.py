@@ -111,7 +111,9 @@ def _watch_campaigns(module: ModuleType) -> None:
 
 def _list_campaign_breaches(name: str, value: Any) -> list[str]:
     breaches = list_breaches(value, "campaign")
-    if breaches or value["result"] is None or not (FOLDER / f"{name}.json").exists():
+    # The campaign of `compare` has its runs as result; what --json prints is the comparison that is read from them.
+    has_schema = name != "compare" and (FOLDER / f"{name}.json").exists()
+    if breaches or value["result"] is None or not has_schema:
         return breaches
     properties = find_validator(name).schema["properties"]
     # What --json prints of a campaign has its result beside the exit code. check-upgrade's is all that it prints.
