@@ -76,7 +76,7 @@ def test_a_job_that_broke_off_is_not_said_to_lack_steps(
     assert "\ntrained" not in said
     assert replay_main(["inspect", str(tmp_path / "captures")]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("incident   rank 0, forward 1, ")
+    assert said.startswith("incident   rank 0, pass 2, ")
     assert "checked    all 2 passes: no remark\n" in said
 
 
