@@ -11,14 +11,11 @@ for have ended with 0; 1: not. The whole sizes need a GPU of 139 GiB; --small ha
 torchtitan 0.2.2 has to be importable for its questions, as benchmarks/beside_torchtitan.py says, and peft for LoRA's.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import ROOT
-from benchmarks.questions import Question, ask, make_campaign_parser
-from capture import read_actor_config
+from benchmarks.questions import Question, ask, make_campaign_parser, write_tiny_config
 
 FORMS = ("compiled", "eager")
 
@@ -101,6 +98,4 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
 
 
 def _make_tiny(work: Path) -> Scale:
-    config = work / "config.json"
-    config.write_text(json.dumps(read_actor_config(ROOT / "inputs" / "sample")))
-    return Scale(rounds=1, tokens=128, passes="--passes 1 --warmup 1", steps=24, tiny=config)
+    return Scale(rounds=1, tokens=128, passes="--passes 1 --warmup 1", steps=24, tiny=write_tiny_config(work))

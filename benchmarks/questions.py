@@ -6,6 +6,7 @@ last lines; `OUT/output.txt` has all that they printed.
 """
 
 import argparse
+import json
 import re
 import time
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Answers, make_parser, run
+from benchmarks.harness import ROOT, Answers, make_parser, run
+from capture import read_actor_config
 
 LEAST_SECONDS = 30  # that are left, for a question to be begun
 SHOWN_LINES = 40
@@ -35,6 +37,13 @@ def make_campaign_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows")
     parser.add_argument("--list", action="store_true", help="print the questions, and ask none")
     return parser
+
+
+def write_tiny_config(folder: Path) -> Path:
+    """Write the config of the sample's model, which stands for every model of a tiny campaign, and return its path."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(read_actor_config(ROOT / "inputs" / "sample")))
+    return path
 
 
 def ask(questions: Iterable[Question], given: argparse.Namespace, title: str) -> int:

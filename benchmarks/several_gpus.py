@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import ROOT
-from benchmarks.questions import Question, ask, make_campaign_parser
-from capture import read_actor_config
+from benchmarks.questions import Question, ask, make_campaign_parser, write_tiny_config
 
 TWO = "torchrun --nproc-per-node 2"
 BENCHMARKS = f"{TWO} -m benchmarks"
@@ -142,8 +140,7 @@ def _qwen3(work: Path, vocabulary: int, width: int, mlp: int, *, num_heads: int)
 
 
 def _tiny(work: Path) -> Scale:
-    config = work / "config.json"
-    config.write_text(json.dumps(read_actor_config(ROOT / "inputs" / "sample")))
+    config = write_tiny_config(work)
     return Scale(
         model=f"--model {config}",
         qwen=_qwen3(work, 264, 64, 96, num_heads=8),
