@@ -31,10 +31,13 @@ class CampaignResult:
     @classmethod
     def from_campaign(cls, campaign: Campaign[Any], *, exit_code: int, **fields: Any) -> Self:
         """Return the result of a campaign that has ended, with the fields of the command's own."""
-        result = to_json(campaign.result)
+        return cls.from_parts(campaign.folder, campaign.command, campaign.result, exit_code=exit_code, **fields)
+
+    @classmethod
+    def from_parts(cls, folder: Path, command: str, result: Any, *, exit_code: int, **fields: Any) -> Self:
+        """Return the result of whose file `result` is the content, with the fields of the command's own."""
         # Absolute, since the caller may change its working folder.
-        folder = campaign.folder.absolute()
-        return cls(folder=folder, command=campaign.command, exit_code=exit_code, result=result, **fields)
+        return cls(folder=folder.absolute(), command=command, exit_code=exit_code, result=to_json(result), **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, command, exit code and result as JSON has them."""

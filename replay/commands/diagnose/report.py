@@ -100,11 +100,11 @@ class DiagnoseResult(CampaignResult):
 
     @classmethod
     def from_diagnosis(cls, diagnosis: Diagnosis, folder: Path) -> Self:
-        return cls(
-            folder=folder.absolute(),
-            command=diagnosis.command,
+        return cls.from_parts(
+            folder,
+            diagnosis.command,
+            diagnosis,
             exit_code=int(bool(diagnosis.failing) or diagnosis.status is not DiagnosisStatus.FINISHED),
-            result=diagnosis.to_dict(),
             status=diagnosis.status,
             checks=diagnosis.checks,
             failing=diagnosis.failing,

@@ -127,11 +127,11 @@ class MismatchResult(CampaignResult):
 
     @classmethod
     def from_report(cls, report: MismatchReport, folder: Path) -> Self:
-        return cls(
-            folder=folder.absolute(),
-            command=report.command,
+        return cls.from_parts(
+            folder,
+            report.command,
+            report,
             exit_code=0,
-            result=report.to_dict(),
             replays=report.replays,
             distances=report.distances,
             worst=report.worst,
