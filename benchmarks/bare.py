@@ -75,6 +75,9 @@ def build(
     else:
         import deepspeed
 
+        if compiled and engine == "zero3":
+            # DeepSpeed's hooks are on every module unless a block is a leaf; inside a graph each is traced anew.
+            deepspeed.utils.set_z3_leaf_modules(model, {type(layer) for layer in layers})
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model, *_ = deepspeed.initialize(
             model=model,

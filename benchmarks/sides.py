@@ -49,14 +49,21 @@ def run_block(side: Side, device: torch.device, *, num_warmup: int, num_passes: 
     if device.type == "cuda":
         torch.cuda.empty_cache()
     seconds, peaks = [], []
+    retries = _count_retries(device)
     for index in range(num_warmup + num_passes):
         held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         taken, peak = side.run()
         if index >= num_warmup:
             seconds.append(taken)
             peaks.append(peak - held + side.resident)
-    print(f"{number} {side.name}: {statistics.median(seconds) * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    retries = _count_retries(device) - retries
+    full = f", the GPU was full {retries} times: the allocator gave its cache back" if retries else ""
+    print(f"{number} {side.name}: {statistics.median(seconds) * 1e3:.1f} ms{full}", file=sys.stderr, flush=True)
     return {"s": statistics.median(seconds)} | ({"peak": max(peaks)} if device.type == "cuda" else {})
+
+
+def _count_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def open_replay(spec: ReplaySpec, world: World, name: str = "replay") -> Side:
