@@ -348,6 +348,11 @@ class ActorSpec:
         return self.custom_model is not None
 
     @property
+    def lacks_weights(self) -> bool:
+        """Is the model a user's own, for which nobody asked for random weights, and none were given?"""
+        return self.is_custom and self.weights is None and not self.random_weights
+
+    @property
     def num_accumulated(self) -> int:
         """The passes of each data rank that go into one gradient."""
         return self.grad_accumulation or 1

@@ -107,6 +107,7 @@ class Header:
         resolved = self.resolved
         lines = {
             "model": self._describe_model(),
+            **describe_missing_weights(resolved.actor),
             "backend": self._describe_backend(),
             "device": ", ".join(f"{self.devices.count(name)} x {name}" for name in dict.fromkeys(self.devices)),
             "inputs": self._describe_inputs(),
@@ -230,6 +231,14 @@ class Header:
         what = "of CUDA's allocator" if on_cuda else "none on a CPU: of the process's resident memory"
         slower = ", in every pass, which makes them slower" if self.world.world_size > 1 else ""
         return {"snapshot": what + slower}
+
+
+def describe_missing_weights(actor: ActorSpec) -> dict[str, str]:
+    """Say that a model of the user's own has random weights because none were given."""
+    if not actor.lacks_weights:
+        return {}
+    function, option = spell_setting(Setting("model", actor.model)), spell_setting(Setting("weights", "FOLDER"))
+    return {"weights": f"random: {function} builds a model without values. Try: {option}, with the job's"}
 
 
 def _describe_mode(first_call: Call, missing_parts: Sequence[str]) -> dict[str, str]:

@@ -195,6 +195,8 @@ def make_verdict_settings(
         steps=spec.actor if spec.measure.steps else None,
         follows_frozen=bool(source.frozen_later),
         is_dtype_typed=spec.find_chooser("actor.dtype") is ChosenBy.TYPED,
+        is_custom=spec.actor.is_custom,
+        lacks_weights=spec.actor.lacks_weights,
         followed=spec.followed_settings,
         own_limit=spec.own_limit,
         steps_unasked=spec.steps_unasked,

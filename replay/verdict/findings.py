@@ -53,6 +53,8 @@ class VerdictSettings:
 
     dtype             as torch names it
     is_dtype_typed    it was typed, whatever the job computed in
+    is_custom         the model is a user's own, whose weights are those of --weights; of others they are --model's
+    lacks_weights     it is one, and its weights are random, since none were given
     steps             the replay updates its weights (--step), with the optimizer of this spec
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
     followed          settings that it takes from each of the job's steps, by torch's names
@@ -95,6 +97,8 @@ class VerdictSettings:
     step_floors: Mapping[int, Mapping[str, NoiseFloor]] = field(default_factory=dict)
     why_no_floors: str | None = None
     is_dtype_typed: bool = False
+    is_custom: bool = False
+    lacks_weights: bool = False
     follows_frozen: bool = False
     own_limit: float | None = None
 

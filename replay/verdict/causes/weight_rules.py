@@ -46,12 +46,14 @@ def find_other_weights(evidence: Evidence) -> Cause | None:
     is_part = not step and 2 * len(weights.differing) < len(weights.compared)
     check_loading = "if the job loaded this folder, see what that left out (strict=False?); else " if is_part else ""
     of_step = f", which the job had after {pluralise(step, 'step')}" if step else ""
+    why_random = "; those here are random, since --weights was not given" if evidence.settings.lacks_weights else ""
+    option = "--weights" if evidence.settings.is_custom else "--model"
     return Cause(
         name=CauseName.OTHER_WEIGHTS,
         sureness=Sureness.IS,
         sentence=f"the replay runs on other weights than pass {other.index + 1} did{of_step}: "
-        f"{name_some(patterns, 2)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}",
-        try_next=f"{check_loading}--model FOLDER, with the weights that the job had before this pass",
+        f"{name_some(patterns, 2)} {'differs' if len(weights.differing) == 1 else 'differ'}{element}{why_random}",
+        try_next=f"{check_loading}{option} FOLDER, with the weights that the job had before this pass",
     )
 
 

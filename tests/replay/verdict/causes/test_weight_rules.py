@@ -11,8 +11,9 @@ from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LOSS, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.weight_rules import find_weights_of_earlier_step
-from replay.verdict.pass_values import SteppedSample
+from replay.verdict.causes.weight_rules import find_other_weights, find_weights_of_earlier_step
+from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
+from replay.verdict.pass_values import SteppedSample, WeightComparison
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,
@@ -44,6 +45,28 @@ def test_weights_that_come_back_are_named_with_their_steps() -> None:
 @pytest.mark.parametrize("versions", [[0, 1, 2, 3], [0, 0, 0, 0], [0], [0, 1], [0, 0, 1, 1]])
 def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int]) -> None:
     assert find_cause(versions) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "random", "try_next"),
+    [
+        ({}, "", "--model FOLDER, with"),
+        ({"is_custom": True}, "", "--weights FOLDER, with"),
+        ({"is_custom": True, "lacks_weights": True}, "those here are random, since --weights was", "--weights FOLDER,"),
+    ],
+)
+def test_other_weights_are_sought_with_the_option_that_gives_them(settings: Any, random: str, try_next: str) -> None:
+    gradients = draw_gradients()
+    [compared] = make_window([gradients], gradients)
+    evidence = make_forward_evidence(LOSS, **settings)
+    verdict = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason=OTHER_WEIGHTS)
+    weights = WeightComparison(compared=("a",), differing=("a",))
+    cause = find_other_weights(replace(evidence, passes=[replace(compared, weights=weights)], verdicts=[verdict]))
+    assert cause is not None
+    assert cause.try_next is not None
+    assert cause.try_next.startswith(try_next)
+    assert ("random" in cause.sentence) is bool(random)
+    assert random in cause.sentence
 
 
 def judge_update(moves: Sequence[float], max_norm: float | None = None, **settings: Any) -> Cause:
