@@ -99,7 +99,8 @@ def _choose_on_rank(
     if spec.measure.details:
         return refuse("", ChosenBy.DEFAULT)
     job_passes = [job_pass for input_round in selection.rounds for job_pass in input_round.job_passes]
-    if not any(job_pass.step for job_pass in job_passes):
+    leaves_out_training = spec.inputs.passes is Passes.ROLLOUT and selection.num_left_out_passes > 0
+    if not leaves_out_training and not any(job_pass.step for job_pass in job_passes):
         return refuse("", ChosenBy.DEFAULT)
     if (option := _find_excluding_option(spec)) is not None:
         return refuse(format_error_with_flags(option), ChosenBy.OPTION)
@@ -119,8 +120,8 @@ def _choose_on_rank(
         return refuse(format_error_with_flags(why), ChosenBy.MACHINE)
     if spec.state.optimizer_state is None and (why := explain_missing_start(windows[0])) is not None:
         return refuse(format_error_with_flags(f"{why}. Try: {_name_state_options(spec, source)}"))
-    # No pass runs on the weights after the last step, so that one is not taken. Steps at a rate of 0 move nothing.
-    last_index = max(index for index, input_round in enumerate(selection.rounds) if input_round.trains)
+    # A step behind which no pass runs is not taken. Steps at a rate of 0 move nothing.
+    last_index = len(selection.rounds) - 1
     settings = {index: step for index, step in followed.settings.items() if index < last_index}
     moves = any(group.get("lr", spec.actor.base_rate) for step in settings.values() for group in step.groups)
     if not moves:
@@ -167,7 +168,8 @@ def _find_excluding_option(spec: ReplayParts) -> str | None:
     inputs, measure, state = spec.inputs, spec.measure, spec.state
     other_order = "has another order of passes than the job"
     saved = "saves the weights as they were loaded"
-    stand_in = Setting("loss", LossName.STAND_IN)
+    is_stand_in, stand_in = measure.loss == LossName.STAND_IN, Setting("loss", LossName.STAND_IN)
+    why_stand_in = f"takes passes of which no loss was noted, and {stand_in} is not the job's objective"
     conflicts = (
         (not measure.backward, Setting("backward", False), "leaves out the gradients"),
         (not spec.actor.has_optimizer, Setting("optimizer", OptimizerName.NONE), "was given"),
@@ -184,6 +186,7 @@ def _find_excluding_option(spec: ReplayParts) -> str | None:
         (measure.trace, Setting("trace", True), "traces passes on the weights as they were loaded"),
         (measure.profile, Setting("profile", True), "runs a pass again"),
         (measure.memory_snapshot, Setting("memory_snapshot", True), "runs a pass again"),
-        (measure.loss == LossName.STAND_IN, stand_in, "is not the job's objective"),
+        (is_stand_in and inputs.passes is Passes.ALL, Setting("passes", inputs.passes), why_stand_in),
+        (is_stand_in, stand_in, "is not the job's objective"),
     )
     return next((f"{setting} {why}" for holds, setting, why in conflicts if holds), None)

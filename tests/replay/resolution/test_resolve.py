@@ -60,9 +60,9 @@ def world() -> Iterator[World]:
         yield world
 
 
-def resolve_typed(world: World, *typed: str) -> ResolvedReplay:
+def resolve_typed(world: World, *typed: str, max_inputs: int = 1) -> ResolvedReplay:
     """The sample's replay under these options."""
-    spec = spec_of([*typed, "--max-inputs", "1"])
+    spec = spec_of([*typed, "--max-inputs", str(max_inputs)])
     selection = select(spec.inputs, 0, 1, grad_accumulation=spec.actor.grad_accumulation)
     first_call = read_first_call(selection)
     loss = choose_loss(spec, selection, first_call)
@@ -315,6 +315,37 @@ def test_steps_are_chosen_where_the_first_input_cannot_be_read(world: World) -> 
     [choice] = [choice for choice in replay.choices if choice.setting == STEP]
     assert (choice.value, choice.by) == (StepMode.OFF, ChosenBy.JOB)
     assert "not all passes of step 1 were recorded" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("--passes rollout", "--passes rollout leaves out the training passes"),
+        (
+            "--passes all",
+            "--passes all takes passes of which no loss was noted, and --loss stand-in is not the job's objective",
+        ),
+        ("--memory-snapshot", "--memory-snapshot runs a pass again"),
+    ],
+)
+def test_an_option_with_which_no_step_of_the_job_is_taken_is_named(world: World, typed: str, why: str) -> None:
+    # The first passes of the sample are rollouts, and a training pass comes with the fifth.
+    choices = resolve_typed(world, *typed.split(), max_inputs=6).choices
+    [choice] = [choice for choice in choices if choice.setting == STEP]
+    assert (choice.value, choice.why) == (StepMode.OFF, why)
+
+
+@pytest.mark.parametrize(("num_further", "takes_last"), [(0, False), (1, True)])
+def test_the_last_step_is_taken_where_a_pass_without_gradients_runs_behind_it(
+    world: World, num_further: int, takes_last: bool
+) -> None:
+    spec = spec_of([])
+    selection = select(spec.inputs, 0, 1, grad_accumulation=None)
+    last_window = len(selection.rounds) - 1
+    selection = replace(selection, rounds=[*selection.rounds, *[ROLLOUT_ROUND] * num_further])
+    first_call = read_first_call(selection)
+    replay = resolve(spec, selection, first_call, world, choose_loss(spec, selection, first_call), None)
+    assert (last_window in (replay.step_settings or {})) is takes_last
 
 
 def test_a_first_input_that_cannot_be_read_is_not_said_to_have_no_labels() -> None:
