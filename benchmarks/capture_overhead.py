@@ -2,7 +2,7 @@
 
     python -m benchmarks capture_overhead --steps 50
     python -m benchmarks capture_overhead --steps 100 --model llama-3.1-8b --inputs inputs/my-run
-    python -m benchmarks capture_overhead --read-loss step --steps 96 --model llama-3.1-8b --num-layers 8 --tokens 2048
+    python -m benchmarks capture_overhead --read-loss step --steps 480 --model llama-3.1-8b --num-layers 8 --tokens 2048
     torchrun --nproc-per-node 2 -m benchmarks capture_overhead --read-loss step --sharded fsdp2 --keep FOLDER
 
 A step is forward, backward, clipping and fused AdamW of a Hugging Face model in bf16 (fp32 on a CPU) on captured
@@ -11,7 +11,9 @@ the time that the job's thread spends in the hooks and in a bare copy of the sam
 the device, and bytes per pass and those of torch.save.
 
 With --read-loss it prints only what recording costs a job that reads its loss in each step, and so begins each step
-with an idle device: ratios, where the job's thread spent the time, and what the writer's took of a processor.
+with an idle device: ratios, the device's time from the first layer to the end of the step, where the job's thread spent
+the time, and what the writer's took of a processor. Kinds alternate in blocks of --block steps, each of which is a
+recording of its own: its first steps cost more than later ones. Half a percent shows with ten blocks.
 
 --sharded makes it a job of several ranks, under FSDP2 (fp32 masters, bf16 compute) or DeepSpeed's ZeRO 3 (bf16), each
 rank with batches of its own; rank 0 prints. --keep records its first step to FOLDER, from weights that `replay
@@ -44,7 +46,6 @@ from benchmarks.harness import Answers, Column, Sample, alternate, make_parser, 
 from capture import Recorder, capture_files, read_actor_config, read_micro_batch, recording
 
 STEPS_A_ROUND = 4
-STEPS_A_BLOCK = 24
 THROTTLE = 100
 PARTS = ("forward", "backward", "clipping and optimizer", "reading the loss")
 Kind = Callable[[], AbstractContextManager[Recorder | None]]
@@ -64,6 +65,10 @@ class Job:
         torch.manual_seed(int(os.environ.get("RANK", "0")))
         vocabulary = source.config.vocab_size
         self.batches = list(self._captured(given) if given.tokens is None else self._drawn(given, vocabulary))
+        # Of the device's time from the first layer on: before that it waits for the hooks of the job's thread.
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_cuda else []
+        first_layer = next(module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        first_layer.register_forward_pre_hook(lambda module, args: self.mark(0))
 
     def wrapped(self, model: Any) -> Any:
         return model
@@ -114,6 +119,7 @@ class Job:
         self.backward(loss)
         times.append(time.perf_counter())
         self.clip_and_step()
+        self.mark(1)
         times.append(time.perf_counter())
         if reads_before_backward:
             self.wait()
@@ -125,6 +131,14 @@ class Job:
             parts[1] -= read
             parts[3] += read
         return parts
+
+    def mark(self, number: int) -> None:
+        if self.events:
+            self.events[number].record()
+
+    def read_device_seconds(self) -> dict[str, float]:
+        """Return the device's time of the latest step, which has ended; nothing on a CPU."""
+        return {"device": self.events[0].elapsed_time(self.events[1]) / 1e3} if self.events else {}
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -179,6 +193,7 @@ def main() -> int:
     parser.add_argument("--num-batches", type=int, default=8, help="micro-batches to alternate between")
     parser.add_argument("--tokens", type=int, help="draw micro-batches of one row of so many tokens instead")
     parser.add_argument("--read-loss", choices=("forward", "step"), help="a job that reads its loss after either")
+    parser.add_argument("--block", type=int, default=48, help="steps of one kind in a row, with --read-loss")
     parser.add_argument("--sharded", choices=[name for name in JOBS if name], help="over the ranks of torchrun")
     parser.add_argument("--keep", type=Path, help="record the first step to this folder")
     given = parser.parse_args()
@@ -249,28 +264,32 @@ def compare_steps(job: Job, given: argparse.Namespace, title: str, num_steps: in
 
 
 def compare_blocks(job: Job, given: argparse.Namespace, kinds: dict[str, Kind]) -> None:
-    """Time steps that read their loss, in blocks of STEPS_A_BLOCK of one kind after the other; all are counted."""
+    """Time steps that read their loss, in blocks of one kind after the other; all are counted."""
+
+    num_steps = min(given.block, given.steps)
 
     def block(kind: Kind, number: int) -> list[Sample]:
         job.wait()
+        samples: list[Sample] = []
         with kind():
             began = time.process_time()
-            steps = [
-                job.parts_of_step(number * STEPS_A_BLOCK + i, reads_before_backward=given.read_loss == "forward")
-                for i in range(STEPS_A_BLOCK)
-            ]
+            for i in range(num_steps):
+                step = job.parts_of_step(number * num_steps + i, reads_before_backward=given.read_loss == "forward")
+                samples.append({"s": sum(step), **dict(zip(PARTS, step, strict=True)), **job.read_device_seconds()})
             of_processor, of_writer = time.process_time() - began, writer_seconds()
-        shares = {"processor": of_processor / STEPS_A_BLOCK, "writer": of_writer / STEPS_A_BLOCK}
-        return [{"s": sum(step), **dict(zip(PARTS, step, strict=True)), **shares} for step in steps]
+        shares = {"processor": of_processor / num_steps, "writer": of_writer / num_steps}
+        return [{**sample, **shares} for sample in samples]
 
     answers = Answers(given, "capture_overhead blocks", writes=os.environ.get("RANK", "0") == "0")
     series = {name: partial(block, kind) for name, kind in kinds.items()}
-    figures = alternate(series, answers, rounds=-(-given.steps // STEPS_A_BLOCK), warmup=0)
+    figures = alternate(series, answers, rounds=-(-given.steps // num_steps), warmup=0)
     if int(os.environ.get("RANK", "0")):
         return
     columns = (
         Column("median ms", "s", ".2f", 1e3),
         Column("of bare", "s", ".4f", of="bare"),
+        Column("mean ms", "s", ".2f", 1e3, reduce=mean),
+        Column("device ms", "device", ".2f", 1e3),
         Column("processor ms", "processor", ".2f", 1e3, reduce=mean),
         Column("of the writer", "writer", ".2f", 1e3, reduce=mean),
         *(Column(part, part, ".2f", 1e3) for part in PARTS),

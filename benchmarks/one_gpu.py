@@ -28,7 +28,7 @@ class Scale:
     rounds: int = 3
     tokens: int = 8192
     passes: str = ""
-    steps: int = 96
+    steps: int = 480
     tiny: Path | None = None
 
     def choose_model(self, name: str, num_layers: int) -> str:
@@ -89,7 +89,7 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
 
     overhead = f"python -m benchmarks capture_overhead --read-loss step --steps {scale.steps}"
     overhead += f" {llama} --tokens {scale.limit_tokens(2048)}"
-    yield Question(name="capture: its cost", seconds=150, line=overhead)
+    yield Question(name="capture: its cost", seconds=260, line=overhead)
     verdicts = f"python -m benchmarks trainer_verdicts --steps 8 --only clean --inputs {inputs} {llama}"
     yield Question(name="verdict: a clean Trainer job", seconds=150, line=verdicts)
     sizes = "" if scale.tiny else "--hidden 1024 --layers 8 --tokens 1024"
