@@ -6,7 +6,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionMaskInterface
@@ -14,8 +13,8 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 
 from actor_init.attention.ring import sum_over_ring
 from actor_init.declarations.attention import list_forms
-from actor_init.head.compiled_loss import compute_compiled_log_probs
 from actor_init.head.head_patch import patch_head
+from actor_init.head.whole_logits import compute_compiled_log_probs, compute_eager_log_probs
 from actor_init.inputs.packing import ActorInputs
 from actor_init.model_form import DocumentBorders
 from actor_init.parallel.vocab_parallel import compute_sharded_log_probs
@@ -28,8 +27,8 @@ def action_log_probs(model: Callable[..., Any], inputs: ActorInputs) -> Tensor:
     """Return fp32 log-probs [B, A] of the action tokens, 0 where `inputs.action_mask_BA` is False.
 
     By what `inputs.head` says they may be computed inside the model's head. Else logits are computed for every token,
-    as trainers do, so that time and memory match theirs; only the logits that predict an action token are converted to
-    fp32. Raises UsageError for a model whose head is not as `inputs.head` says.
+    as trainers do, so that time and memory match theirs. Raises UsageError for a model whose head is not as
+    `inputs.head` says.
     """
     if inputs.switched_parts and isinstance(model, nn.Module):
         switch_parts(model, inputs.switched_parts)
@@ -93,8 +92,7 @@ def _compute_from_logits(logits: Tensor, inputs: ActorInputs) -> Tensor:
         return compute_sharded_log_probs(logits, inputs.predictor_N, inputs.target_ids_N)
     if inputs.head is not None and inputs.head.compiled is not None:
         return compute_compiled_log_probs(logits, inputs.predictor_N, inputs.target_ids_N, inputs.head.compiled)
-    logits_NV = logits.flatten(0, 1)[inputs.predictor_N].float()
-    return -F.cross_entropy(logits_NV, inputs.target_ids_N, reduction="none")
+    return compute_eager_log_probs(logits, inputs.predictor_N, inputs.target_ids_N)
 
 
 def _find_slots(inputs: ActorInputs) -> tuple[Tensor, tuple[int, ...], Any]:

@@ -73,6 +73,7 @@ def main() -> int:
         spec = parse_command_line(options).args[0].spec
         with World.from_env(spec.actor.parallel) as world:
             ceiling = _matmul_ceiling(world.device)
+            _install_attention_order(world.device)
             theirs = hold(lambda: _torchtitan(arguments, compiled, world), world.device)
             ours = hold(lambda: open_replay(spec, world), world.device)
             sides: dict[str, Contestant] = {
@@ -154,6 +155,17 @@ def _stand_in_for(*unused: str) -> None:
     parts = [name + part for name in missing for part in ("", ".distributed", ".stateful_dataloader")]
     for module in (*parts, "torch.utils.tensorboard"):
         sys.modules[module] = MagicMock(__spec__=None, StatefulDataLoader=type("StatefulDataLoader", (), {}))
+
+
+def _install_attention_order(device: torch.device) -> None:
+    """Have torch choose its order of attention kernels, cuDNN's first on a Hopper, before torchtitan sets one.
+
+    torch chooses at the first attention of a process. If that is within torchtitan's `sdpa_kernel(set_priority=True)`
+    its choice is lost when the context ends, and the replay would run flash attention (pytorch/pytorch#140467; torch
+    2.11: 52.6 ms for cuDNN's 27.2).
+    """
+    query = torch.zeros(1, 1, 16, 64, device=device, dtype=torch.bfloat16)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
 def _matmul_ceiling(device: torch.device) -> float:

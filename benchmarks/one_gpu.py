@@ -57,8 +57,8 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
         for name, num_layers, num_tokens in (
             ("qwen3-30b-a3b", 8, 8192),
             ("gpt-oss-20b", 8, 2048),
-            ("gemma-3-4b", 34, 8192),
-            ("qwen3-next-80b-a3b", 4, 8192),
+            # Eager, whole logits of 34 layers and the other side's weights fill the GPU.
+            ("gemma-3-4b", 34 if form == "compiled" else 24, 8192),
             ("llama-3.1-8b", 32, 8192),
         ):
             sizes = f"{scale.choose_model(name, num_layers)} --tokens {scale.limit_tokens(num_tokens)}"
@@ -71,11 +71,19 @@ def list_questions(scale: Scale, inputs: Path, work: Path) -> Iterator[Question]
             line = f"{bare} {llama} --form {form} {options}"
             yield Question(name=f"bare: llama-3.1-8b {options}, {form}", seconds=150, line=line)
 
+    # Without the package of its kernels it takes minutes to compile.
+    for form in reversed(FORMS):
+        sizes = f"{scale.choose_model('qwen3-next-80b-a3b', 4)} --tokens {scale.tokens}"
+        yield Question(name=f"bare: qwen3-next-80b-a3b, {form}", seconds=400, line=f"{bare} {sizes} --form {form}")
+
     titan = f"python -m benchmarks beside_torchtitan --rounds {scale.rounds} --tokens {scale.tokens} {scale.passes}"
     for form in FORMS:
         sizes = "--tiny" if scale.tiny else f"--layers {round(8 * scale.share)}"
-        line = f"{titan} --model qwen3-30b-a3b {sizes} --form {form}"
-        yield Question(name=f"torchtitan: qwen3-30b-a3b, {form}", seconds=150, line=line)
+        for options in ("--attention sdpa", "--attention sdpa --kernels fused"):
+            # No fused kernel runs on a CPU.
+            if not (scale.tiny and "fused" in options):
+                line = f"{titan} --model qwen3-30b-a3b {sizes} --form {form} {options}"
+                yield Question(name=f"torchtitan: qwen3-30b-a3b {options}, {form}", seconds=150, line=line)
 
     llama = scale.choose_model("llama-3.1-8b", 8)
     for backend in ("fsdp2", "deepspeed"):

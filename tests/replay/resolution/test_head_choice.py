@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from actor_init.compiling import compile_function
-from actor_init.head import compiled_loss as compiled_loss_module
+from actor_init.head import whole_logits
 from actor_init.model_form import KIND_WORDS, HeadForm, LogitStep
 from actor_init.spec import Head, UsageError
 from actor_init.world import World
@@ -404,8 +404,8 @@ def test_a_loss_is_compiled_where_the_job_s_was_and_where_blocks_are(
     loss = JOBS[name].record(tmp_path / "inputs")
     words = ["--backend", "fsdp2", "--inputs", str(tmp_path / "inputs"), "--model", str(tmp_path / "model")]
     words += [*typed.split(), "--loss", "sft", "--verdict", "strict", "--log-folder", str(tmp_path / "logs")]
-    with graphs_alone(), patch.object(compiled_loss_module, "compile_function", wraps=compile_function) as compiles:
-        compiled_loss_module._compile_losses.cache_clear()
+    with graphs_alone(), patch.object(whole_logits, "compile_function", wraps=compile_function) as compiles:
+        whole_logits._compile_losses.cache_clear()
         assert replay_main(words) == 0
     is_compiled = typed != "--trace"
     assert compiles.called == is_compiled
