@@ -162,7 +162,7 @@ class LogProbWeights:
 
     total  their sum, 1 for a negated mean of log-probs
     size   the sum of their sizes: how far the loss moves if each log-prob moves by 1, each in the worst direction
-    least, most  of the log-probs that weigh something
+    least, most  of the log-probs that weigh something, and that are finite
     """
 
     total: float = 1.0
@@ -182,10 +182,10 @@ def measure_log_prob_weights(loss: Tensor, log_probs_BA: Tensor) -> LogProbWeigh
     if gradient is None:
         return LogProbWeights()
     weights_BA = -gradient.detach()
-    not_zero = weights_BA != 0
+    counts_BA = (weights_BA != 0) & weights_BA.isfinite()
     least, most = (
-        torch.where(not_zero, weights_BA, torch.inf).min(),
-        torch.where(not_zero, weights_BA, -torch.inf).max(),
+        torch.where(counts_BA, weights_BA, torch.inf).min(),
+        torch.where(counts_BA, weights_BA, -torch.inf).max(),
     )
     numbers = torch.stack([weights_BA.sum(), weights_BA.abs().sum(), least, most]).tolist()
     return LogProbWeights(total=numbers[0], size=numbers[1], least=numbers[2], most=numbers[3])

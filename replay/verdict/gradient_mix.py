@@ -48,7 +48,7 @@ class GradientMix:
 
 
 def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGradient]) -> list[GradientMix]:
-    """Find what each rank's recorded gradient is made of; none of ranks that recorded too few elements.
+    """Find what each rank's recorded gradient is made of; none of ranks with too few elements, or one not finite.
 
     recorded  the passes of the window
     """
@@ -76,6 +76,8 @@ def find_mixes(recorded: Sequence[RecordedPass], own_gradients: Sequence[OwnGrad
             continue
         matrix_NP = torch.tensor(rows, dtype=torch.float64)
         job_N = torch.tensor(values, dtype=torch.float64)
+        if not bool(matrix_NP.isfinite().all()) or not bool(job_N.isfinite().all()):
+            continue
         weights_P = torch.linalg.lstsq(matrix_NP, job_N[:, None]).solution[:, 0]
         left_N = job_N - matrix_NP @ weights_P
         total = float(job_N.square().sum())

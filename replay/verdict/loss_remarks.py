@@ -1,12 +1,13 @@
 """Say what a loss is of that the job computed outside of the model, and what its weights are not.
 
 loss       taken from the gradient of the job's logits, so not judged itself: in the first step 594 targets, [...]
+loss       the job's gradient is not finite at 3 positions of the first step, first in pass 1, row 0, [...]
 note       loss: the weights add up to 0.744, a mean's to 1: the loss is divided by all 798 tokens, [...]
 
 Which tokens a loss should be of, and what they should weigh, no number tells. So this judges nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from replay.output.text import Pairs, pluralise
 from replay.verdict.judge import PassEvidence
@@ -30,6 +31,11 @@ def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     num_targets = sum(evidence.recorded.num_tokens for evidence in window if evidence.recorded is not None)
     text = f"in the first step {pluralise(num_targets, 'target')}, of the weights {least:.3g} to {most:.3g}"
     lines = [(LABEL, f"taken from the gradient of the job's logits, so not judged itself: {text}")]
+    if broken := list(_list_not_finite(window)):
+        number = pluralise(sum(count for count, _ in broken), "position")
+        where = f"{number} of the first step, first in {broken[0][1]}"
+        # Their sum is no number, so it tells of no mean.
+        return [*lines, (LABEL, f"the job's gradient is not finite at {where}; the range is of the others")]
     num_ranks = len({evidence.recorded.rank for evidence in window if evidence.recorded is not None})
     total = sum(weight.total for weight in weights) / num_ranks
     if least < 0 or abs(total - 1) <= MAX_ROUNDING:
@@ -37,6 +43,15 @@ def describe_loss_weights(passes: Sequence[PassEvidence]) -> Pairs:
     reasons = [text for sum_, text in _list_reasons(window, num_targets, num_ranks) if _explains(sum_, total)]
     reason = f": {reasons[0]}" if reasons else ""
     return [*lines, ("note", f"{LABEL}: the weights add up to {total:.3g}, a mean's to 1{reason}")]
+
+
+def _list_not_finite(window: Sequence[PassEvidence]) -> Iterator[tuple[int, str]]:
+    """Yield of each pass whose gradient of the loss is not finite somewhere the number of places, and the first."""
+    for evidence in window:
+        tokens = None if evidence.recorded is None else evidence.recorded.tokens
+        if tokens is not None and tokens.first_not_finite is not None:
+            row, position = tokens.first_not_finite
+            yield tokens.num_not_finite, f"pass {evidence.record.index + 1}, row {row}, position {position}"
 
 
 def _has_job_weights(evidence: PassEvidence) -> bool:

@@ -73,6 +73,7 @@ class TokenTraits:
     num_late_rows      rows padded on the left whose position ids count the padding
     num_not_finite     positions where the gradient that the job's loss gave its logits is not finite
     num_not_finite_on_padding  those of them that predict padding
+    first_not_finite   row and position of the first of them
     labelled_ends      ids that end rows and have a label somewhere in the pass
     begin_id           begins a text; None: not known
     """
@@ -97,6 +98,7 @@ class TokenTraits:
     num_late_rows: int = 0
     num_not_finite: int = 0
     num_not_finite_on_padding: int = 0
+    first_not_finite: tuple[int, int] | None = None
     labelled_ends: frozenset[int] = frozenset()
     begin_id: int | None = None
 
@@ -122,7 +124,8 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     documents = _find_documents(batch)
     borders, continued, other_restarts = _count_restarts(call, batch, documents)
     first_positions, num_late_rows = _read_first_positions(batch)
-    not_finite = _count_not_finite(call, real_BS)
+    is_off_BS = _find_not_finite(call, real_BS)
+    off_places = is_off_BS.nonzero().tolist()
     # Nothing parts a row in which no position begins again, and no border was given.
     is_one_document_B = (
         [False] * batch.num_rows if documents is None else (documents.is_first_BS.sum(dim=1) <= 1).tolist()
@@ -152,8 +155,9 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
         num_other_restarts=other_restarts,
         first_positions=first_positions,
         num_late_rows=num_late_rows,
-        num_not_finite=not_finite[0],
-        num_not_finite_on_padding=not_finite[1],
+        num_not_finite=len(off_places),
+        num_not_finite_on_padding=int((is_off_BS & _predicts_padding(real_BS)).sum()),
+        first_not_finite=(off_places[0][0], off_places[0][1]) if off_places else None,
         labelled_ends=frozenset()
         if own_BS is None
         else frozenset(own_BS.unique().tolist()).intersection(row.trailing[0] for row in rows),
@@ -161,13 +165,12 @@ def read_token_traits(call: Call, batch: MicroBatch, begin_id: int | None = None
     )
 
 
-def _count_not_finite(call: Call, real_BS: Tensor) -> tuple[int, int]:
-    """Count the positions whose gradient of the loss is not finite, and those of them that predict padding."""
+def _find_not_finite(call: Call, real_BS: Tensor) -> Tensor:
+    """Return [B, S], True at the positions whose gradient of the loss is not finite."""
     gradient_BS = call.notes.get(LOSS_GRADIENTS)
     if not isinstance(gradient_BS, Tensor) or gradient_BS.shape != real_BS.shape:
-        return 0, 0
-    is_off_BS = ~gradient_BS.isfinite()
-    return int(is_off_BS.sum()), int((is_off_BS & _predicts_padding(real_BS)).sum())
+        return torch.zeros_like(real_BS)
+    return ~gradient_BS.isfinite()
 
 
 def _predicts_padding(real_BS: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ One value in 65,536 of fp32 is one of bf16 by chance, so a few dozen such values
 values has a few more bits. Its last eight bits in fp32 are 0 nearly always, and one in 256 by chance.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -28,9 +29,9 @@ LEAST_SHARE = 0.9
 def find_half_dtype(values: Iterable[float]) -> str | None:
     """Name the 16-bit dtype that all these values, or the summands of most of them, are of; None if there is none.
 
-    Values that are 0 are left out.
+    Values that are 0, or not finite, are left out: they are values of every dtype.
     """
-    numbers = torch.tensor([value for value in values if value], dtype=torch.float32)
+    numbers = torch.tensor([value for value in values if value and math.isfinite(value)], dtype=torch.float32)
     if len(numbers) < LEAST_VALUES:
         return None
     for name, dtype in HALVES.items():

@@ -51,6 +51,15 @@ def test_what_is_no_sum_of_them_leaves_a_residual() -> None:
     assert mix.residual > 0.5
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_no_sum(value: float) -> None:
+    broken = {NAMES[0]: [value] * len(FIRST[NAMES[0]])}
+    window = make_window([{**FIRST, **broken}, FIRST], FIRST)
+    assert [mix.rank for mix in find_mixes([compared.recorded for compared in window], OWN)] == [1]
+    own = [replace(OWN[0], gradient=sample_replay({**FIRST, **broken})), OWN[1]]
+    assert find_mixes([compared.recorded for compared in window], own) == []
+
+
 def test_a_rank_that_is_left_out_is_named() -> None:
     halved = add_gradients(0.5, 0.0)
     cause = find_cause(halved, halved)

@@ -37,6 +37,12 @@ def test_the_dtype_of_rounded_values_is_found(dtype: torch.dtype, name: str) -> 
     assert find_half_dtype([1.0] * 15) is None
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_are_no_sign_of_a_dtype(value: float) -> None:
+    assert find_half_dtype([value] * 64) is None
+    assert find_half_dtype([*torch.randn(64).tolist(), *[value] * 640]) is None
+
+
 def test_gradients_that_were_rounded_are_told_from_changed_ones() -> None:
     rounded = {name: torch.tensor(values).bfloat16().tolist() for name, values in SOUND.items()}
     cause = find_causes(make_gradient_evidence(make_window([rounded], SOUND)))[0]
