@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from replay.verdict.pass_values import WeightComparison
 from replay.verdict.training_remarks import _compare_forwards_of_ranks, _compare_ranks, describe_weighting
 from tests.replay.verdict.causes.made_evidence import NAMES, draw_gradients, make_verdict, make_window, scale_gradients
 
+ROOT = Path(__file__).resolve().parents[3]
 SOUND = draw_gradients()
 
 
@@ -47,6 +49,7 @@ def test_a_window_of_two_ranks_is_weighed_whole() -> None:
             recorded = replace(member.recorded, num_tokens=num_tokens)
             passes.append(PassEvidence(record, recorded, member.replayed))
     [(label, text)] = describe_weighting(passes)
+    assert f"`{label}`" in (ROOT / "docs" / "verdict.md").read_text()
     assert label == "window"
     assert text.endswith("a token of pass 1 of rank 0 counts 4 times one of pass 2 of rank 1")
 
