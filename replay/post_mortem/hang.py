@@ -14,6 +14,7 @@ from replay.options.option_parsing import format_error_with_flags
 from replay.options.spec import check_folder
 from replay.options.value_checks import check_value
 from replay.post_mortem.blocking_ranks import (
+    End,
     LastSighting,
     find_blocking_ranks,
     find_world_size,
@@ -126,11 +127,15 @@ def examine_hang(folder: str | os.PathLike[str], *, equal_shapes: bool = False) 
     if not sightings and not schedules and salvaged is None:
         raise UsageError(f"{folder} holds no captures and no incidents. Try: replay hang inputs/sample")
     last = len(schedules) - 1
+    ended_loops = [sighting.rank for sighting in sightings if sighting.end is End.CLOSED]
     compared = [
         ComparedSchedule(
             schedule=schedule,
             differences=find_schedule_differences(
-                schedule, equal_shapes=equal_shapes, was_cut_short=number == last and bool(sightings)
+                schedule,
+                equal_shapes=equal_shapes,
+                was_cut_short=number == last and bool(sightings),
+                ended_loops=ended_loops,
             ),
         )
         for number, schedule in enumerate(schedules)

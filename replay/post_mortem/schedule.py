@@ -24,6 +24,7 @@ _RANK_CAPTURE = re.compile(r"actor_inputs_rank\d{1,9}_\d{8}_.*")
 class PlannedPass:
     """One pass of one rank. What the capture does not tell is None.
 
+    source          name of the capture
     number          of the forward, from 0
     shape           rows, and tokens of a row with padding
     longest         columns from the first to the last that hold a real token of any row
@@ -35,6 +36,7 @@ class PlannedPass:
     computed_in     the dtype in which the model computes
     """
 
+    source: str
     number: int
     trains: bool
     shape: tuple[int, int] | None
@@ -138,6 +140,7 @@ def _read_pass(
     if record is not None and not reads_all and record.window is None and record.forward is not None:
         counts = record.counts
         planned = PlannedPass(
+            source=capture.path.name,
             number=record.forward,
             trains=record.trains,
             shape=None if counts is None else (counts.rows, counts.row_length),
@@ -156,6 +159,7 @@ def _describe_call(call: Call, number: int) -> PlannedPass:
     has_rows = ids_BS is not None and ids_BS.ndim == 2
     weights = call.weights
     return PlannedPass(
+        source=call.origin.source,
         number=number,
         trains=call.trains,
         shape=(int(ids_BS.shape[0]), int(ids_BS.shape[1])) if ids_BS is not None and has_rows else None,

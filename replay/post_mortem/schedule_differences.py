@@ -5,8 +5,9 @@ do not have a number, the rule does not compare it: what a recording left out is
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from capture.file_format.listing import format_ranges
 from capture.file_format.optimizer_step import OptimizerStep
@@ -39,16 +40,22 @@ class ScheduleDifference:
 
 
 def find_schedule_differences(
-    schedule: Schedule, *, equal_shapes: bool = False, was_cut_short: bool = False
+    schedule: Schedule,
+    *,
+    equal_shapes: bool = False,
+    was_cut_short: bool = False,
+    ended_loops: Collection[int] = (),
 ) -> list[ScheduleDifference]:
     """Return the first difference of each kind, in the order of their passes.
 
     equal_shapes   the job needs equal shapes on all ranks in each pass; False: assume so only where the ranks have
                    padded to the longest row of all of them
     was_cut_short  the job died or was ended from outside, so that how far each rank came tells nothing
+    ended_loops    the ranks of such a job whose loop was over all the same, so that others went on without them
     """
     if len(schedule.ranks) < 2:
         return []
+    complete = ended_loops if was_cut_short else [rank.rank for rank in schedule.ranks]
     rules: tuple[Callable[[Schedule], ScheduleDifference | None], ...] = (
         _compare_order,
         _compare_step_counts,
@@ -58,7 +65,8 @@ def find_schedule_differences(
         _compare_clipping,
         _compare_inputs,
         _compare_dtypes,
-        *(() if was_cut_short else (_compare_final_step_counts, _compare_pass_counts)),
+        *(() if was_cut_short else (_compare_final_step_counts,)),
+        partial(_compare_pass_counts, complete=complete),
     )
     differences = [difference for rule in rules if (difference := rule(schedule)) is not None]
     if (difference := _compare_shapes(schedule, equal_shapes)) is not None:
@@ -104,22 +112,33 @@ def _compare_order(schedule: Schedule) -> ScheduleDifference | None:
     return None
 
 
-def _compare_pass_counts(schedule: Schedule) -> ScheduleDifference | None:
-    counts = [(rank.rank, rank.num_passes) for rank in schedule.ranks]
-    fewest, most = min(count for _, count in counts), max(count for _, count in counts)
-    if fewest == most:
+def _compare_pass_counts(schedule: Schedule, *, complete: Collection[int]) -> ScheduleDifference | None:
+    """Compare how many passes each rank has; those of `complete` would have no further one."""
+    most = schedule.num_passes
+    fewest = min((rank.num_passes for rank in schedule.ranks if rank.rank in complete), default=most)
+    if fewest >= most:
         return None
-    ranks = tuple(rank for rank, count in counts if count == fewest)
+    ranks = tuple(rank.rank for rank in schedule.ranks if rank.rank in complete and rank.num_passes == fewest)
     all_ended = all(rank.end is not None for rank in schedule.ranks)
     return ScheduleDifference(
         kind="passes",
         number=fewest,
         ranks=ranks,
         text=f"{_format_ranks(ranks)} {_has(ranks)} {fewest} passes, and others up to {most}"
-        + ("" if all_ended else " (as far as captured)"),
+        + ("" if all_ended else " (as far as captured)")
+        + _describe_further_pass(schedule, fewest),
         remedy="give every rank as many batches: drop_last=True in the sampler, or a pass of weight 0; DDP also: "
         "with model.join()",
     )
+
+
+def _describe_further_pass(schedule: Schedule, number: int) -> str:
+    """Describe the first rank's pass of this number, which others do not have; nothing where it was not captured."""
+    for rank in schedule.ranks:
+        if (planned := rank.passes.get(number)) is not None:
+            rows = "" if planned.shape is None else f"{planned.shape[0]} rows of {planned.shape[1]}, "
+            return f"; the next one of rank {rank.rank} is {rows}{planned.source}"
+    return ""
 
 
 def _compare_step_counts(schedule: Schedule) -> ScheduleDifference | None:

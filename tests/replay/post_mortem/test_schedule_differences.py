@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from capture.file_format.capture_file import read_micro_batch
 from replay.command_line.cli import main
 from replay.post_mortem.schedule import read_schedules
 from replay.post_mortem.schedule_differences import ScheduleDifference, find_schedule_differences
@@ -83,6 +84,19 @@ def test_a_planted_schedule_parts_where_it_was_planted(name: str, tmp_path: Path
     found = find_differences(record_job(tmp_path, plans, **settings), **given)
     assert (found[0].kind, found[0].number, found[0].ranks) == (kind, number, ranks)
     assert found[0].remedy
+
+
+def test_a_rank_whose_loop_was_over_in_a_hang_lacks_an_input_that_is_named(tmp_path: Path) -> None:
+    record_job(tmp_path, [[TRAIN] * 6, [TRAIN] * 5])
+    # How far a rank came that was ended from outside tells nothing, whichever it was.
+    assert find_differences(tmp_path, was_cut_short=True) == []
+    assert find_differences(tmp_path, was_cut_short=True, ended_loops=[0]) == []
+    [difference] = find_differences(tmp_path, was_cut_short=True, ended_loops=[1])
+    assert (difference.kind, difference.number, difference.ranks) == ("passes", 5, (1,))
+    [sixth] = tmp_path.glob("actor_inputs_rank0_*_00000005.pkl")
+    rows, length = read_micro_batch(sixth).sequences_BS.shape
+    text = f"rank 1 has 5 passes, and others up to 6; the next one of rank 0 is {rows} rows of {length}, {sixth.name}"
+    assert difference.text == text
 
 
 def write_kinds(*kinds: str) -> Callable[[Path], Path]:
