@@ -28,6 +28,7 @@ from replay.verdict.optimizer_settings import find_step_dtype
 from replay.verdict.pass_values import RecordedPass, WeightComparison
 from replay.verdict.pass_windows import group_into_windows
 from replay.verdict.stepped_weights import compare_stepped_weights
+from replay.verdict.weight_movement import did_any_move
 
 
 def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]:
@@ -44,7 +45,7 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
         passes_of.setdefault(key, []).append(recorded)
     # A loop that steps copies of the parameters, such as fp32 masters of its own, moves them between passes of one step
     # count. Such a count tells nothing.
-    miscounted = {key for key, members in passes_of.items() if _have_moved(members)}
+    miscounted = {key for key, members in passes_of.items() if did_any_move(members)}
     keys = [
         _make_weights_key(replace(recorded, num_steps_before=None), number) if key in miscounted else key
         for number, (key, recorded) in enumerate(zip(keys, recorded_passes, strict=True))
@@ -71,16 +72,6 @@ def check_weights(compared_passes: Sequence[ComparedPass]) -> list[ComparedPass]
         )
         for key, compared_pass in zip(keys, compared_passes, strict=True)
     ]
-
-
-def _have_moved(passes: Sequence[RecordedPass]) -> bool:
-    """Tell whether a parameter of a rank was the replay's in one of these passes, and another in a second one."""
-    same: set[tuple[int | None, str]] = set()
-    differing: set[tuple[int | None, str]] = set()
-    for recorded in passes:
-        for name in recorded.weights.compared:
-            (differing if name in recorded.weights.differing else same).add((recorded.rank, name))
-    return not same.isdisjoint(differing)
 
 
 def _find_model_rank(recorded: RecordedPass) -> int | None:

@@ -1,12 +1,12 @@
 """Say which of an optimizer's steps, rates and movements a recording lacks: no step, rate 0, weights that stay."""
 
 from collections.abc import Sequence
-from itertools import combinations
 
 from capture.file_format.optimizer_step import OptimizerStep
 from replay.output.text import pluralise
 from replay.verdict.optimizer_facts import count_stepped_parameters
 from replay.verdict.pass_values import RecordedPass
+from replay.verdict.weight_movement import find_moved_parameters
 
 
 def list_step_remarks(passes: Sequence[RecordedPass], *, is_whole: bool, is_stillness_told: bool) -> list[str]:
@@ -38,7 +38,7 @@ def _describe_missing_steps(trained: Sequence[RecordedPass]) -> str:
     text = f"no optimizer step was recorded in {pluralise(len(trained), 'training pass')}"
     if any(recorded.tokens is not None and recorded.tokens.num_not_finite for recorded in trained):
         return f"{text}: gradients were not finite, and an engine or a scaler leaves out such a step"
-    moved, unmoved = _find_moved_parameters(trained)
+    moved, unmoved = find_moved_parameters(trained)
     if moved:
         return f"{text}, though {moved[0]} moved: what stepped has other parameters than the model's own"
     if not unmoved:
@@ -59,7 +59,7 @@ def _check_learning_rate(steps: Sequence[OptimizerStep]) -> str | None:
 def _check_movement(trained: Sequence[RecordedPass], steps: Sequence[OptimizerStep]) -> str | None:
     """Say so if no weight moved, not even one that was given a gradient, though the learning rate was not 0."""
     with_gradient = {sample.name for step in steps if step.gradients is not None for sample in step.gradients.samples}
-    moved, unmoved = _find_moved_parameters(trained)
+    moved, unmoved = find_moved_parameters(trained)
     if moved or not with_gradient.intersection(unmoved) or _check_learning_rate(steps) is not None:
         return None
     number = len({step.number for step in steps})
@@ -96,24 +96,3 @@ def _check_untaken(trained: Sequence[RecordedPass]) -> str | None:
 def _describe_steps(steps: Sequence[OptimizerStep]) -> str:
     number = len({step.number for step in steps})
     return "the 1 recorded step" if number == 1 else f"all {number} recorded steps"
-
-
-def _find_moved_parameters(trained: Sequence[RecordedPass]) -> tuple[list[str], list[str]]:
-    """Name the parameters that were sampled before and after a step, or twice where no step was recorded.
-
-    Returns those whose samples differ, and those whose samples are the same.
-    """
-    by_element: dict[tuple[int | None, str, int], list[tuple[int | None, Sequence[float]]]] = {}
-    has_stepped = any(recorded.num_steps_before for recorded in trained)
-    for recorded in trained:
-        for sample in recorded.samples:
-            values = by_element.setdefault((recorded.rank, sample.name, sample.start), [])
-            values.append((recorded.num_steps_before, sample.values))
-    moved: dict[str, None] = {}
-    unmoved: dict[str, None] = {}
-    for (_, name, _), samples in by_element.items():
-        pairs = [pair for pair in combinations(samples, 2) if pair[0][0] != pair[1][0] or not has_stepped]
-        if pairs:
-            has_moved = any(before != after for (_, before), (_, after) in pairs)
-            (moved if has_moved else unmoved)[name] = None
-    return list(moved), [name for name in unmoved if name not in moved]

@@ -79,11 +79,6 @@ class Diagnosis:
         failing = [*self.failing, *([check.name] if check.fails else [])]
         return replace(self, checks=[*self.checks, check], failing=failing)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields of diagnose.json."""
-        fields: dict[str, Any] = to_json(self)
-        return fields
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiagnoseResult(CampaignResult):
@@ -255,7 +250,7 @@ class DiagnosisConsole:
         print(text, file=self.screen, flush=True)
 
     def _write(self, diagnosis: Diagnosis) -> None:
-        write_atomically(self.folder / FILE, json_bytes(diagnosis.to_dict()))
+        write_atomically(self.folder / FILE, json_bytes(diagnosis))
 
 
 def _read_batch(path: Path, *, run: ReplaySpec, source: ModelSource) -> MicroBatch:

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from actor_init.as_json import AnyFloat, json_bytes, parse_json, to_json
+from actor_init.as_json import AnyFloat, json_bytes, parse_json
 from actor_init.backends.protocol import Backend, free_closed_backends, open_backend
 from actor_init.model import ModelSource
 from actor_init.model_positions import add_model_positions
@@ -106,11 +106,6 @@ class MismatchReport:
             worst=find_worst_tokens([tokens for _, tokens in cells], num_worst),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields of mismatch.json."""
-        fields: dict[str, Any] = to_json(self)
-        return fields
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchResult(CampaignResult):
@@ -186,7 +181,7 @@ def mismatch_in_world(
         report = MismatchReport.build(run, command, cells, num_worst)
         if world.rank == 0:
             print_report(report, _list_header(run, source, world, selection), folder, screen)
-            write_atomically(folder / FILE, json_bytes(report.to_dict()))
+            write_atomically(folder / FILE, json_bytes(report))
         world.gather(None)
     return MismatchResult.from_report(report, folder)
 

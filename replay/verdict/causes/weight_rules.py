@@ -1,6 +1,6 @@
 """Tell when the replay did not run on the weights that the job had."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from capture.file_format.name_patterns import format_patterns
 from replay.output.text import name_some, pluralise
@@ -12,11 +12,10 @@ from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.stepped_weights import measure_drift
+from replay.verdict.weight_movement import are_same, did_most_move
 
 # Half of the parameters off by so many times what a step moved them.
 OTHER_MASTERS = 4.0
-# So many parameters have to be sampled in both of two passes before they tell that the weights are equal.
-LEAST_SAMPLES = 4
 
 
 def find_other_weights(evidence: Evidence) -> Cause | None:
@@ -71,9 +70,9 @@ def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
     for by_step in by_rank.values():
         steps = sorted(by_step)
         for place, step in enumerate(steps[2:], start=2):
-            earlier = next((old for old in steps[: place - 1] if _are_same(by_step[old], by_step[step])), None)
+            earlier = next((old for old in steps[: place - 1] if are_same(by_step[old], by_step[step])), None)
             # Weights that never moved are no sign of it.
-            if earlier is not None and _have_moved(by_step[earlier], by_step[steps[place - 1]]):
+            if earlier is not None and did_most_move(by_step[earlier], by_step[steps[place - 1]]):
                 return Cause(
                     name=CauseName.WEIGHTS_CHANGED,
                     sureness=Sureness.IS,
@@ -83,21 +82,6 @@ def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
                     explains=(STEPPED, *EXPLAINED),
                 )
     return None
-
-
-Samples = Mapping[tuple[str, int], Sequence[float]]
-
-
-def _are_same(samples: Samples, others: Samples) -> bool:
-    shared = samples.keys() & others.keys()
-    return len(shared) >= LEAST_SAMPLES and all(tuple(samples[key]) == tuple(others[key]) for key in shared)
-
-
-def _have_moved(samples: Samples, others: Samples) -> bool:
-    """Tell whether most parameters of which there are samples in both have moved from one to the other."""
-    shared = samples.keys() & others.keys()
-    num_moved = sum(tuple(samples[key]) != tuple(others[key]) for key in shared)
-    return 2 * num_moved > len(shared) >= LEAST_SAMPLES
 
 
 def find_other_update(evidence: Evidence) -> Cause | None:

@@ -88,21 +88,21 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Leave:
 
 def test_a_diagnosis_comes_back_from_its_file(processes: Leave, tmp_path: Path) -> None:
     whole = WHOLE.add(PASSED).add(FAILED)
-    processes({"1-diagnose/diagnose.json": json_bytes(whole.to_dict())}, exit_code=1)
+    processes({"1-diagnose/diagnose.json": json_bytes(whole)}, exit_code=1)
     result = replay.diagnose(SAMPLE)
     assert (list(result.checks), list(result.failing)) == ([PASSED, FAILED], ["accumulated"])
     assert (result.exit_code, result.command) == (1, "replay diagnose --steps 3")
-    assert result.result == json.loads(json_bytes(whole.to_dict()))
+    assert result.result == json.loads(json_bytes(whole))
     assert list(result.to_frame().status) == ["ok", "failed"]
     assert_valid("diagnose", result.to_dict())
     assert replay.open(result.folder) == result
 
 
 def test_distances_come_back_from_their_file_and_may_be_no_numbers(processes: Leave) -> None:
-    processes({"1-mismatch/mismatch.json": json_bytes(MISMATCH.to_dict())})
+    processes({"1-mismatch/mismatch.json": json_bytes(MISMATCH)})
     result = replay.mismatch(SAMPLE)
     assert (result.exit_code, result.command) == (0, "replay mismatch --worst 1")
-    assert result.result == json.loads(json.dumps(MISMATCH.to_dict(), allow_nan=False))
+    assert result.result == json.loads(json_bytes(MISMATCH))
     assert (result.worst[0].rollout, result.replays[0].mismatch.largest) == (-math.inf, math.inf)
     assert math.isnan(result.distances[0].mean)
     assert result.to_frame().to_dict("records") == [
@@ -129,7 +129,7 @@ def test_what_the_processes_refuse_is_refused_in_python_s_words(
     ("function", "files"),
     [
         (replay.diagnose, {}),
-        (replay.diagnose, {"1-diagnose/diagnose.json": json_bytes(DIAGNOSIS.add(PASSED).to_dict())}),
+        (replay.diagnose, {"1-diagnose/diagnose.json": json_bytes(DIAGNOSIS.add(PASSED))}),
         (replay.mismatch, {}),
     ],
 )
@@ -200,7 +200,7 @@ def test_of_json_the_result_stands_alone_on_the_first_rank(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    (tmp_path / f"{name}.json").write_bytes(json_bytes(result.to_dict()))
+    (tmp_path / f"{name}.json").write_bytes(json_bytes(result))
     made: Any = replay.open(tmp_path)
 
     def run(spec: ReplaySpec, *arguments: Any, **options: Any) -> Any:
