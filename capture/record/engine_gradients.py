@@ -5,7 +5,6 @@ for each group (ZeRO 1, 2) or sub-group (ZeRO 3) of their partitions. They keep 
 clipping can be undone. deepspeed is not imported: attributes that are not where version 0.19 has them are not sampled.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from capture.record.parameter_sampler import ParameterSlot
-from capture.record.sharding import HeldPart, SampleLocation
+from capture.record.sharding import HeldPart, SampleLocation, UnknownLayoutError, locate_part_in_partition
 
 # What DeepSpeed adds to the norm before it divides by the limit.
 _CLIP_EPSILON = 1e-6
@@ -65,29 +64,16 @@ class EngineGradients:
 
     def find(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient that holds the slot's samples, and where in it they are; None if it is not among these."""
-        if hasattr(parameter, "ds_tensor"):
-            return self._find_in_sub_group(slot, parameter)
-        # ZeRO 1, 2 and BF16: the parameter tells which part of it (low precision) lies where in the partition (high).
-        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            part, fragment = mapping.lp_fragment_address, mapping.hp_fragment_address
-            return self._find_in_partition(
-                slot, parameter, mapping.hp_fragment, first=part.start, count=part.numel, offset=fragment.start
-            )
-        return self._find_in_copy(slot, parameter)
+        if (found := self._find(parameter)) is None:
+            return None
+        gradient, part = found
+        location = part.locate(slot.find_run(part.shape), dtype=gradient.dtype)
+        return (gradient, location) if location.count else None
 
     def find_part(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, HeldPart] | None:
         """Find the gradient that holds a part of the parameter's, and which part; None if it is not among these."""
-        if hasattr(parameter, "ds_tensor"):
-            return self._find_part_in_sub_group(parameter)
-        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            part, fragment = mapping.lp_fragment_address, mapping.hp_fragment_address
-            return self._find_part_of_copy(
-                parameter, mapping.hp_fragment, first=part.start, count=part.numel, offset=fragment.start
-            )
-        copy = self._find_copy(parameter)
-        if copy is None:
-            return None
-        return self._find_part_of_copy(parameter, copy[0], first=0, count=parameter.numel(), offset=copy[1])
+        # Under MiCS several ranks have the same part, and their norms would add up to more than the whole.
+        return None if type(self.wrapper).__name__.startswith("MiCS") else self._find(parameter)
 
     def list_parameters(self) -> list[Sequence[Any]]:
         """List the model's parameters in each group that steps now."""
@@ -150,26 +136,43 @@ class EngineGradients:
             return True
         return norm is not None and all(partition.device == norm.device for partition in self.partitions)
 
-    def _find_in_sub_group(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
+    def _find(self, parameter: Any) -> tuple[Tensor, HeldPart] | None:
+        """Find the gradient that holds elements of the parameter's, and which; None if it is not among these."""
+        if hasattr(parameter, "ds_tensor"):
+            return self._find_in_sub_group(parameter)
+        # ZeRO 1, 2 and BF16: the parameter tells which part of it (low precision) lies where in the partition (high).
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            part, fragment = mapping.lp_fragment_address, mapping.hp_fragment_address
+            tensor, first, count, offset = mapping.hp_fragment, part.start, part.numel, fragment.start
+        elif (copy := self._find_copy(parameter)) is not None:
+            first, count = 0, parameter.numel()
+            tensor, offset = copy
+        else:
+            return None
+        if (gradient := self._find_gradient(tensor)) is None:
+            return None
+        return gradient, HeldPart(
+            shape=tuple(parameter.shape),
+            first=first,
+            count=count,
+            offset=offset,
+            is_whole_tensor=False,
+            is_part=hasattr(parameter, "_hp_mapping") or count < parameter.numel(),
+        )
+
+    def _find_in_sub_group(self, parameter: Any) -> tuple[Tensor, HeldPart] | None:
         """Find the gradient under ZeRO 3: one tensor has the partitions of several parameters, one by one."""
         position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
-        location = slot.locate(slot.weight_location, parameter)
-        if position is None or isinstance(location, str) or not location.count:
+        if position is None:
             return None
         number, offset, _ = position
         flat = self.wrapper.fp32_partitioned_groups_flat[number]
-        for partition in self.partitions:
-            if partition is flat and partition.grad is not None:
-                dtype = str(partition.grad.dtype).removeprefix("torch.")
-                offset_in_flat = offset + location.offset
-                return partition.grad, replace(location, offset=offset_in_flat, dtype=dtype, local_attribute=None)
-        return None
-
-    def _find_in_copy(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
-        copy = self._find_copy(parameter)
-        if copy is None:
+        if flat.grad is None or not any(partition is flat for partition in self.partitions):
             return None
-        return self._find_in_partition(slot, parameter, copy[0], first=0, count=parameter.numel(), offset=copy[1])
+        try:
+            return flat.grad, replace(locate_part_in_partition(parameter), offset=offset)
+        except UnknownLayoutError:
+            return None
 
     def _find_copy(self, parameter: Any) -> tuple[Tensor, int] | None:
         """Find a parameter's copy at stage 0 in half precision, and where it begins in the tensor that is returned.
@@ -187,33 +190,6 @@ class EngineGradients:
                 offset += member.numel()
         return None
 
-    def _find_in_partition(
-        self, slot: ParameterSlot, parameter: Tensor, fragment: Tensor, *, first: int, count: int, offset: int
-    ) -> tuple[Tensor, SampleLocation] | None:
-        """Find the sample in the gradient of the partition that shares its storage with `fragment`.
-
-        In the partition, `count` elements of the parameter, from its element `first` on, lie at `offset`.
-        """
-        gradient = self._find_gradient(fragment)
-        if gradient is None:
-            return None
-        shape = tuple(parameter.shape)
-        run_start, run_length = slot.find_run(shape)
-        start, end = max(run_start, first), min(run_start + run_length, first + count)
-        if end <= start:
-            return None
-        location = SampleLocation(
-            shape=shape,
-            start=start,
-            count=end - start,
-            offset=offset + start - first,
-            stride=1,
-            is_sharded=count < parameter.numel() or hasattr(parameter, "_hp_mapping"),
-            dtype=str(gradient.dtype).removeprefix("torch."),
-            local_attribute=None,
-        )
-        return gradient, location
-
     def _find_gradient(self, fragment: Tensor) -> Tensor | None:
         """Find the gradient of the partition that shares its storage with `fragment`."""
         storage = fragment.untyped_storage().data_ptr()
@@ -222,48 +198,6 @@ class EngineGradients:
         )
         gradient = None if partition is None else partition.grad
         return gradient if gradient is not None and gradient.is_contiguous() else None
-
-    def _find_part_of_copy(
-        self, parameter: Tensor, fragment: Tensor, *, first: int, count: int, offset: int
-    ) -> tuple[Tensor, HeldPart] | None:
-        """Find the part in the gradient of the partition that shares its storage with `fragment`.
-
-        The arguments are those of `_find_in_partition`.
-        """
-        gradient = self._find_gradient(fragment)
-        if gradient is None:
-            return None
-        is_part = count < parameter.numel() or hasattr(parameter, "_hp_mapping")
-        shape = tuple(parameter.shape)
-        return gradient, HeldPart(
-            shape=shape, first=first, count=count, offset=offset, is_whole_tensor=False, is_part=is_part
-        )
-
-    def _find_part_in_sub_group(self, parameter: Any) -> tuple[Tensor, HeldPart] | None:
-        """Find the part under ZeRO 3, which pads the last rank's; under MiCS several ranks have the same part."""
-        position = getattr(self.wrapper, "grad_position", {}).get(parameter.ds_id)
-        if position is None or type(self.wrapper).__name__.startswith("MiCS"):
-            return None
-        number, offset, _ = position
-        flat = self.wrapper.fp32_partitioned_groups_flat[number]
-        group = parameter.ds_process_group
-        size, length = math.prod(parameter.ds_shape), parameter.ds_tensor.numel()
-        num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-        if length != -(-size // num_ranks):
-            return None
-        first = min(rank * length, size)
-        part = HeldPart(
-            shape=tuple(parameter.ds_shape),
-            first=first,
-            count=min(length, size - first),
-            offset=offset,
-            is_whole_tensor=False,
-            is_part=num_ranks > 1,
-        )
-        for partition in self.partitions:
-            if partition is flat and partition.grad is not None:
-                return partition.grad, part
-        return None
 
 
 def count_skipped_steps(model: nn.Module | None) -> int:

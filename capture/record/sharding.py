@@ -74,6 +74,26 @@ class HeldPart:
     def end(self) -> int:
         return (self.first or 0) + self.count
 
+    def locate(self, run: ElementRun, *, dtype: torch.dtype, local_attribute: str | None = None) -> SampleLocation:
+        """Find the elements of `run` that are among these, which are neighbours in the tensor.
+
+        dtype            of the tensor that holds them
+        local_attribute  as of `SampleLocation`
+        """
+        assert self.first is not None
+        run_start, run_length = run
+        start, end = max(run_start, self.first), min(run_start + run_length, self.end)
+        return SampleLocation(
+            shape=self.shape,
+            start=start if end > start else run_start,
+            count=max(end - start, 0),
+            offset=self.offset + max(start - self.first, 0),
+            stride=1,
+            is_sharded=self.is_part,
+            dtype=_name_dtype(dtype),
+            local_attribute=local_attribute,
+        )
+
 
 def locate_part(tensor: Any) -> HeldPart:
     """Tell which part of a parameter or gradient a plain tensor or a DTensor is. Raises UnknownLayoutError."""
@@ -107,7 +127,10 @@ def locate_part_in_flat(flat: Any, local: Tensor, number: int) -> HeldPart:
     local, number  as in `locate_run_in_flat`
     """
     shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
-    _check_flat_layout(local, shape, info)
+    _check_layout(local, shape)
+    if local.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > local.numel()):
+        raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
+    is_split = not info.in_shard or info.numel_in_shard < math.prod(shape)
     begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
     return HeldPart(
         shape=shape,
@@ -115,14 +138,37 @@ def locate_part_in_flat(flat: Any, local: Tensor, number: int) -> HeldPart:
         count=end - begin,
         offset=info.offset_in_shard or 0,
         is_whole_tensor=False,
-        is_part=_is_flat_sharded(flat, local, shape, info),
+        is_part=is_split or local.numel() < flat._unpadded_unsharded_size.numel(),
+    )
+
+
+def locate_part_in_partition(parameter: Any) -> HeldPart:
+    """Tell which part of a parameter of ZeRO 3 is in this rank's partition of it. Raises UnknownLayoutError.
+
+    ZeRO 3 flattens a parameter and gives each rank an equal partition, padded at the end.
+    """
+    partition, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
+    group = parameter.ds_process_group
+    num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    size = math.prod(shape)
+    if partition is None or partition.ndim != 1 or partition.numel() != -(-size // num_ranks):
+        raise UnknownLayoutError("partitioned by ZeRO 3 in a way that is not known here")
+    _check_layout(partition, shape)
+    first = min(rank * partition.numel(), size)
+    return HeldPart(
+        shape=shape,
+        first=first,
+        count=min(partition.numel(), size - first),
+        is_whole_tensor=False,
+        is_part=num_ranks > 1,
     )
 
 
 def locate_run(parameter: Any, find_run: FindRun) -> SampleLocation:
     """Find the run that `find_run` gives for the full shape of `parameter`. Raises UnknownLayoutError."""
     if hasattr(parameter, "ds_tensor"):
-        return _locate_in_partition(parameter, find_run)
+        part = locate_part_in_partition(parameter)
+        return part.locate(find_run(part.shape), dtype=parameter.ds_tensor.dtype, local_attribute="ds_tensor")
     if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
         return _locate_in_dtensor(parameter, find_run)
     if type(parameter) not in (Tensor, nn.Parameter):
@@ -149,32 +195,8 @@ def locate_run_in_flat(flat: Any, local: Tensor, number: int, find_run: FindRun)
     local   the shard, or its gradient
     number  position of the parameter among those in the flat one
     """
-    shape, info = tuple(flat._shapes[number]), flat._shard_param_infos[number]
-    _check_flat_layout(local, shape, info)
-    start, count = find_run(shape)
-    begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
-    first, last = max(start, begin), min(start + count, end)
-    return SampleLocation(
-        shape=shape,
-        start=first if last > first else start,
-        count=max(last - first, 0),
-        offset=(info.offset_in_shard or 0) + max(first - begin, 0),
-        stride=1,
-        is_sharded=_is_flat_sharded(flat, local, shape, info),
-        dtype=_name_dtype(local.dtype),
-        local_attribute=None,
-    )
-
-
-def _check_flat_layout(local: Tensor, shape: tuple[int, ...], info: Any) -> None:
-    _check_layout(local, shape)
-    if local.ndim != 1 or (info.in_shard and info.offset_in_shard + info.numel_in_shard > local.numel()):
-        raise UnknownLayoutError("in flat shards (FSDP1) of a kind that is not known here")
-
-
-def _is_flat_sharded(flat: Any, local: Tensor, shape: tuple[int, ...], info: Any) -> bool:
-    is_split = not info.in_shard or info.numel_in_shard < math.prod(shape)
-    return is_split or local.numel() < flat._unpadded_unsharded_size.numel()
+    part = locate_part_in_flat(flat, local, number)
+    return part.locate(find_run(part.shape), dtype=local.dtype)
 
 
 def list_local_indices(size: int, shards: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -242,29 +264,6 @@ def _list_indices_of_shard(parameter: Any) -> list[Tensor]:
     if tuple(map(len, local_indices)) != tuple(parameter._local_tensor.shape):
         raise UnknownLayoutError("sharded in a way that is not known here")
     return local_indices
-
-
-def _locate_in_partition(parameter: Any, find_run: FindRun) -> SampleLocation:
-    """Find the run under ZeRO 3, which flattens a parameter and gives each rank an equal piece, padded at the end."""
-    part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
-    group = parameter.ds_process_group
-    num_ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    if part is None or part.ndim != 1 or part.numel() != -(-math.prod(shape) // num_ranks):
-        raise UnknownLayoutError("partitioned by ZeRO 3 in a way that is not known here")
-    _check_layout(part, shape)
-    start, count = find_run(shape)
-    begin = rank * part.numel()
-    first, end = max(start, begin), min(start + count, begin + part.numel())
-    return SampleLocation(
-        shape=shape,
-        start=first if end > first else start,
-        count=max(end - first, 0),
-        offset=max(first - begin, 0),
-        stride=1,
-        is_sharded=num_ranks > 1,
-        dtype=_name_dtype(part.dtype),
-        local_attribute="ds_tensor",
-    )
 
 
 def _check_layout(local: Tensor, shape: tuple[int, ...]) -> None:

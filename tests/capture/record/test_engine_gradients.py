@@ -1,11 +1,15 @@
-"""DeepSpeed's norm is read without a wait for a device."""
+"""DeepSpeed's norm is read without a wait for a device, and a parameter's gradient is found in its partitions."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from capture.record.engine_gradients import EngineGradients
+from capture.record.parameter_sampler import ParameterSlot
 
 
 def test_a_norm_on_the_host_moves_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +20,79 @@ def test_a_norm_on_the_host_moves_to_no_device(monkeypatch: pytest.MonkeyPatch) 
     assert engine.undo_clipping(torch.ones(2, device="meta")).is_meta
     assert engine.undo_clipping(torch.ones(2)).tolist() == pytest.approx([8.0, 8.0], rel=1e-5)
     assert engine.can_undo_clipping
+
+
+WHOLE = torch.arange(12.0)
+
+
+def make_slot(start: int, count: int) -> ParameterSlot:
+    """Make a slot whose sample are these elements of its parameter."""
+    return cast(ParameterSlot, SimpleNamespace(find_run=lambda shape: (start, count)))
+
+
+def make_partition(gradient: torch.Tensor) -> torch.Tensor:
+    partition = torch.zeros(len(gradient), requires_grad=True)
+    partition.grad = gradient
+    return partition
+
+
+def hold_in_zero_1() -> tuple[EngineGradients, Any]:
+    """Elements 2 to 8 of the parameter lie from place 3 on."""
+    partition = make_partition(torch.cat([torch.full((3,), -1.0), WHOLE[2:9]]))
+    parameter = torch.zeros(3, 4)
+    held = SimpleNamespace(start=2, numel=7), SimpleNamespace(start=3)
+    mapping = dict(zip(("lp_fragment_address", "hp_fragment_address"), held, strict=True))
+    vars(parameter)["_hp_mapping"] = SimpleNamespace(hp_fragment=partition.detach()[3:10], **mapping)
+    return EngineGradients(wrapper=SimpleNamespace(), partitions=[partition]), parameter
+
+
+def hold_in_zero_3() -> tuple[EngineGradients, Any]:
+    """The second of two ranks has elements 6 to 11 of the parameter, from place 2 of the sub-group on."""
+    flat = make_partition(torch.cat([torch.full((2,), -1.0), WHOLE[6:]]))
+    wrapper = SimpleNamespace(grad_position={5: (0, 2, 6)}, fp32_partitioned_groups_flat=[flat])
+    parameter = SimpleNamespace(ds_id=5, ds_tensor=torch.zeros(6), ds_shape=(3, 4), ds_process_group=None)
+    return EngineGradients(wrapper=wrapper, partitions=[flat]), parameter
+
+
+def hold_in_copies() -> tuple[EngineGradients, Any]:
+    """The optimizer of stage 0 in half precision has a flat copy of a group, in which the parameter is the second."""
+    flat = make_partition(torch.cat([torch.full((2,), -1.0), WHOLE]))
+    parameter = torch.zeros(3, 4)
+    wrapper = SimpleNamespace(fp16_groups=[[torch.zeros(2), parameter]], fp32_groups_flat=[flat])
+    return EngineGradients(wrapper=wrapper, partitions=[flat]), parameter
+
+
+@pytest.mark.parametrize(
+    ("hold", "begin", "end", "is_part"),
+    [(hold_in_zero_1, 2, 9, True), (hold_in_zero_3, 6, 12, True), (hold_in_copies, 0, 12, False)],
+)
+def test_what_a_rank_holds_of_a_gradient_is_found_in_the_engines_partition(
+    hold: Callable[[], tuple[EngineGradients, Any]],
+    begin: int,
+    end: int,
+    is_part: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    engine, parameter = hold()
+    for start in range(9):
+        found = engine.find(make_slot(start, 4), parameter)
+        kept = WHOLE[max(start, begin) : min(start + 4, end)].tolist()
+        assert ([] if found is None else found[1].view_in(found[0]).tolist()) == kept
+        assert found is None or (found[1].start, found[1].is_sharded) == (kept[0], is_part)
+    part = engine.find_part(make_slot(0, 4), parameter)
+    assert part is not None
+    gradient, held = part
+    assert (held.first, held.end, held.is_part, held.shape) == (begin, end, is_part, (3, 4))
+    assert gradient[held.offset : held.offset + held.count].tolist() == WHOLE[begin:end].tolist()
+
+
+def test_under_mics_a_part_that_several_ranks_hold_is_sampled_and_not_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    engine, parameter = hold_in_zero_3()
+    wrapper = type("MiCS_Optimizer", (), vars(engine.wrapper))()
+    engine = replace(engine, wrapper=wrapper)
+    assert engine.find(make_slot(8, 4), parameter) is not None
+    assert engine.find_part(make_slot(8, 4), parameter) is None
