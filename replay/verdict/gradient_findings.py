@@ -267,19 +267,20 @@ def _explain_other_window(
     grad_accumulation = max(job_size // settings.num_data_ranks, 1)
     if grad_accumulation != settings.grad_accumulation:
         return f"{sizes}. Try: --grad-accumulation {grad_accumulation}, without --max-inputs"
-    forwards = ", ".join(str(compared_pass.recorded.forward) for compared_pass in window[:MAX_FORWARDS])
+    replayed = _format_forwards(replay_forwards)
+    differs = any(replay_forwards[rank] != forwards for rank, forwards in job_forwards.items())
+    beside = f", in the job of {_format_forwards(job_forwards)}" if differs else ""
     return (
-        f"{sizes}, not all the same: here forward {forwards}, in the job {_format_forwards(job_forwards)}. "
+        f"{sizes}: of forward {replayed}{beside}. "
         "Try: all of the job's inputs in its order, without --max-inputs and --shuffle-inputs"
     )
 
 
-def _format_forwards(by_rank: Mapping[int, Sequence[int]]) -> str:
-    """Name the forwards of a step, as `0, 1` or `0, 1 of rank 0; 0, 1 of rank 1`."""
-    texts = {rank: ", ".join(map(str, forwards[:MAX_FORWARDS])) for rank, forwards in sorted(by_rank.items())}
-    if len(texts) == 1:
-        return next(iter(texts.values()))
-    return "; ".join(f"{forwards} of rank {rank}" for rank, forwards in texts.items())
+def _format_forwards(by_rank: Mapping[int, Sequence[int | None]]) -> str:
+    """Name the forwards of a step, as `0, 1 of rank 0; 0, 1 of rank 1`."""
+    return "; ".join(
+        f"{', '.join(map(str, forwards[:MAX_FORWARDS]))} of rank {rank}" for rank, forwards in sorted(by_rank.items())
+    )
 
 
 def _explain_doubt(window: Sequence[ComparedPass], steps: Sequence[OptimizerStep]) -> str | None:

@@ -25,6 +25,8 @@ SEVERITY = (FindingStatus.AGREES, FindingStatus.NOT_JUDGED, FindingStatus.UNSETT
 PARAMETER_FINDINGS = (GRADIENT, GRADIENT_RMS, GRADIENT_NORMS, MISSING_GRADIENT)
 MAX_OTHER_FINDINGS = 2
 MAX_CAUSES = 3
+# Of the numbers that agree; run.json has all.
+MAX_NUMBERS = 4
 MAX_REASONS = 3
 
 
@@ -39,7 +41,7 @@ def format_verdict(verdict: Verdict) -> Pairs:
         names = ", ".join(verdict.may_follow)
         lines.append(("also wrong", f"{names}, in later passes alone, where it may follow from that step"))
     lines += [("evidence", evidence) for evidence in _list_evidence(verdict)]
-    lines += [("not judged", _describe_open_finding(finding)) for finding in verdict.open]
+    lines += [("not judged", text) for text in _list_open_findings(verdict)]
     lines += [("open", _describe_open_passes(verdict))] if verdict.outcome is not Outcome.CANNOT_TELL else []
     if verdict.coverage.num_passes:
         lines.append(("coverage", _describe_coverage(verdict.coverage)))
@@ -127,10 +129,11 @@ def _list_evidence(verdict: Verdict) -> list[str]:
     )
     if not agreeing:
         return [f"computed in {_describe_dtypes(verdict)}"] if verdict.worst else []
-    numbers = ", ".join(
-        f"{finding.name} to {finding.difference:.2g} (bound {finding.bound:.2g})" for finding in agreeing
-    )
-    return [f"{numbers}; computed in {_describe_dtypes(verdict)}"]
+    numbers = [
+        f"{finding.name} to {finding.difference:.2g} (bound {finding.bound:.2g})" for finding in agreeing[:MAX_NUMBERS]
+    ]
+    more = [f"{len(agreeing) - MAX_NUMBERS} more within their bounds"] if len(agreeing) > MAX_NUMBERS else []
+    return [f"{', '.join([*numbers, *more])}; computed in {_describe_dtypes(verdict)}"]
 
 
 def _describe_coverage(coverage: Coverage) -> str:
@@ -216,6 +219,22 @@ def _describe_difference(finding: Finding) -> str:
 
 def _describe_replayed(finding: Finding) -> str:
     return "nothing" if finding.replayed is None else f"{finding.replayed:.6g}"
+
+
+def _list_open_findings(verdict: Verdict) -> list[str]:
+    """Describe the numbers that were not judged.
+
+    Those that have none beside them here are told by their reason alone, together, unless whole passes or steps are
+    open for it: then the line `open` has it.
+    """
+    told = _group_open_passes(verdict)
+    compared = [finding for finding in verdict.open if finding.replayed is not None or finding.values_as_text]
+    names_by_doubt: dict[str, list[str]] = {}
+    for finding in verdict.open:
+        if finding not in compared and _shorten_reason(str(finding.doubt), verdict) not in told:
+            names_by_doubt.setdefault(str(finding.doubt), []).append(_label_of(finding))
+    alone = [f"{', '.join(names)}: {doubt}" for doubt, names in names_by_doubt.items()]
+    return [*map(_describe_open_finding, compared), *alone]
 
 
 def _describe_open_finding(finding: Finding) -> str:

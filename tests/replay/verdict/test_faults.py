@@ -414,6 +414,6 @@ def test_advice_is_not_what_was_typed(tmp_path: Path, one_world: None) -> None:
     verdict = verdict_on(job, tmp_path / "logs", *typed)
     reasons: Sequence[str] = [finding["doubt"] for finding in findings(verdict, "windows", GRAD_NORM)]
     looping = [reason for reason in reasons if reason and "--grad-accumulation 2" in reason]
-    named = [reason for reason in reasons if reason and "not all the same: here forward " in reason]
+    named = [reason for reason in reasons if reason and "and this gradient is of 2: of forward " in reason]
     assert not looping
     assert named
