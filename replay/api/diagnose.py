@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Unpack
 
-from replay.api.running import RunFailedError, read_result, run_command
+from replay.api.running import read_whole_result, run_command
 from replay.campaign.command_options import check_call
 from replay.commands.diagnose import command
 from replay.options.option_parsing import build_replay_spec
@@ -31,7 +31,8 @@ def diagnose(
                the steps, and 4 inputs are taken on each data rank unless `max_inputs` says otherwise
 
     Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
-    processes ended before the last check. On KeyboardInterrupt the ranks are ended.
+    processes ended before the last check. On KeyboardInterrupt the ranks are ended, and `replay.open` reads the checks
+    that ran, from the folder that the exception's note names.
     """
     # It is an option of this command, and is checked as such.
     own = {"steps": steps, "learning_rate": options.pop("learning_rate", None)}
@@ -39,9 +40,6 @@ def diagnose(
     spec = build_replay_spec(given)
     command.refuse_objective(spec)
     child = run_command("diagnose", values, spec, processes)
-    from replay.commands.diagnose.report import FILE, DiagnoseResult, DiagnosisStatus
+    from replay.commands.diagnose.report import FILE, DiagnoseResult
 
-    result = read_result(child, FILE, DiagnoseResult.read)
-    if result.status is not DiagnosisStatus.FINISHED:
-        raise RunFailedError(child)
-    return result
+    return read_whole_result(child, FILE, DiagnoseResult.read)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import UsageError
-from replay.api.running import read_result, run_command
+from replay.api.running import read_whole_result, run_command
 from replay.campaign.command_options import check_call, join_values
 from replay.commands.mismatch import command
 from replay.options.option_parsing import build_replay_spec
@@ -38,7 +38,8 @@ def mismatch(
     options            of the replays, as `replay mismatch --help-all` lists them, with `_` for `-`
 
     Raises UsageError for an option or a file that cannot be, and inside an open process group, RunFailedError where the
-    processes ended without a result.
+    processes ended before the last replay. On KeyboardInterrupt the ranks are ended, and `replay.open` reads what was
+    measured, from the folder that the exception's note names.
     """
     if typed := [name for name in LISTS if name in options]:
         raise UsageError(f"replay.mismatch takes no {typed[0]}. Give a list: {LISTS[typed[0]]}=[...]")
@@ -51,7 +52,7 @@ def mismatch(
     child = run_command("mismatch", values, build_replay_spec(given), processes)
     from replay.commands.mismatch.report import FILE, MismatchResult
 
-    return read_result(child, FILE, MismatchResult.read)
+    return read_whole_result(child, FILE, MismatchResult.read)
 
 
 def _join_words(name: str, words: str | Sequence[str] | None, allowed: Collection[str]) -> str | None:

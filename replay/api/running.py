@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from actor_init.spec import ParallelSpec, UsageError
 from replay.api.run import ReplayedRun
@@ -24,7 +24,11 @@ from replay.processes.pool import OUTPUT, REFUSED_EXIT_CODE, Child, RunningTask,
 from replay.runlog.run_file import RUN_FILE
 from replay.runlog.writer import create_folder, note_log
 
+if TYPE_CHECKING:
+    from replay.campaign.result import GrowingResult
+
 T = TypeVar("T")
+GrowingT = TypeVar("GrowingT", bound="GrowingResult")
 # The time that ranks get to write the log of a run that was interrupted, or of one whose other ranks ended.
 GRACE_SECONDS = 30.0
 
@@ -156,3 +160,13 @@ def read_result(child: Child, file: str, read: Callable[[Path], T]) -> T:
         shutil.rmtree(child.logs)
         raise UsageError(text)
     raise RunFailedError(child)
+
+
+def read_whole_result(child: Child, file: str, read: Callable[[Path], GrowingT]) -> GrowingT:
+    """Read what ended processes left, as `read_result` does. Raises RunFailedError too where they broke off."""
+    from replay.campaign.result import ResultStatus
+
+    result = read_result(child, file, read)
+    if result.status is not ResultStatus.FINISHED:
+        raise RunFailedError(child)
+    return result

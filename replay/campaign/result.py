@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,6 +12,13 @@ from replay.output.frames import make_frame
 
 if TYPE_CHECKING:
     from replay.output.frames import DataFrame
+
+
+class ResultStatus(StrEnum):
+    """How far a command came that writes its result as it goes."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +62,13 @@ class CampaignResult:
 
     def _list_rows(self) -> Iterable[dict[str, Any]]:
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingResult(CampaignResult):
+    """What a command comes to that runs in one world, and writes its file anew with each thing that it learns.
+
+    status  `running` of one that broke off
+    """
+
+    status: ResultStatus

@@ -14,7 +14,6 @@ Lines, and diagnose.json, are written as they become known.
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -31,7 +30,7 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_micro_batch
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.campaign.command_options import list_words
-from replay.campaign.result import CampaignResult
+from replay.campaign.result import GrowingResult, ResultStatus
 from replay.commands.diagnose.checks import DiagnosisCase, run_checks
 from replay.commands.diagnose.untimed_actor import select_rows
 from replay.objective.objective import select_loss_tokens
@@ -55,16 +54,11 @@ RATE_TIMES_WIDTH = 0.2
 TOKENS_TO_LEARN = 16
 
 
-class DiagnosisStatus(StrEnum):
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     """What diagnose.json has: what was checked, and the checks so far; `failing` names those that fail."""
 
-    status: DiagnosisStatus
+    status: ResultStatus
     command: str
     spec: ReplaySpec
     versions: Mapping[str, str | None]
@@ -81,7 +75,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiagnoseResult(CampaignResult):
+class DiagnoseResult(GrowingResult):
     """Whether the model can learn the inputs.
 
     status   `running` of one that broke off before its last check
@@ -89,7 +83,6 @@ class DiagnoseResult(CampaignResult):
     failing  names of those that fail; the exit code is 0 if all ran, and none fails
     """
 
-    status: DiagnosisStatus
     checks: Sequence[CheckResult]
     failing: Sequence[str]
 
@@ -99,7 +92,7 @@ class DiagnoseResult(CampaignResult):
             folder,
             diagnosis.command,
             diagnosis,
-            exit_code=int(bool(diagnosis.failing) or diagnosis.status is not DiagnosisStatus.FINISHED),
+            exit_code=int(bool(diagnosis.failing) or diagnosis.status is not ResultStatus.FINISHED),
             status=diagnosis.status,
             checks=diagnosis.checks,
             failing=diagnosis.failing,
@@ -164,7 +157,7 @@ def diagnose_in_world(
     row = _find_shortest_row([read_batch(path) for path in world.from_first(selection.inputs)])
     folder = world.from_first(create_folder(run.measure.log_folder, "diagnose") if world.rank == 0 else None)
     diagnosis = Diagnosis(
-        status=DiagnosisStatus.RUNNING,
+        status=ResultStatus.RUNNING,
         command=command,
         spec=run,
         versions=list_versions(),
@@ -174,23 +167,28 @@ def diagnose_in_world(
     console = DiagnosisConsole(folder, screen) if world.rank == 0 else None
     if console is not None:
         console.show_header(diagnosis)
-    with watch_run(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
-        extend_collective_timeouts(run.measure.timeout)
-        case = DiagnosisCase(
-            spec=spec,
-            source=source,
-            world=world,
-            tracker=watch.tracker,
-            batches=batches,
-            row=row,
-            num_steps=num_steps,
-        )
-        for rank_check in run_checks(case, show_traceback=show_traceback):
-            check = choose_check(world.gather(rank_check))
-            diagnosis = diagnosis.add(check)
-            if console is not None:
-                console.show_check(check, diagnosis)
-    diagnosis = replace(diagnosis, status=DiagnosisStatus.FINISHED)
+    try:
+        with watch_run(world, folder, run.measure.timeout, show_traceback=show_traceback) as watch:
+            extend_collective_timeouts(run.measure.timeout)
+            case = DiagnosisCase(
+                spec=spec,
+                source=source,
+                world=world,
+                tracker=watch.tracker,
+                batches=batches,
+                row=row,
+                num_steps=num_steps,
+            )
+            for rank_check in run_checks(case, show_traceback=show_traceback):
+                check = choose_check(world.gather(rank_check))
+                diagnosis = diagnosis.add(check)
+                if console is not None:
+                    console.show_check(check, diagnosis)
+    except KeyboardInterrupt:
+        if console is not None:
+            console.show_folder()
+        raise
+    diagnosis = replace(diagnosis, status=ResultStatus.FINISHED)
     if console is not None:
         console.finish(diagnosis)
     return DiagnoseResult.from_diagnosis(diagnosis, folder)
@@ -230,6 +228,7 @@ class DiagnosisConsole:
         for name in ("model", "inputs", "actor"):
             self._print(f"{name:<11}{getattr(diagnosis, name)}")
         self._print("")
+        self._write(diagnosis)
 
     def show_check(self, check: CheckResult, diagnosis: Diagnosis) -> None:
         self._print(f"  {format_check(check)}")
@@ -243,8 +242,11 @@ class DiagnosisConsole:
             self._print(f"\n{pluralise(len(failing), 'check')} of {num_run} failed: {', '.join(failing)}")
         else:
             self._print(f"\nall {num_run} checks that were run passed")
-        self._print(f"log        {self.folder}")
+        self.show_folder()
         self._write(diagnosis)
+
+    def show_folder(self) -> None:
+        self._print(f"log        {self.folder}")
 
     def _print(self, text: str) -> None:
         print(text, file=self.screen, flush=True)

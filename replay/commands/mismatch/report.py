@@ -29,7 +29,7 @@ from capture.file_format.atomic_write import write_atomically
 from capture.file_format.capture_file import read_call
 from capture.file_format.micro_batch import CaptureError, MicroBatch, with_shift_labels_as_labels
 from replay.campaign.command_options import list_words
-from replay.campaign.result import CampaignResult
+from replay.campaign.result import GrowingResult, ResultStatus
 from replay.commands.mismatch.statistics import (
     ActionTokens,
     Mismatch,
@@ -84,8 +84,12 @@ class ReplayDistance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchReport:
-    """What mismatch.json has: how far replays are from a rollout, and from each other, and the worst tokens."""
+    """What mismatch.json has: how far replays are from a rollout, and from each other, and the worst tokens.
 
+    It is written anew behind each replay.
+    """
+
+    status: ResultStatus
     command: str
     spec: ReplaySpec
     versions: Mapping[str, str | None]
@@ -95,22 +99,29 @@ class MismatchReport:
 
     @classmethod
     def build(
-        cls, run: ReplaySpec, command: str, cells: Sequence[tuple[MismatchCell, list[ActionTokens]]], num_worst: int
+        cls,
+        status: ResultStatus,
+        run: ReplaySpec,
+        command: str,
+        cells: Sequence[tuple[MismatchCell, list[ActionTokens]]],
+        num_worst: int,
     ) -> Self:
         return cls(
+            status=status,
             command=command,
             spec=run,
             versions=list_versions(),
             replays=[cell for cell, _ in cells],
             distances=[_measure_distance(cell, other) for cell, other in combinations(cells, 2)],
-            worst=find_worst_tokens([tokens for _, tokens in cells], num_worst),
+            worst=find_worst_tokens([tokens for _, tokens in cells], num_worst) if cells else [],
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MismatchResult(CampaignResult):
+class MismatchResult(GrowingResult):
     """How far replays are from a rollout, and from each other.
 
+    status     `running` of one that broke off before its last replay; the exit code is 0 otherwise
     replays    a replay for each dtype and kernel, and its distance from the rollout
     distances  of each two replays
     worst      the tokens on which the first replay is farthest from the rollout, farthest first
@@ -126,7 +137,8 @@ class MismatchResult(CampaignResult):
             folder,
             report.command,
             report,
-            exit_code=0,
+            exit_code=int(report.status is not ResultStatus.FINISHED),
+            status=report.status,
             replays=report.replays,
             distances=report.distances,
             worst=report.worst,
@@ -134,7 +146,7 @@ class MismatchResult(CampaignResult):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the result that `replay mismatch` left in its log folder. Raises UsageError for a damaged one."""
+        """Read what `replay mismatch` left in its log folder, as far as it came. Raises UsageError if it is damaged."""
         path = folder / FILE
         return cls.from_report(parse_json(MismatchReport, path.read_bytes(), source=str(path)), folder)
 
@@ -171,18 +183,36 @@ def mismatch_in_world(
     source = find_source(run)
     batches = [_read_input(path, source) for path in selection.inputs]
     folder = world.from_first(create_folder(run.measure.log_folder, "mismatch") if world.rank == 0 else None)
+    specs = [
+        replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
+        for dtype in dtypes
+        for kernel in kernels
+    ]
     cells: list[tuple[MismatchCell, list[ActionTokens]]] = []
-    with watch_run(world, folder, run.measure.timeout) as watch:
-        extend_collective_timeouts(run.measure.timeout)
-        for dtype in dtypes:
-            for kernel in kernels:
-                spec = replace(run, actor=replace(run.actor, dtype=dtype, attention=kernel).with_defaults())
-                cells.append(_replay_forwards(spec, source, world, watch.tracker, batches))
-        report = MismatchReport.build(run, command, cells, num_worst)
+
+    def write_report(status: ResultStatus) -> MismatchReport:
+        report = MismatchReport.build(status, run, command, cells, num_worst)
+        if world.rank == 0:
+            write_atomically(folder / FILE, json_bytes(report))
+        return report
+
+    def show_report() -> None:
         if world.rank == 0:
             print_report(report, _list_header(run, source, world, selection), folder, screen)
-            write_atomically(folder / FILE, json_bytes(report))
-        world.gather(None)
+
+    report = write_report(ResultStatus.RUNNING)
+    try:
+        with watch_run(world, folder, run.measure.timeout) as watch:
+            extend_collective_timeouts(run.measure.timeout)
+            for spec in specs:
+                cells.append(_replay_forwards(spec, source, world, watch.tracker, batches))
+                report = write_report(ResultStatus.RUNNING)
+            report = write_report(ResultStatus.FINISHED)
+            world.gather(None)
+    except KeyboardInterrupt:
+        show_report()
+        raise
+    show_report()
     return MismatchResult.from_report(report, folder)
 
 
@@ -309,6 +339,9 @@ def print_report(report: MismatchReport, header: Pairs, folder: Path, screen: IO
     out = open_console(screen)
     print_pairs(out, header)
     print_line(out)
+    if not report.replays:
+        print_pairs(out, [("log", str(folder))])
+        return
     print_table(out, build_replay_table([(cell.name, cell.mismatch) for cell in report.replays]))
     if report.distances:
         print_line(out)

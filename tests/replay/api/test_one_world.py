@@ -11,8 +11,9 @@ import pytest
 
 import replay
 from actor_init.as_json import json_bytes
+from replay.campaign.result import ResultStatus
 from replay.command_line.cli import main, parse_command_line
-from replay.commands.diagnose.report import Diagnosis, DiagnosisStatus, choose_check
+from replay.commands.diagnose.report import Diagnosis, choose_check
 from replay.commands.mismatch.report import MismatchCell, MismatchReport, ReplayDistance
 from replay.commands.mismatch.statistics import Mismatch, WorstToken
 from replay.options.spec import ReplaySpec
@@ -26,7 +27,7 @@ SAMPLE = ROOT / "inputs" / "sample"
 PASSED = CheckResult(name="same pass twice", status=CheckStatus.OK, found="loss by 0")
 FAILED = CheckResult(name="accumulated", status=CheckStatus.FAILED, found="by 3", advice="Try: less", needed=True)
 DIAGNOSIS = Diagnosis(
-    status=DiagnosisStatus.RUNNING,
+    status=ResultStatus.RUNNING,
     command="replay diagnose --steps 3",
     spec=ReplaySpec(),
     versions={"torch": "2.11.0", "deepspeed": None},
@@ -35,7 +36,7 @@ DIAGNOSIS = Diagnosis(
     inputs="2 inputs",
     actor="ddp",
 )
-WHOLE = replace(DIAGNOSIS, status=DiagnosisStatus.FINISHED)
+WHOLE = replace(DIAGNOSIS, status=ResultStatus.FINISHED)
 WORST = WorstToken(
     source="a.pkl",
     row=0,
@@ -48,6 +49,7 @@ WORST = WorstToken(
 )
 NUMBERS = dict.fromkeys(("mean", "p99", "largest", "shift", "kl_k1", "kl_k3", "ess_tokens", "ess_sequences"), 0.25)
 MISMATCH = MismatchReport(
+    status=ResultStatus.FINISHED,
     command="replay mismatch --worst 1",
     spec=ReplaySpec(),
     versions={"torch": "2.11.0"},

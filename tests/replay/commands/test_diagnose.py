@@ -22,6 +22,7 @@ from actor_init.world import World
 from capture import recording
 from capture.file_format.actor_config import write_actor_config
 from replay.command_line.cli import main, parse_command_line
+from replay.output.text import CheckResult, CheckStatus
 from tests.helpers.made_captures import write_pass
 from tests.helpers.ranks import run_ranks
 from tests.helpers.schemas import assert_valid
@@ -332,3 +333,27 @@ def test_tp_ranks_that_see_other_tokens_are_found(tmp_path: Path) -> None:
     assert failing(sound) == set()
     assert sound["loss on peers"]["status"] == "ok"
     assert {"loss, four ways", "loss on peers"} & failing(fed_otherwise)
+
+
+@pytest.mark.parametrize("num_run", [0, 1])
+def test_after_ctrl_c_the_checks_that_ran_can_be_read(
+    num_run: int,
+    diagnose: Any,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    passed = CheckResult(name="same pass twice", status=CheckStatus.OK, found="loss by 0")
+
+    def run_checks(*arguments: Any, **options: Any) -> Iterator[CheckResult]:
+        yield from [passed] * num_run
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replay.commands.diagnose.report.run_checks", run_checks)
+    assert main(["diagnose", *where(folder, tmp_path), *FAST]) == 130
+    label, log = capsys.readouterr().out.splitlines()[-1].split()
+    assert label == "log"
+    result: Any = replay.open(log)
+    assert result.checks == [passed] * num_run
+    assert (result.status, result.exit_code) == ("running", 1)

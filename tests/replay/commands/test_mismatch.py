@@ -12,6 +12,7 @@ import replay
 from capture import capture_files
 from capture.file_format.capture_file import read_call
 from replay.command_line.cli import main as replay_main
+from replay.commands.mismatch.report import _replay_forwards
 from replay.commands.mismatch.statistics import compute_effective_share, measure_mismatch
 from tests.helpers.policy_job import make_rollouts, train
 from tests.helpers.schemas import assert_valid
@@ -112,6 +113,35 @@ def test_a_known_difference_is_found_and_its_worst_token_named(
     said = capsys.readouterr().out
     assert "fp32, eager and bf16, sdpa" in said
     assert "nearest    " in said
+
+
+@pytest.mark.parametrize("num_measured", [0, 1])
+def test_after_ctrl_c_what_was_measured_can_be_read(
+    num_measured: int,
+    job: Path,
+    tmp_path: Path,
+    one_world: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = 0
+
+    def replay_forwards(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > num_measured:
+            raise KeyboardInterrupt
+        return _replay_forwards(*arguments)
+
+    monkeypatch.setattr("replay.commands.mismatch.report._replay_forwards", replay_forwards)
+    command = ["mismatch", "--inputs", str(job / "captures"), "--model", str(job / "model"), "--backend", "ddp"]
+    assert replay_main([*command, "--log-folder", str(tmp_path), "--dtype", "fp32", "--attention", "eager,sdpa"]) == 130
+    [folder] = tmp_path.iterdir()
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["log", str(folder)]
+    result: Any = replay.open(folder)
+    assert [cell.name for cell in result.replays] == ["fp32, eager"][:num_measured]
+    assert (result.status, result.exit_code) == ("running", 1)
+    assert_valid("mismatch", result.to_dict())
 
 
 @pytest.mark.slow
