@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Self
 
 from actor_init.as_json import from_json
@@ -15,6 +16,15 @@ from replay.campaign.result import CampaignResult
 from replay.options.spec import check_log
 from replay.options.value_checks import check_value
 from replay.runlog.run_file import RUN_FILE
+
+# The first of these files that a log folder has tells what it is of. Each names what reads the folder, which is
+# imported where it is needed.
+RESULT_TYPES: Mapping[str, str] = {
+    RUN_FILE: "replay.api.run:ReplayedRun",
+    "diagnose.json": "replay.commands.diagnose.report:DiagnoseResult",
+    "mismatch.json": "replay.commands.mismatch.report:MismatchResult",
+    JOURNAL: "replay.api.logs:PastCampaign",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +60,15 @@ class PastCampaign(Mapping[str, ReplayedRun]):
     folders: Mapping[str, Path]
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read `<command>.json`, and find the replays beside it. Raises UsageError for a damaged one."""
+    def read(cls, folder: Path) -> Self:
+        """Read `<command>.json`, and find the replays beside it. Raises UsageError for one that is damaged or missing.
+
+        Of several such files it is the one that the folder is named after.
+        """
+        files = sorted(folder.glob("*.json"), key=lambda file: (f"-{file.stem}" not in folder.name, file))
+        if not files:
+            raise UsageError(f"{folder} has a {JOURNAL}, and no file with a result. Give a folder that a command left")
+        path = files[0]
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -99,23 +116,9 @@ def open(path: str | os.PathLike[str]) -> ReplayedRun | PastCampaign | CampaignR
     check_log(folder)
     # Absolute, since the caller may change its working folder before it asks for tables.
     folder = folder.absolute()
-    if (folder / RUN_FILE).is_file():
-        return ReplayedRun.read(folder)
-    if (folder / "diagnose.json").is_file():
-        from replay.commands.diagnose.report import DiagnoseResult
-
-        return DiagnoseResult.read(folder)
-    if (folder / "mismatch.json").is_file():
-        from replay.commands.mismatch.report import MismatchResult
-
-        return MismatchResult.read(folder)
-    if (folder / JOURNAL).is_file():
-        files = sorted(file for file in folder.glob("*.json") if f"-{file.stem}" in folder.name) or sorted(
-            folder.glob("*.json")
-        )
-        if files:
-            return PastCampaign.read(files[0])
-    return ReplayedRun.read(folder)
+    file = next((file for file in RESULT_TYPES if (folder / file).is_file()), RUN_FILE)
+    result: ReplayedRun | PastCampaign | CampaignResult = resolve_name(RESULT_TYPES[file]).read(folder)
+    return result
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:

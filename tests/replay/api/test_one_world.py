@@ -4,14 +4,17 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 import replay
 from actor_init.as_json import json_bytes
-from replay.campaign.result import ResultStatus
+from replay.api.logs import RESULT_TYPES
+from replay.campaign.result import GrowingResult, ResultStatus
 from replay.command_line.cli import main, parse_command_line
 from replay.commands.diagnose.report import Diagnosis, choose_check
 from replay.commands.mismatch.report import MismatchCell, MismatchReport, ReplayDistance
@@ -224,3 +227,14 @@ def test_a_check_fails_if_it_fails_on_any_rank() -> None:
     assert choose_check([other, other]) == other
     assert choose_check([FAILED, FAILED]) == FAILED
     assert choose_check([other, FAILED]).found == "on rank 1: by 3"
+
+
+def test_what_opens_folders_knows_each_command_that_writes_its_result_as_it_goes() -> None:
+    growing = {
+        import_module(result.__module__).FILE: f"{result.__module__}:{result.__name__}"
+        for result in GrowingResult.__subclasses__()
+    }
+    assert growing
+    assert growing.items() <= RESULT_TYPES.items()
+    for name in RESULT_TYPES.values():
+        assert resolve_name(name).read
