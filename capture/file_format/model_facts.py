@@ -4,19 +4,23 @@ Each rank of each recording has one, of the first recorded pass that trained, or
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from capture.file_format.atomic_write import read_bytes, write_atomically
 from capture.file_format.folder_layout import list_capture_folders, make_rank_folder, strip_rank_folder
 from capture.file_format.micro_batch import CaptureError
+from capture.file_format.name_patterns import PatternTable
 
 FORMAT = 1
 # Of file names, for whoever copies a folder.
 MODEL_FACTS_NAME = "model_rank*.json"
 MAX_MODEL_FACTS_BYTES = 4 * 2**20
+# Parameters that are looked for, to find the part of a job's model that has them.
+NUM_LOOKED_FOR = 32
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +80,50 @@ class ModelFacts:
     def frozen(self) -> list[str]:
         """The patterns of the parameters that were not trained."""
         return [pattern for pattern, facts in self.parameters.items() if not facts["trained"]]
+
+
+def select_part(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
+    """Return the facts of the part that has parameters of these names, with the names that it gives them.
+
+    Jobs hold a model in one of their own, as OpenRLHF's `Actor` does in `actor.model`. Hooks of the modules around the
+    part are told as its own. The facts are returned as they are if the whole model has these names, or no part has.
+    """
+    part = _find_part(facts, names)
+    if not part:
+        return facts
+    inside = f"{part}."
+
+    def rename(by_name: Mapping[str, ValueT]) -> dict[str, ValueT]:
+        return {name.removeprefix(inside): value for name, value in by_name.items() if name.startswith(inside)}
+
+    def rename_all(names: Sequence[str]) -> list[str]:
+        return list(rename(dict.fromkeys(names)))
+
+    parts = part.split(".")
+    around = [".".join(parts[:length]) for length in range(len(parts))]
+    hooks = [hook for module in (*around, part) for hook in facts.modules.get(module, {}).get("hooks", ())]
+    is_compiled_whole = any(name in (*around, part) for name in facts.compiled)
+    return replace(
+        facts,
+        modules={"": {**facts.modules[part], **({"hooks": hooks} if hooks else {})}, **rename(facts.modules)},
+        parameters=rename(facts.parameters),
+        tied=[tie for names in facts.tied if len(tie := rename_all(names)) == len(names)],
+        frozen_later={forward: rename_all(patterns) for forward, patterns in facts.frozen_later.items()},
+        buffers=rename(facts.buffers),
+        compiled=[*([""] if is_compiled_whole else []), *rename_all(facts.compiled)],
+    )
+
+
+def _find_part(facts: ModelFacts, names: Collection[str]) -> str:
+    """Find the outermost module that has most of the parameters; empty where that is the whole model, or none is."""
+    looked_for = sorted(names)[:: max(len(names) // NUM_LOOKED_FOR, 1)]
+    table = PatternTable(facts.parameters)
+    num_found = {
+        module: sum(table.find(f"{module}.{name}" if module else name) is not None for name in looked_for)
+        for module in sorted(facts.modules, key=lambda module: len(module.split(".")) if module else 0)
+    }
+    part = max(num_found, key=lambda module: num_found[module], default="")
+    return part if num_found.get(part) else ""
 
 
 def write_model_facts(home: Path, facts: ModelFacts, *, stamp: str) -> Path:

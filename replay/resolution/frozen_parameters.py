@@ -10,7 +10,7 @@ from actor_init.spec import ActorSpec
 from capture.file_format.actor_config import read_frozen_names
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.model_facts import ModelFacts, read_model_facts
+from capture.file_format.model_facts import ModelFacts, read_model_facts, select_part
 from capture.file_format.name_patterns import PatternTable
 from capture.record.model_facts_taker import MAX_CHANGES
 from capture.record.trained_flags import NUM_A_PASS
@@ -55,7 +55,11 @@ def find_frozen_in_job(
     except CaptureError:
         # The comparison of the models says which file cannot be read. Nothing is known of what was frozen.
         all_facts = []
-    stated = [facts for facts in all_facts if facts.recording == first_call.recording and facts.trains]
+    stated = [
+        select_part(facts, checker.names)
+        for facts in all_facts
+        if facts.recording == first_call.recording and facts.trains
+    ]
     later = _date_changes(stated, checker.names, rounds)
     unfollowed_from = sorted(later)[1] if later and not _follows_changes(spec.actor) else None
     if later and unfollowed_from is None:

@@ -14,7 +14,7 @@ from actor_init.spec import ActorSpec, UsageError
 from actor_init.world import World
 from capture.file_format.actor_config import read_actor_config, read_adapter_configs
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.model_facts import ModelFacts, read_model_facts
+from capture.file_format.model_facts import ModelFacts, read_model_facts, select_part
 from capture.file_format.optimizer_step import strip_wrappers
 from capture.record.model_facts import collect_model_facts, describe_buffers
 from replay.options.resolved import ResolvedReplay
@@ -67,7 +67,7 @@ def _compare(spec: ResolvedReplay, model: nn.Module, recording_ids: Container[st
     differences = find_config_differences(spec.actor, spec.source, read_actor_config(folder), changed_settings)
     if job:
         own = describe_own_model(spec.source, model, read_adapter_configs(folder), job[0])
-        differences += compare_models(job, own)
+        differences += compare_models([select_part(facts, own.facts.parameters) for facts in job], own)
     return differences
 
 

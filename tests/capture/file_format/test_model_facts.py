@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from capture.file_format.micro_batch import CaptureError
-from capture.file_format.model_facts import ModelFacts, copy_model_facts, read_model_facts, write_model_facts
+from capture.file_format.model_facts import (
+    ModelFacts,
+    copy_model_facts,
+    read_model_facts,
+    select_part,
+    write_model_facts,
+)
+from capture.record.model_facts import collect_model_facts
 
 HOOK = ["forward hook", "train.py:hook", "h0"]
 FACTS = ModelFacts(
@@ -104,3 +112,47 @@ def test_facts_are_copied_with_their_ranks_folders(tmp_path: Path) -> None:
     write_model_facts(source / "rank1", FACTS, stamp="first")
     copy_model_facts(source, target)
     assert read_model_facts(target) == read_model_facts(source) == [replace(FACTS, rank=0), FACTS]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Outer(nn.Module):
+    def __init__(self, actor: nn.Module) -> None:
+        super().__init__()
+        self.actor = actor
+        self.critic = nn.Linear(4, 1)
+
+
+def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    pass
+
+
+def test_the_part_that_has_the_parameters_has_the_facts_that_it_has_alone() -> None:
+    inner = Inner()
+    inner.layers[1].requires_grad_(False)
+    names = [name for name, _ in inner.named_parameters()]
+    alone = collect_model_facts(inner, forward=0, trains=True).to_model_facts()
+    outer = Outer(Outer(inner))
+    outside = collect_model_facts(outer, forward=0, trains=True).to_model_facts()
+    assert outside.parameters != alone.parameters
+    found = select_part(outside, names)
+    for table in ("modules", "parameters", "tied", "buffers", "frozen"):
+        assert getattr(found, table) == getattr(alone, table), table
+    later = {"4": ["actor.actor.layers.*", "actor.critic.weight"]}
+    assert select_part(replace(outside, frozen_later=later), names).frozen_later == {"4": ["layers.*"]}
+
+    outer.register_forward_hook(hook)
+    hooked = collect_model_facts(outer, forward=0, trains=True).to_model_facts()
+    assert select_part(hooked, names).modules[""]["hooks"] == hooked.modules[""]["hooks"] != []
+
+
+@pytest.mark.parametrize("names", [["layers.0.0.weight"], ["another.weight"], []])
+def test_a_model_without_such_a_part_is_told_as_it_is(names: list[str]) -> None:
+    facts = collect_model_facts(Inner(), forward=0, trains=True).to_model_facts()
+    assert select_part(facts, names) is facts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from capture import recording
 from capture.file_format.actor_config import read_frozen_names
@@ -62,6 +62,37 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     return folder
+
+
+class Actor(nn.Module):
+    """Holds the model, as RLHF trainers' actors do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+
+def test_the_cause_of_a_model_inside_the_job_s_own_is_named(tmp_path: Path) -> None:
+    def scale_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 1.5
+
+    model: Any = make_model(tmp_path)
+    model.model.layers[1].mlp.register_forward_hook(scale_output)
+    actor = Actor(model)
+    with recording(actor, tmp_path / "captures", reproduce=True):
+        for batch in make_batches(2):
+            actor(**batch).loss.backward()
+            actor.zero_grad()
+    command = ["--inputs", str(tmp_path / "captures"), "--model", str(tmp_path / "model"), "--loss", "sft"]
+    assert main([*command, "--log-folder", str(tmp_path / "logs")]) == 0
+    [run] = (tmp_path / "logs").glob("*/run.json")
+    verdict = json.loads(run.read_text())["verdict"]
+    assert verdict["outcome"] == "DIFFERS"
+    assert "scale_output" in verdict["causes"][0]["sentence"]
+    assert "model.layers.1.mlp" in verdict["causes"][0]["sentence"]
 
 
 @pytest.fixture(scope="module")
