@@ -33,7 +33,7 @@ class Scale:
     ring: str = "--rounds 30 --tokens 32768"
     row: str = "--tokens 8192"
     longest: str = "--tokens 262144"
-    overhead: str = "--steps 96 --tokens 2048"
+    overhead: str = "--steps 96 --block 24 --tokens 2048"
     deaths: str = ""
     layers: str = "--num-layers {}"
     at_once: int = 5  # cells of parity on each GPU

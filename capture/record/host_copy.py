@@ -12,14 +12,15 @@ _MAX_PACKED_BYTES = 2**20
 def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
     """Begin copies that later changes of the tensors do not reach. Those from CUDA are complete after the events.
 
-    Small tensors of one device and dtype go in one copy: to begin a copy takes longer than such a copy itself.
+    Small tensors of one device go in one copy: to begin a copy takes longer than such a copy itself, and a device stops
+    its other work for each.
     """
     copies: dict[str, Tensor] = {}
-    packs: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    packs: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        if tensor.is_cuda and tensor.nbytes <= _MAX_PACKED_BYTES and tensor.is_contiguous():
-            packs.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+        if tensor.nbytes <= _MAX_PACKED_BYTES and tensor.is_contiguous():
+            packs.setdefault(tensor.device, {})[name] = tensor
         else:
             copies[name] = _copy_to_host(tensor)
     for pack in packs.values():
@@ -33,15 +34,20 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list
 
 
 def copy_packed(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Begin to copy contiguous tensors of one device and dtype, in one copy to the host."""
+    """Begin to copy contiguous tensors of one device, in one copy to the host."""
     if len(pack) == 1:
         [(name, tensor)] = pack.items()
         return {name: _copy_to_host(tensor)}
-    flat = _copy_to_host(torch.cat([tensor.view(-1) for tensor in pack.values()]))
+    # The larger a dtype, the earlier it comes: so each tensor begins where its dtype may begin.
+    ordered = sorted(pack.items(), key=lambda pair: -pair[1].itemsize)
+    # Tensors of several dtypes would be joined by a kernel each, bytes are by one for all.
+    joined = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in ordered])
+    flat = _copy_to_host(joined) if joined.is_cuda else joined
     copies, offset = {}, 0
-    for name, tensor in pack.items():
-        copies[name] = flat.as_strided(tensor.shape, tensor.stride(), offset)
-        offset += tensor.numel()
+    for name, tensor in ordered:
+        values = flat[offset : offset + tensor.nbytes].view(tensor.dtype)
+        copies[name] = values.as_strided(tensor.shape, tensor.stride(), values.storage_offset())
+        offset += tensor.nbytes
     return copies
 
 

@@ -29,12 +29,14 @@ STEP = "step"
 class RawState:
     """Samples of an optimizer's state as they were taken.
 
-    values      the samples one after the other, then the counts of steps that lay on their device
-    locations   of each sample: the parameter, the name of the state, and where in the parameter it lies
-    steps       counts of steps that were on the host
+    values        the samples one after the other
+    device_steps  counts of steps that lay on their device
+    locations     of each sample: the parameter, the name of the state, and where in the parameter it lies
+    steps         counts of steps that were on the host
     """
 
     values: Tensor
+    device_steps: Tensor
     locations: Sequence[tuple[str, str, SampleLocation]]
     steps: Sequence[int]
 
@@ -53,9 +55,8 @@ class RawState:
         )
 
     def list_steps(self) -> tuple[int, ...]:
-        """List the different counts of steps, once `values` are on the host."""
-        num_sampled = sum(location.count for _, _, location in self.locations)
-        on_device = [int(count) for count in self.values[num_sampled:].tolist() if math.isfinite(count)]
+        """List the different counts of steps, once `device_steps` are on the host."""
+        on_device = [int(count) for count in self.device_steps.tolist() if math.isfinite(count)]
         return tuple(sorted({*self.steps, *on_device}))
 
 
@@ -88,13 +89,18 @@ class _StateViews:
     def copy(self) -> RawState | None:
         if not self.tensors and not self.steps and not self.device_steps:
             return None
-        on_device = [*self.tensors, *self.device_steps]
-        if not on_device:
-            return RawState(values=torch.empty(0, device="cpu"), locations=[], steps=self.steps)
-        device = on_device[0].device
-        steps = [step for step in self.device_steps if step.device == device]
-        values = torch.cat([*self.tensors, *steps]) if self.tensors or steps else torch.empty(0, device="cpu")
-        return RawState(values=values, locations=self.locations, steps=self.steps)
+        # Samples and counts are of several dtypes, which would be joined by a kernel each.
+        device = next(tensor.device for tensor in (*self.tensors, *self.device_steps, torch.empty(0, device="cpu")))
+        return RawState(
+            values=_join(self.tensors),
+            device_steps=_join([step for step in self.device_steps if step.device == device]),
+            locations=self.locations,
+            steps=self.steps,
+        )
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*tensors]) if tensors else torch.empty(0, device="cpu")
 
 
 class StateSampler:

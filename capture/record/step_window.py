@@ -39,7 +39,9 @@ _MODES = ("adam_w_mode", "decoupled_weight_decay")
 # Keys of a group that are none: fused classes count a group's steps, and those are kept as the state's.
 _NO_SETTINGS = ("params", "param_names", "step")
 # Names, or beginnings of names, of numbers that are copied to the host.
-_SHARE, _SETTING, _NORM, _SIGNATURES, _STATE = "share ", "setting ", "norm", "signatures", "state"
+_SHARE, _SETTING, _NORM = "share ", "setting ", "norm"
+# Names of what was sampled beside them.
+_GRADIENTS, _SIGNATURES, _STATE, _STATE_STEPS = "gradients", "signatures", "state", "state steps"
 _FOUND_INF = "found inf"
 
 
@@ -47,27 +49,20 @@ _FOUND_INF = "found inf"
 class StepPart:
     """One part of a step, as it is handed to the writer. Its tensors are on the host once `copy_events` have happened.
 
-    step       all but the gradients and the numbers in `flat` and `others`
-    gradients  what was sampled; the values are the first ones in `flat`
-    signatures, state  their values are on the host as well
-    flat       values of gradients, then one number for each of `names`
-    others     numbers that lay on another device than the gradients, by name
+    step     all but the tensors
+    numbers  one each, by name
     """
 
     step: OptimizerStep
     gradients: RawSamples | None
     signatures: RawSignatures | None
     state: RawState | None
-    flat: Tensor
-    names: Sequence[str]
-    others: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]
     copy_events: list[torch.cuda.Event]
 
     def make_step(self) -> OptimizerStep | None:
         """Return the step as it is written, once everything is on the host; None if GradScaler left it out."""
-        count = len(self.flat) - len(self.names)
-        values = dict(zip(self.names, self.flat[count:].double().tolist(), strict=True))
-        values |= {name: float(value.item()) for name, value in self.others.items()}
+        values = {name: float(value.item()) for name, value in self.numbers.items()}
         if values.get(_FOUND_INF):
             return None
         settings = [dict(group) for group in self.step.settings]
@@ -75,16 +70,13 @@ class StepPart:
             if name.startswith(_SETTING):
                 group, key = name.removeprefix(_SETTING).split(" ", 1)
                 settings[int(group)][key] = value
-        gradients = None
-        if self.gradients is not None:
-            gradients = replace(self.gradients, values=self.flat).to_parameter_samples()
         state = () if self.state is None else self.state.to_samples()
         state_steps = () if self.state is None else self.state.list_steps()
         has_values = any(value for sample in state for values in sample.values.values() for value in values)
         return replace(
             self.step,
             shares=tuple(values.get(f"{_SHARE}{number}") for number in self.step.passes),
-            gradients=gradients,
+            gradients=None if self.gradients is None else self.gradients.to_parameter_samples(),
             signatures=() if self.signatures is None else self.signatures.to_signatures(),
             grad_norm=values.get(_NORM),
             settings=merge_equal_settings(settings),
@@ -481,21 +473,18 @@ def _copy_part(
     state: RawState | None,
     tensors: Mapping[str, Tensor],
 ) -> StepPart:
-    """Begin to copy the gradients and numbers of a part. Those on one device go in one copy, which takes less time."""
-    first = next(iter(tensors.values()), torch.empty(0, device="cpu"))
-    values = torch.empty(0, device=first.device) if gradients is None else gradients.values
-    same_device = {name: tensor for name, tensor in tensors.items() if tensor.device == values.device}
-    other_devices = {name: tensor for name, tensor in tensors.items() if name not in same_device}
-    sampled = {} if signatures is None else {_SIGNATURES: signatures.values}
-    sampled |= {} if state is None else {_STATE: state.values}
-    copies, copy_events = copy_to_host({"": torch.cat([values, *same_device.values()])} | other_devices | sampled)
+    """Begin to copy what was sampled, and the numbers of a part, in one copy where they lie on one device."""
+    sampled = {} if gradients is None else {_GRADIENTS: gradients.values}
+    sampled |= {} if signatures is None else {_SIGNATURES: signatures.values}
+    sampled |= {} if state is None else {_STATE: state.values, _STATE_STEPS: state.device_steps}
+    copies, copy_events = copy_to_host({**tensors, **sampled})
+    if state is not None:
+        state = replace(state, values=copies.pop(_STATE), device_steps=copies.pop(_STATE_STEPS))
     return StepPart(
         step=step,
-        gradients=None if gradients is None else replace(gradients, values=torch.empty(0, device="cpu")),
+        gradients=None if gradients is None else replace(gradients, values=copies.pop(_GRADIENTS)),
         signatures=None if signatures is None else replace(signatures, values=copies.pop(_SIGNATURES)),
-        state=None if state is None else replace(state, values=copies.pop(_STATE)),
-        flat=copies.pop(""),
-        names=tuple(same_device),
-        others=copies,
+        state=state,
+        numbers=copies,
         copy_events=copy_events,
     )

@@ -204,17 +204,21 @@ def test_weights_that_a_library_holds_otherwise_are_sampled_before_the_forward()
 
 def test_small_tensors_go_in_one_copy_and_keep_their_forms() -> None:
     wanted = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16),
         "ids": torch.arange(12).view(3, 4),
         "none": torch.empty(0, 4, dtype=torch.long),
         "one": torch.tensor(7),
         # Its strides are contiguous, though it is transposed.
         "turned": torch.arange(6).view(1, 6).t(),
+        "double": torch.tensor([0.1, 1e300], dtype=torch.float64),
     }
     copies = copy_packed(wanted)
+    assert len({copy.untyped_storage().data_ptr() for copy in copies.values()}) == 1
     assert copies.keys() == wanted.keys()
     for name, copy in copies.items():
         assert torch.equal(copy, wanted[name]), name
-        assert copy.shape == wanted[name].shape
+        assert (copy.shape, copy.dtype) == (wanted[name].shape, wanted[name].dtype)
     before = {name: tensor.clone() for name, tensor in wanted.items()}
     for tensor in wanted.values():
         tensor.zero_()
