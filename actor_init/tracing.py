@@ -207,7 +207,7 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Are the values the same, perhaps in another object? Libraries pass tensors through functions that only hook
     backward.
     """
-    first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other))
+    first, second = (value.to_local() if isinstance(value, DTensor) else value for value in (tensor, other))
     has_same_memory = first.data_ptr() == second.data_ptr() and first.shape == second.shape
     return has_same_memory and first._version == second._version
 

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a folder: sys.path[0] is replay/ itself and would hide this package
+# Run as a folder, python puts replay/ itself first on the path, which would hide this package.
+if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from replay.command_line.entry import run_and_leave

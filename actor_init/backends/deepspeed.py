@@ -390,7 +390,11 @@ def gather_optimizer_states(engine: Any, names: Collection[str]) -> Iterator[tup
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    named = [(name, each) for name, each in engine.module.named_parameters() if name in names and each.requires_grad]
+    named = [
+        (name, parameter)
+        for name, parameter in engine.module.named_parameters()
+        if name in names and parameter.requires_grad
+    ]
     _link_optimizer_states(engine.optimizer)
     rank_keys: list[dict[str, list[str] | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(rank_keys, {name: _list_partitioned_states(parameter) for name, parameter in named})

@@ -285,7 +285,7 @@ class ChangesShards(TorchDispatchMode):
         is_in_place = func._schema.is_mutable and name.startswith(("aten::_foreach_", "aten::_fused_"))
         # Adam divides by square roots and drops them. Other results may stay in a state, and have to be DTensors.
         if is_in_place or name == "aten::_foreach_sqrt":
-            args = tuple([_take_shard(each) for each in value] if isinstance(value, list) else value for value in args)
+            args = tuple(list(map(_take_shard, value)) if isinstance(value, list) else value for value in args)
         return func(*args, **(kwargs or {}))
 
 

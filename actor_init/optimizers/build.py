@@ -72,7 +72,7 @@ def _make_declared_optimizer(
 ) -> Optimizer:
     members: dict[str, list[dict[str, Any]]] = {}
     for number, group in enumerate(groups or _group_by_spec(spec, parameters, outer)):
-        filled = [{**each, GROUP_NUMBER: number} for each in _fill_group(group, parameters)]
+        filled = [{**options, GROUP_NUMBER: number} for options in _fill_group(group, parameters)]
         members.setdefault(group.family, []).extend(filled)
     grouped = {name for group in groups for name in group.names}
     if groups and (missing := [name for name, _ in parameters if name not in grouped]):

@@ -179,7 +179,7 @@ class LogDistances:
     lacks_norms: bool = False
 
     @classmethod
-    def of(cls, comparison: Differences) -> Self:
+    def measure(cls, comparison: Differences) -> Self:
         unfinished = [
             f"{quantity.name} is not finite at {pluralise(quantity.num_not_finite, 'point')}"
             for quantity in comparison.results
@@ -254,7 +254,7 @@ class MatrixJudge:
             return LogDistances(notes=[f"its reference did not run: {reference}"])
         if (name, reference) not in self._distances:
             try:
-                distances = LogDistances.of(
+                distances = LogDistances.measure(
                     compare(self._read_run(finished[reference]), self._read_run(finished[name]))
                 )
             except UsageError as error:

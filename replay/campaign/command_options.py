@@ -124,7 +124,7 @@ def _check_value(parameter: inspect.Parameter, value: Any) -> Any:
     if kind == list[str]:
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise UsageError.not_allowed(parameter.name, value, "Give a list")
-        return [check_value(parameter.name, each, str) for each in value]
+        return [check_value(parameter.name, text, str) for text in value]
     return check_value(parameter.name, value, kind, min=getattr(declared, "min", None), max=math.inf)
 
 

@@ -22,7 +22,8 @@ from replay.processes.launch import without_launcher
 from replay.processes.supervisor import ChildGroup, start_process
 from replay.runlog.writer import list_versions
 
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+# How long a process may take to end after SIGTERM, until it gets SIGKILL.
+GRACE_SECONDS = 5.0
 
 
 class NodeAgent(NodeFiles):

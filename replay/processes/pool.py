@@ -67,8 +67,10 @@ class Machine:
 
 
 Key = TypeVar("Key")
-GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-PROGRAM = Path(__file__).parents[1]  # for `python replay`
+# How long a process may take to end after SIGTERM, until it gets SIGKILL.
+GRACE_SECONDS = 5.0
+# The folder that `python` runs as a program.
+PROGRAM = Path(__file__).parents[1]
 REFUSED_EXIT_CODE = 2
 # The file of an attempt's folder with what its processes print.
 OUTPUT = "output.txt"

@@ -140,7 +140,8 @@ class Profile:
 
     index: int
     source: str
-    device: str  # cuda or cpu
+    # "cuda" or "cpu".
+    device: str
     ranks: Sequence[RankProfile]
 
     @property
@@ -207,7 +208,8 @@ class MemoryProfile:
     savings: Sequence[Saving] = ()
     # None: its place among the ranks.
     rank: int | None = None
-    device: str = "cuda"  # or "cpu"
+    # "cuda" or "cpu".
+    device: str = "cuda"
     # An error other than that memory did not suffice.
     failed: str | None = None
 

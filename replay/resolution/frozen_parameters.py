@@ -95,7 +95,9 @@ def _date_changes(
     stated  of each rank, of passes that train
     """
     by_rank = [_date_changes_of_rank(facts, names, rounds) for facts in stated if facts.frozen_later]
-    is_known = len({facts.rank for facts in stated}) == len(by_rank) and all(each == by_rank[0] for each in by_rank)
+    is_known = len({facts.rank for facts in stated}) == len(by_rank) and all(
+        changes == by_rank[0] for changes in by_rank
+    )
     return by_rank[0] if by_rank and is_known else {}
 
 

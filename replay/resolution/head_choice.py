@@ -199,7 +199,8 @@ def predict_logits_bytes(actor: ActorSpec, source: ModelSource, selection: Selec
     """
     packs = source.layout_under(actor).packs
     most_tokens = max(
-        (each.most_real_tokens if packs else each.most_padded_tokens for each in selection.rounds), default=0
+        (input_round.most_real_tokens if packs else input_round.most_padded_tokens for input_round in selection.rounds),
+        default=0,
     )
     vocabulary: int = source.config.get_text_config().vocab_size
     token_bytes = vocabulary / actor.parallel.tp * 2 * (TORCH_DTYPES[actor.dtype].itemsize + FP32_BYTES)

@@ -55,8 +55,8 @@ def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[li
     if set(sizes.values()) <= {usual_size}:
         return list(rounds), usual_size
     noted = [
-        replace(each, num_in_window=sizes.get(index, 0), is_incomplete=index in incomplete)
-        for index, each in enumerate(rounds)
+        replace(input_round, num_in_window=sizes.get(index, 0), is_incomplete=index in incomplete)
+        for index, input_round in enumerate(rounds)
     ]
     return noted, max(sizes.values())
 
@@ -64,14 +64,16 @@ def note_window_sizes(rounds: Sequence[InputRound], usual_size: int) -> tuple[li
 def _count_passes_before_next_step(rounds: Sequence[InputRound]) -> int:
     """Count the rounds that have as many steps before them as the first one; all where that is not known of it."""
     number = rounds[0].num_steps_before
-    return len(rounds) if number is None else len(list(takewhile(lambda each: each.num_steps_before == number, rounds)))
+    if number is None:
+        return len(rounds)
+    return len(list(takewhile(lambda input_round: input_round.num_steps_before == number, rounds)))
 
 
 def _count_passes_of_step(rounds: Sequence[InputRound]) -> int:
     """Count the rounds up to the job's next step; 0 if they are not all of that step."""
     passes: list[JobPass] = []
     for number, input_round in enumerate(rounds):
-        if not input_round.job_passes or {each.num_steps_before for each in input_round.job_passes} != {
+        if not input_round.job_passes or {job_pass.num_steps_before for job_pass in input_round.job_passes} != {
             rounds[0].job_passes[0].num_steps_before
         }:
             return number if number and find_steps_of_job(passes) else 0

@@ -272,11 +272,12 @@ class Reruns:
         # window of pass `index` had before it.
         while self.replayer.window.num_passes and self._fill_window(trained_indices[-1]):
             pass
-        earlier_indices = [trained_index for trained_index in trained_indices if trained_index < index]
         ends = [record.index for record in records if record.result.grad_norm is not None and record.index < index]
         begin = next((record.window for record in records if record.index == index and record.window is not None), 0)
-        for earlier_index in (each for each in earlier_indices if each > max(ends, default=-1) and each >= begin):
-            self._fill_window(earlier_index)
+        begin = max(begin, max(ends, default=-1) + 1)
+        for trained_index in trained_indices:
+            if begin <= trained_index < index:
+                self._fill_window(trained_index)
 
     def _fill_window(self, index: int) -> bool:
         """Run a pass to have its gradient in the window. Return whether it succeeded."""

@@ -411,7 +411,7 @@ def describe_job_end(selection: Selection, folder: Path) -> Pairs:
         records = read_incidents(folder)
     except (CaptureError, OSError):
         return []
-    ends = [(record.rank, each) for record in records for each in record.incidents if _ends_job(each)]
+    ends = [(record.rank, incident) for record in records for incident in record.incidents if _ends_job(incident)]
     if not ends:
         return []
     rank, incident = min(ends, key=lambda end: (end[1].follows_another, end[1].time))

@@ -61,9 +61,10 @@ def _has_job_weights(evidence: PassEvidence) -> bool:
 def _list_reasons(window: Sequence[PassEvidence], num_targets: int, num_ranks: int) -> list[tuple[float, str]]:
     """List what the weights may add up to, each with the mistake that makes it."""
     num_passes = len(window) // num_ranks
-    inputs = [evidence.record.input for evidence in window]
-    num_padded, num_real = (sum(getattr(each, name) for each in inputs) for name in ("padded_tokens", "real_tokens"))
-    num_predicted = num_padded - sum(each.rows for each in inputs)
+    sections = [evidence.record.input for evidence in window]
+    num_padded = sum(section.padded_tokens for section in sections)
+    num_real = sum(section.real_tokens for section in sections)
+    num_predicted = num_padded - sum(section.rows for section in sections)
     return [
         (num_passes, f"the losses of a step's {num_passes} passes are added up and not averaged"),
         (1 / num_passes, f"the loss is divided by the {num_passes} passes of a step twice"),

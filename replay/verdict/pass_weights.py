@@ -246,23 +246,20 @@ def find_unmoved_weights(
     if not has_gradient or any(sample.dtype != "bfloat16" for sample in step.gradients.samples):
         return []
     next_step = (last.recorded.num_steps_before or 0) + 1
-    after = next(
+    next_pass = next(
         (compared_pass for compared_pass in compared_passes if compared_pass.recorded.num_steps_before == next_step),
         None,
     )
-    if after is None:
+    if next_pass is None:
         return []
     # Both samples are compared with the weights that the replay began with: if both are the same, the job's did not
     # move. Where the replay steps, the weights of a pass are concluded from the steps, and not from its samples.
-    before, behind = (
-        merge_comparisons([each.recorded.weights for each in compared_passes if _had_taken(each, number)])
-        if settings.steps is not None
-        else compared_pass.weights
-        for compared_pass, number in ((last, next_step - 1), (after, next_step))
-    )
-    if not behind.are_same or not before.are_same:
+    before, after = last.weights, next_pass.weights
+    if settings.steps is not None:
+        before, after = (_merge_samples_at(compared_passes, number) for number in (next_step - 1, next_step))
+    if not after.are_same or not before.are_same:
         return []
-    return [report_unmoved_weights(len(behind.compared), rate)]
+    return [report_unmoved_weights(len(after.compared), rate)]
 
 
 def find_miscounted_steps(
@@ -294,5 +291,9 @@ def find_miscounted_steps(
     return [report_miscounted_steps(step.number, counted, counted_later)] if counted_later > counted + 1 else []
 
 
-def _had_taken(compared_pass: ComparedPass, num_steps: int) -> bool:
-    return (compared_pass.recorded.num_steps_before or 0) == num_steps
+def _merge_samples_at(compared_passes: Sequence[ComparedPass], num_steps: int) -> WeightComparison:
+    """Merge what the passes sampled before which the job had taken this number of steps."""
+    recorded_passes = [compared_pass.recorded for compared_pass in compared_passes]
+    return merge_comparisons(
+        [recorded.weights for recorded in recorded_passes if (recorded.num_steps_before or 0) == num_steps]
+    )

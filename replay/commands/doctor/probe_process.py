@@ -18,7 +18,8 @@ from typing import IO, Any
 from replay.output.text import CheckResult, CheckStatus
 from replay.processes.supervisor import ChildGroup, end_processes, start_process
 
-GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+# How long a process may take to end after SIGTERM, until it gets SIGKILL.
+GRACE_SECONDS = 2.0
 ANSWER_MARK = "replay-doctor-answer: "
 COMMAND_SECONDS = 5
 # The share of the total time that a probe gets unless told otherwise: one that hangs leaves time for the others.

@@ -385,7 +385,7 @@ def inspect_folder(folder: str | os.PathLike[str], *, recording: int | None = No
         linting=None
         if checked is None
         else lint_recording(
-            folder, checked, not_recorded, has_failed=any(each.incident.ends_job for each in incidents)
+            folder, checked, not_recorded, has_failed=any(ending.incident.ends_job for ending in incidents)
         ),
         kinds=[kind.summarize(name) for name, kind in totals.kinds.items() if kind.num_passes],
         damaged=damaged,

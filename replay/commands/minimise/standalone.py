@@ -53,19 +53,19 @@ config = AutoConfig.for_model(**data["config"])
 model = AutoModelForCausalLM.from_config(config, attn_implementation="{attention}")
 {weights}model.to(device, {dtype}).train()
 {settings}
-for number, one in enumerate(data["passes"], start=1):
-    one = {{name: value.to(device) if torch.is_tensor(value) else value for name, value in one.items()}}
-    mask = one["action_mask"]
-    with torch.set_grad_enabled(one["trains"]):
+for number, captured in enumerate(data["passes"], start=1):
+    batch = {{name: value.to(device) if torch.is_tensor(value) else value for name, value in captured.items()}}
+    mask = batch["action_mask"]
+    with torch.set_grad_enabled(batch["trains"]):
         logits = model(
-            input_ids=one["input_ids"],
-            attention_mask=one["attention_mask"],
-            position_ids=one["position_ids"],
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            position_ids=batch["position_ids"],
             use_cache=False,
         ).logits
-        chosen = logits.flatten(0, 1)[one["predictor"]].float().log_softmax(-1)
-        chosen = chosen.gather(1, one["target"][:, None])[:, 0]
-        log_probs = chosen.new_zeros(mask.numel()).index_put((one["slot"],), chosen).view(mask.shape)
+        chosen = logits.flatten(0, 1)[batch["predictor"]].float().log_softmax(-1)
+        chosen = chosen.gather(1, batch["target"][:, None])[:, 0]
+        log_probs = chosen.new_zeros(mask.numel()).index_put((batch["slot"],), chosen).view(mask.shape)
 {loss}
 '''
 # transformers before 5.23 knows the older name alone, and later ones warn of it.
@@ -76,12 +76,12 @@ enable({"use_reentrant": False})
 _FINITE = """    if not torch.isfinite(loss):
         sys.exit(f"pass {number}: the loss is {loss.item()}")
 """
-_NUMBERS = """    for row, there in enumerate(one["recorded"].tolist()):
+_NUMBERS = """    for row, there in enumerate(batch["recorded"].tolist()):
         here, tokens = float(log_probs[row].sum()), max(int(mask[row].sum()), 1)
         if abs(there - here) > {bound} * max(abs(there), tokens):
             sys.exit(f"pass {{number}}, row {{row}}: log-probs sum to {{here}}, in the job to {{there}}")
 """
-_BACKWARD = """    if one["trains"]:
+_BACKWARD = """    if batch["trains"]:
         loss.backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
@@ -96,7 +96,7 @@ _STAND_IN = "        loss = -log_probs.sum() / mask.sum().clamp(min=1)"
 _OWN_LOSS = """        given = SimpleNamespace(
             log_probs_BA=log_probs,
             action_mask_BA=mask,
-            tensors={name: value.to(device) for name, value in one["tensors"].items()},
+            tensors={name: value.to(device) for name, value in batch["tensors"].items()},
             num_window_tokens=int(mask.sum()),
             num_window_passes=1,
         )

@@ -56,7 +56,8 @@ class FigureLabel:
     x: float
     y: float
     text: str
-    anchor: str  # "start", "middle" or "end"
+    # "start", "middle" or "end", as SVG has it.
+    anchor: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -251,7 +251,7 @@ def find_changed_gradients(evidence: Evidence) -> Cause | None:
     how = f"of {worst.ratio:.4g} times the length" if worst.ratio is not None else "of another length"
     cosine = "" if worst.cosine is None else f" and a cosine of {worst.cosine:.3g}"
     # What the recording states of the model may explain it better.
-    stated = [each for each in evidence.settings.model_differences if each.kind in GRADIENT_KINDS]
+    stated = [difference for difference in evidence.settings.model_differences if difference.kind in GRADIENT_KINDS]
     is_stated = bool(stated) or find_redrawn_masks(evidence) is not None
     ordered = sorted(off, key=lambda name: off[name].difference or 0.0, reverse=True)
     return Cause(

@@ -87,8 +87,14 @@ def list_unexplained(evidence: Evidence, causes: Sequence[Cause]) -> tuple[list[
 
 def may_lie_in_layer(verdict: Verdict) -> bool:
     """Does a forward or a gradient differ, or is unsettled, for which no cause in the job's loop is enough?"""
-    judged = [one for one in (*verdict.passes, *verdict.windows) if one.outcome in (Outcome.DIFFERS, Outcome.UNSETTLED)]
-    wrong = {finding.name for one in judged for finding in one.findings if finding.is_wrong} & _OF_LAYERS
+    wrong_outcomes = (Outcome.DIFFERS, Outcome.UNSETTLED)
+    wrong_names = {
+        finding.name
+        for pass_verdict in (*verdict.passes, *verdict.windows)
+        if pass_verdict.outcome in wrong_outcomes
+        for finding in pass_verdict.findings
+        if finding.is_wrong
+    }
     of_loop = {name for cause in verdict.causes if cause.name in LOOP_CAUSES for name in cause.explains}
     of_others = {name for cause in verdict.causes if cause.name not in LOOP_CAUSES for name in cause.explains}
-    return bool(wrong - (of_loop - of_others) - set(verdict.may_follow))
+    return bool((wrong_names & _OF_LAYERS) - (of_loop - of_others) - set(verdict.may_follow))
