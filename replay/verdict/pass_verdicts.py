@@ -101,10 +101,7 @@ def _decide_outcome(
         return Outcome.CANNOT_TELL, recorded.incident or nothing_recorded
     differing = [finding for finding in findings if finding.status is FindingStatus.DIFFERS]
     unsettled = [finding for finding in findings if finding.status is FindingStatus.UNSETTLED]
-    # If the replay did not follow the job's steps, a pass after them would have other weights: CANNOT TELL. So a doubt
-    # after steps that nobody asked for is CANNOT TELL too: steps that are followed by default make no verdict worse.
-    is_after_unasked_step = settings.steps_unasked and compared_pass.record.result.num_steps > 0
-    unsettled_outcome = Outcome.CANNOT_TELL if is_after_unasked_step else Outcome.UNSETTLED
+    unsettled_outcome = Outcome.CANNOT_TELL if _is_after_unasked_step(compared_pass, settings) else Outcome.UNSETTLED
     # Dropout cannot explain a parameter without a gradient: under a mask each parameter still gets one. LayerDrop can,
     # since it skips a layer whole, which then has none.
     lacks_gradient = (
@@ -138,6 +135,15 @@ def _decide_outcome(
     if any(finding.agrees and finding.is_evidence for finding in findings):
         return Outcome.REPRODUCED, None
     return Outcome.CANNOT_TELL, masks.why or findings[0].doubt
+
+
+def _is_after_unasked_step(compared_pass: ComparedPass, settings: VerdictSettings) -> bool:
+    """Tell whether the replay has followed a step of the job before this pass, though nobody asked for steps.
+
+    If it did not follow them, a pass after them would have other weights: CANNOT TELL. So a doubt after such steps is
+    CANNOT TELL too: steps that are followed by default make no verdict worse.
+    """
+    return settings.steps_unasked and compared_pass.record.result.num_steps > 0
 
 
 def make_pass_verdict(compared_pass: ComparedPass, outcome: Outcome, reason: str | None) -> PassVerdict:
@@ -187,17 +193,20 @@ def judge_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSett
 
     Training is about gradients, so agreeing losses alone do not make a run REPRODUCED if gradients were recorded. If no
     window's gradient could be judged, the verdict on each window whose recorded gradient is left open
-    (`_is_open_gradient`) becomes UNSETTLED.
+    (`_is_open_gradient`) becomes UNSETTLED; but not after steps that nobody asked for.
     """
     verdicts = [
-        verdict
+        (window[-1], verdict)
         for window in group_into_windows(compared_passes)
         if (verdict := _judge_window(window, compared_passes, settings)) is not None
     ]
-    if any(verdict.outcome is not Outcome.CANNOT_TELL for verdict in verdicts):
-        return verdicts
+    if any(verdict.outcome is not Outcome.CANNOT_TELL for _, verdict in verdicts):
+        return [verdict for _, verdict in verdicts]
     return [
-        replace(verdict, outcome=Outcome.UNSETTLED) if _is_open_gradient(verdict) else verdict for verdict in verdicts
+        replace(verdict, outcome=Outcome.UNSETTLED)
+        if _is_open_gradient(verdict) and not _is_after_unasked_step(last_pass, settings)
+        else verdict
+        for last_pass, verdict in verdicts
     ]
 
 

@@ -448,6 +448,17 @@ def test_a_doubt_by_dropout_makes_no_verdict_worse_after_steps_that_nobody_asked
     assert "in other passes its masks are the job's" in str(verdict.passes[1].reason)
 
 
+@pytest.mark.parametrize(("unasked", "outcome"), [(False, Outcome.UNSETTLED), (True, Outcome.REPRODUCED)])
+def test_a_gradient_that_is_left_open_makes_no_verdict_worse_after_steps_that_nobody_asked_for(
+    unasked: bool, outcome: Outcome
+) -> None:
+    """The norm may be of two passes. With weights of another step, as without these steps, nobody would ask for it."""
+    passes = make_recorded(RIGHT), make_recorded(RIGHT, NORM, forward=1)
+    verdict = judge_passes(*passes, setting=replace(SETTING, steps_unasked=unasked), num_steps=1)
+    assert verdict.outcome is outcome
+    assert [judged.outcome for judged in verdict.windows] == [Outcome.CANNOT_TELL if unasked else Outcome.UNSETTLED]
+
+
 def test_where_masks_are_the_jobs_nothing_differs_by_chance() -> None:
     """A pass whose numbers are the job's has its masks, and so its gradient, unless the loss was scaled."""
     dropout = replace(SETTING, dropout=["attention_dropout"])
