@@ -33,7 +33,8 @@ def choose_layout(
 
     Rows are packed if a small copy of the model keeps documents apart, and padded by themselves if it does not. All
     ranks must call this, and get the same. Raises UsageError, on all of them, if what was typed gives wrong numbers for
-    this model, or if a rank's device lacks the kernel.
+    this model, or if rank 0's device lacks the kernel; in a ring, if any rank's does. For the kernel that comes of it
+    call `choose_kernel_on_all_ranks`.
     """
     if spec.is_custom:
         return spec, Layout(packs=False, why=_CUSTOM)

@@ -1,5 +1,6 @@
 """`replay.diagnose` and `replay.mismatch`: what they ask of their processes, and what they make of what these left."""
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +11,16 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+import torch
 
 import replay
 from actor_init.as_json import json_bytes
+from actor_init.spec import ActorSpec, Attention, Dtype, UsageError
 from replay.api.logs import RESULT_TYPES
 from replay.campaign.result import GrowingResult, ResultStatus
 from replay.command_line.cli import main, parse_command_line
-from replay.commands.diagnose.report import Diagnosis, choose_check
-from replay.commands.mismatch.report import MismatchCell, MismatchReport, ReplayDistance
+from replay.commands.diagnose.report import Diagnosis, choose_check, diagnose_in_world
+from replay.commands.mismatch.report import MismatchCell, MismatchReport, ReplayDistance, mismatch_in_world
 from replay.commands.mismatch.statistics import Mismatch, WorstToken
 from replay.options.spec import ReplaySpec
 from replay.output.text import CheckResult, CheckStatus
@@ -25,6 +28,8 @@ from replay.processes.child_job import REFUSAL, ChildJob
 from replay.processes.pool import OUTPUT, Child
 from tests.helpers.commands import ROOT
 from tests.helpers.schemas import assert_valid
+from tests.helpers.thread_ranks import call_on_ranks
+from tests.helpers.typed import spec_of
 
 SAMPLE = ROOT / "inputs" / "sample"
 PASSED = CheckResult(name="same pass twice", status=CheckStatus.OK, found="loss by 0")
@@ -238,3 +243,35 @@ def test_what_opens_folders_knows_each_command_that_writes_its_result_as_it_goes
     assert growing.items() <= RESULT_TYPES.items()
     for name in RESULT_TYPES.values():
         assert resolve_name(name).read
+
+
+def diagnose_on(world: Any, run: ReplaySpec) -> Any:
+    return diagnose_in_world(world, run, io.StringIO(), num_steps=1)
+
+
+def mismatch_on(world: Any, run: ReplaySpec) -> Any:
+    return mismatch_in_world(world, run, [Dtype.BF16], [Attention.SDPA], 1, io.StringIO())
+
+
+@pytest.mark.parametrize("call", [diagnose_on, mismatch_on])
+def test_a_kernel_that_one_rank_lacks_is_refused_on_all_before_a_folder_is_made(
+    call: Callable[[Any, ReplaySpec], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank that found out alone, as it opens its actor, would leave the others waiting for it."""
+
+    def choose_kernel_here(spec: ActorSpec, where: torch.device, config: Any) -> str:
+        if where.index == 1:
+            raise UsageError("flash-attn is not installed")
+        return "sdpa"
+
+    def call_on(world: Any) -> Any:
+        world.data_rank, world.num_data_ranks = world.rank, world.world_size
+        return call(world, run)
+
+    run = spec_of(["--inputs", str(SAMPLE), "--backend", "ddp", "--log-folder", str(tmp_path / "logs")])
+    monkeypatch.setattr("actor_init.attention.kernel_choice.choose_kernel", choose_kernel_here)
+    results = call_on_ranks(call_on, [torch.device("cpu", 0), torch.device("cpu", 1)])
+    assert [(type(result), str(result)) for result in results] == [
+        (UsageError, "on rank 1: flash-attn is not installed")
+    ] * 2
+    assert not (tmp_path / "logs").exists()
