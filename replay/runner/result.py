@@ -206,7 +206,7 @@ def make_verdict_settings(
             *(["lora_dropout"] if source.adapter and source.adapter.settings.get("lora_dropout") else []),
         ],
         packs=spec.actor.packs and spec.actor.parallel.ring == 1,
-        why_own_draws=_find_reason_for_own_draws(spec),
+        why_other_draws=_explain_other_draws(spec),
         why_no_draws=_find_reason_for_no_draws(spec),
         is_mixture=is_mixture(weight_checker.names),
         model_differences=model_differences,
@@ -214,7 +214,7 @@ def make_verdict_settings(
     )
 
 
-def _find_reason_for_own_draws(spec: ResolvedReplay) -> str | None:
+def _explain_other_draws(spec: ResolvedReplay) -> str | None:
     """Say why dropout cannot draw the job's masks here, whatever the rows are; None if nothing prevents it."""
     if spec.actor.parallel.tp > 1 or spec.actor.parallel.ring > 1:
         return "several ranks share a row here, and each draws masks of its part. Try: without --tp and --ring"

@@ -45,13 +45,13 @@ class MaskStatus(StrEnum):
 class MaskComparison:
     """What is known of a pass's dropout masks.
 
-    why   why they are not the job's, or may not be, with what to try
-    said  what the job drew and what the replay did, where that is another number though nothing explains it
+    why          why they are not the job's, or may not be, with what to try
+    unexplained  says that the job drew another number of random numbers than the replay, where nothing explains that
     """
 
     status: MaskStatus = MaskStatus.NOT_RECORDED
     why: str | None = None
-    said: str | None = None
+    unexplained: str | None = None
 
 
 PROVEN_MASKS = MaskComparison(status=MaskStatus.SAME)
@@ -63,46 +63,48 @@ def compare_masks(recorded: RecordedPass, replayed: ReplayedPass, settings: Verd
     Where one of them drew nothing, that is certain whatever the conditions. Where both drew, other conditions explain
     another number; without one, another number is a fact of the job too.
     """
-    job, own = recorded.draws, replayed.draws
-    if job is None or own is None or not _has_generator_of_device(recorded, job):
+    job_draws, replay_draws = recorded.draws, replayed.draws
+    if job_draws is None or replay_draws is None or not _has_generator_of_device(recorded, job_draws):
         return MaskComparison()
-    if not job.has_moved and not own.has_moved:
+    if not job_draws.has_moved and not replay_draws.has_moved:
         return MaskComparison(status=MaskStatus.SAME)
-    if job.has_moved and settings.why_no_draws is not None:
+    if job_draws.has_moved and settings.why_no_draws is not None:
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {settings.why_no_draws}")
-    if job.has_moved != own.has_moved:
-        said = _describe_draws(recorded, job, own, settings)
-        return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {said}", said=said)
-    reason = _find_other_condition(recorded, replayed, job, own, settings)
-    if reason is None and own.before != job.before:
+    if job_draws.has_moved != replay_draws.has_moved:
+        difference = _describe_draws(recorded, job_draws, replay_draws, settings)
+        return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {difference}", unexplained=difference)
+    reason = _find_other_condition(recorded, replayed, job_draws, replay_draws, settings)
+    if reason is None and replay_draws.before != job_draws.before:
         reason = "its generators did not begin where the job's did"
-    if own.after == job.after:
+    if replay_draws.after == job_draws.after:
         return (
             MaskComparison(status=MaskStatus.SAME)
             if reason is None
             else MaskComparison(status=MaskStatus.NOT_PROVEN, why=f"{OTHER_MASKS}, as far as is known: {reason}")
         )
-    if reason is None and CUDA in job.after and may_drop_attention(settings.dropout):
+    if reason is None and CUDA in job_draws.after and may_drop_attention(settings.dropout):
         reason = "on a GPU torch takes one of several kernels for attention, and each draws its masks in its own way"
     if reason is not None:
         return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {reason}")
-    said = _describe_draws(recorded, job, own, settings)
-    return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {said}", said=said)
+    difference = _describe_draws(recorded, job_draws, replay_draws, settings)
+    return MaskComparison(status=MaskStatus.OTHER, why=f"{OTHER_MASKS}: {difference}", unexplained=difference)
 
 
-def _has_generator_of_device(recorded: RecordedPass, job: RandomDraws) -> bool:
+def _has_generator_of_device(recorded: RecordedPass, job_draws: RandomDraws) -> bool:
     """Tell whether the generator of the job's device was recorded: that of another accelerator is not."""
-    return recorded.settings.get("device") == "CPU" or CUDA in job.after
+    return recorded.settings.get("device") == "CPU" or CUDA in job_draws.after
 
 
-def _describe_draws(recorded: RecordedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings) -> str:
+def _describe_draws(
+    recorded: RecordedPass, job_draws: RandomDraws, replay_draws: RandomDraws, settings: VerdictSettings
+) -> str:
     mode = ""
     # The replay's mode is that of a pass that trains, or of one without autograd.
     if recorded.training is not None and recorded.training["model"] != recorded.trains:
         mode = f", {JOB_IN_EVAL_MODE}," if recorded.trains else ", in training mode without autograd,"
-    job_text, own_text = (_name_number(draws) for draws in (job, own))
-    by = f" by {', '.join(settings.dropout)}" if own.has_moved and settings.dropout else ""
-    return f"the job's forward{mode} drew {job_text}, the replay's {'none' if not own.has_moved else own_text}{by}"
+    by = f" by {', '.join(settings.dropout)}" if replay_draws.has_moved and settings.dropout else ""
+    replay_text = _name_number(replay_draws) if replay_draws.has_moved else "none"
+    return f"the job's forward{mode} drew {_name_number(job_draws)}, the replay's {replay_text}{by}"
 
 
 def _name_number(draws: RandomDraws) -> str:
@@ -112,29 +114,33 @@ def _name_number(draws: RandomDraws) -> str:
 
 
 def _find_other_condition(
-    recorded: RecordedPass, replayed: ReplayedPass, job: RandomDraws, own: RandomDraws, settings: VerdictSettings
+    recorded: RecordedPass,
+    replayed: ReplayedPass,
+    job_draws: RandomDraws,
+    replay_draws: RandomDraws,
+    settings: VerdictSettings,
 ) -> str | None:
     """Find what makes equal numbers of draws no proof of equal masks; None if nothing is known to."""
-    here, in_job = settings.environment, recorded.settings
-    if in_job.get("device") != here.get("device"):
-        return f"the job ran on {in_job.get('device')}, this is {here.get('device')}"
-    if settings.why_own_draws is not None:
-        return settings.why_own_draws
+    replay_settings, job_settings = settings.environment, recorded.settings
+    if job_settings.get("device") != replay_settings.get("device"):
+        return f"the job ran on {job_settings.get('device')}, this is {replay_settings.get('device')}"
+    if settings.why_other_draws is not None:
+        return settings.why_other_draws
     if not replayed.has_job_layout:
         return (
             "rows are packed here, and other rows in the job. Try: --no-packing"
             if settings.packs
             else "the rows have another shape than the job's"
         )
-    if may_drop_attention(settings.dropout) and in_job.get("attention") != here.get("attention"):
-        kernel = in_job.get("attention")
+    if may_drop_attention(settings.dropout) and job_settings.get("attention") != replay_settings.get("attention"):
+        kernel = job_settings.get("attention")
         return f"another kernel computes attention than the job's {kernel}. Try: --attention {kernel}"
-    if in_job.get("compiled", "no") != here.get("compiled", "no"):
+    if job_settings.get("compiled", "no") != replay_settings.get("compiled", "no"):
         return "the forward is compiled in one of them"
-    if CUDA not in job.after:
-        return None if job.cpu_kind == own.cpu_kind else "this CPU draws masks otherwise than the job's"
-    if in_job.get("torch") != here.get("torch"):
-        return f"the job ran torch {in_job.get('torch')}, this is {here.get('torch')}"
+    if CUDA not in job_draws.after:
+        return None if job_draws.cpu_kind == replay_draws.cpu_kind else "this CPU draws masks otherwise than the job's"
+    if job_settings.get("torch") != replay_settings.get("torch"):
+        return f"the job ran torch {job_settings.get('torch')}, this is {replay_settings.get('torch')}"
     job_dtype = _find_dtype_of_hidden_states(recorded)
     if job_dtype != settings.dtype:
         return f"on a GPU masks depend on the dtype, which was {job_dtype} in the job"
@@ -184,23 +190,23 @@ def judge_masks(
     number, so where all agree, the random numbers were drawn for something else. Where a coarse dtype may hide them,
     that is not known.
     """
-    if masks.said is None or not findings:
+    if masks.unexplained is None or not findings:
         return leave_out_other_masks(findings, [masks], settings), masks
     is_off = any(finding.is_wrong for finding in findings)
     agrees = any(finding.agrees and finding.is_evidence for finding in findings)
     if not is_off and agrees and not is_coarse(list_dtypes(recorded, settings)):
-        unseen = _report_masks(masks.said, FindingStatus.NOT_JUDGED, "no number shows it")
+        unseen = _report_masks(masks.unexplained, FindingStatus.NOT_JUDGED, "no number shows it")
         return [*findings, unseen], PROVEN_MASKS
     if is_off:
-        finding = _report_masks(masks.said, FindingStatus.DIFFERS, None)
+        finding = _report_masks(masks.unexplained, FindingStatus.DIFFERS, None)
     else:
-        doubt = f"{masks.said}, and rounding may hide what it does"
-        finding = _report_masks(masks.said, FindingStatus.UNSETTLED, doubt)
+        doubt = f"{masks.unexplained}, and rounding may hide what it does"
+        finding = _report_masks(masks.unexplained, FindingStatus.UNSETTLED, doubt)
     return [finding, *leave_out_other_masks(findings, [masks], settings)], masks
 
 
-def _report_masks(said: str, status: FindingStatus, doubt: str | None) -> Finding:
-    return Finding(name=MASKS, status=status, recorded=0.0, doubt=doubt, is_evidence=False, values_as_text=said)
+def _report_masks(difference: str, status: FindingStatus, doubt: str | None) -> Finding:
+    return Finding(name=MASKS, status=status, recorded=0.0, doubt=doubt, is_evidence=False, values_as_text=difference)
 
 
 def is_about_masks(doubt: str | None) -> bool:

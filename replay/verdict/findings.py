@@ -63,7 +63,7 @@ class VerdictSettings:
     num_steps_before  the steps that the job had taken before the first pass of the replay
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
-    why_own_draws     why dropout draws other masks here, whatever the rows; None: for no reason that is known
+    why_other_draws   why dropout draws other masks here, whatever the rows; None: for no reason that is known
     why_no_draws      why dropout of the job cannot act here; None: all of it can
     is_mixture        the model is a mixture of experts
     has_job_routes    in every pass each token went to the experts that the job chose
@@ -87,7 +87,7 @@ class VerdictSettings:
     num_steps_before: int = 0
     dropout: Sequence[str] = ()
     packs: bool = False
-    why_own_draws: str | None = None
+    why_other_draws: str | None = None
     why_no_draws: str | None = None
     is_mixture: bool = False
     has_job_routes: bool = False

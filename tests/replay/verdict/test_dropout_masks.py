@@ -89,7 +89,7 @@ def test_with_other_masks_nothing_is_judged_though_it_agrees(claim: Claim) -> No
         (make_recorded(settings={**ENVIRONMENT, "attention": "eager"}), make_replayed(), SETTING, "--attention eager"),
         (make_recorded(settings={**ENVIRONMENT, "compiled": "yes"}), make_replayed(), SETTING, "compiled"),
         (make_recorded(draws=replace(FIVE, cpu_kind=b"mkl")), make_replayed(), SETTING, "this CPU draws"),
-        (make_recorded(), make_replayed(), replace(SETTING, why_own_draws="--tp 2"), "--tp 2"),
+        (make_recorded(), make_replayed(), replace(SETTING, why_other_draws="--tp 2"), "--tp 2"),
         (make_recorded(), make_replayed(replace(FIVE, before={"cpu": b"1"})), SETTING, "did not begin where"),
         (make_recorded(draws=FIVE_ON_GPU), make_replayed(FIVE), SETTING, "the job ran on H100, this is CPU"),
         (make_recorded(draws=FIVE_ON_GPU, dtypes=["bfloat16"]), make_replayed(FIVE_ON_GPU), ON_GPU, "dtype"),
