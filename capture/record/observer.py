@@ -93,7 +93,8 @@ class RecordingObserver:
         """Return how long the writer may sleep before `on_deadline`; None without a deadline."""
         return None
 
-    def on_deadline(self) -> None: ...
+    def on_deadline(self) -> None:
+        """`seconds_left` has come down to 0."""
 
     def on_new_rank_folder(self) -> None:
         """The rank, or the folder of its files, is another one from here on. Nothing is written there yet."""

@@ -176,14 +176,14 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
             why = "it computes its loss from the model's logits, whose gradient was recorded"
         return ResolvedChoice(setting=LOSS, value=noted, by=ChosenBy.JOB, why=why)
     try:
-        named = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
+        usual_loss = LossName.STAND_IN if first_call is None else name_loss(loss, first_call.micro_batch())
     except CaptureError:
         # The pass itself will report what is wrong with the capture.
-        named = LossName.STAND_IN
-    if named != LossName.STAND_IN:
-        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.JOB, why="its captures have labels")
+        usual_loss = LossName.STAND_IN
+    if usual_loss != LossName.STAND_IN:
+        return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.JOB, why="its captures have labels")
     if noted is not None and obstacle:
-        return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.OPTION, why=obstacle)
+        return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.OPTION, why=obstacle)
     why = "" if noted is not None else "the inputs have no labels, and no noted loss of a policy"
     if first_call is None:
         why = "the first input cannot be read"
@@ -192,7 +192,7 @@ def choose_loss(spec: ReplayParts, selection: Selection, first_call: Call | None
             f"{misfit:.2%} of the gradient of the job's logits is not what a loss of log-probs gives them: "
             "label smoothing, a temperature, an entropy or a loss scale does"
         )
-    return ResolvedChoice(setting=LOSS, value=str(named), by=ChosenBy.DEFAULT, why=why)
+    return ResolvedChoice(setting=LOSS, value=str(usual_loss), by=ChosenBy.DEFAULT, why=why)
 
 
 def _find_noted_loss_obstacle(spec: ReplayParts) -> str | None:

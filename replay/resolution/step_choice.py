@@ -29,8 +29,8 @@ class StepChoice:
     """Whether the optimizer steps.
 
     followed  the job's steps that are taken as the job took them; None: steps are taken as typed, or none are
-    why       of `auto`: why the optimizer does not step, or why it stops before the last window of the job; empty where
-              there is nothing to say
+    why       if --step was not typed: why the optimizer does not step, or why it stops before the last window of the
+              job; empty where there is nothing to say
     """
 
     mode: StepMode
@@ -83,6 +83,10 @@ def _choose_on_rank(
     world: World,
     has_other_weights: bool,
 ) -> StepChoice:
+    """Choose as `choose_steps` does, from what this rank knows.
+
+    has_other_weights  on some rank the weights are not those of the job's first pass here
+    """
     recorded = None if first_call is None else first_call.weights
     job_dtypes = [] if first_call is None else list_job_dtypes(first_call)
     mode = spec.measure.step
@@ -120,7 +124,7 @@ def _choose_on_rank(
         return refuse(format_error_with_flags(why), ChosenBy.MACHINE)
     if spec.state.optimizer_state is None and (why := explain_missing_start(windows[0])) is not None:
         return refuse(format_error_with_flags(f"{why}. Try: {_name_state_options(spec, source)}"))
-    # A step behind which no pass runs is not taken. Steps at a rate of 0 move nothing.
+    # A step that no pass follows is not taken. Steps at a rate of 0 move nothing.
     last_index = len(selection.rounds) - 1
     settings = {index: step for index, step in followed.settings.items() if index < last_index}
     moves = any(group.get("lr", spec.actor.base_rate) for step in settings.values() for group in step.groups)

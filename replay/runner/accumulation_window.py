@@ -1,7 +1,7 @@
 """Follow the accumulation window that is open on one rank.
 
 A window ends where the job's did, whatever fails in it: a pass that failed counts like one that ran, so that the passes
-behind it stay in their windows. What is left of the gradient is then no gradient of the job's, and is dropped.
+after it stay in their windows. The gradient that is left then lacks a pass, so the job had none like it: it is dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ class AccumulationWindow:
     """The accumulation window that is open on one rank. It has the same passes on every rank.
 
     usual_size        passes of each data rank in a window, as --grad-accumulation says
-    rounds            one a pass, of the inputs that the data ranks replay at the same time; empty: unknown
+    rounds            for each pass, the inputs that the data ranks replay at the same time; empty: unknown
     first_index       index of the window's first pass
-    num_passes        passes of the window that are behind: they ran, or failed
+    num_passes        passes of the window that are over: they ran, or failed
     is_incomplete     a pass of the window failed, or is not among the inputs
     num_with_gradient passes of the window whose gradient the backend holds
-    num_counted       passes of the window by the backend's count, which has those that it was told to skip
+    num_counted       passes of the window that the backend has counted, with those that it was told to skip
     recorded_samples  samples of the window's gradient that the job recorded, by the replay's name of the parameter
     recorded_signatures  signatures of it, by that name
     """
@@ -47,7 +47,7 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Is a pass of the window behind, and another to come?"""
+        """Is a pass of the window over, and another to come?"""
         return self.num_passes > 0
 
     def enter_pass(
@@ -59,11 +59,12 @@ class AccumulationWindow:
     ) -> None:
         """Begin a window with pass `index` if none is open, and add what was recorded of its gradient there."""
         self._begin(index)
-        # A short window begins as if passes had run, and a pass that failed is behind for the backend, too.
-        num_behind = self.usual_size - self.size + self.num_passes
-        if num_behind != self.num_counted:
-            backend.skip_passes(num_behind - self.num_counted)
-            self.num_counted = num_behind
+        # The backend ends a window when it has counted the usual number of passes. So in a short window it skips those
+        # that are too few, and in any window those that failed, which it has not counted.
+        num_over = self.usual_size - self.size + self.num_passes
+        if num_over != self.num_counted:
+            backend.skip_passes(num_over - self.num_counted)
+            self.num_counted = num_over
         for name, sample in samples.items():
             self.recorded_samples.setdefault(name, []).append(sample)
         for name, signature in signatures.items():
@@ -88,7 +89,7 @@ class AccumulationWindow:
     def lose_pass(self, index: int) -> bool:
         """Count pass `index`, which was to run a backward and failed.
 
-        Returns whether the window ended with it and left a gradient in the backend, which only a new one is rid of.
+        Returns whether the window ended with it and left a gradient in the backend, which then has to be opened again.
         """
         self._begin(index)
         self.is_incomplete = True

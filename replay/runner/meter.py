@@ -127,7 +127,7 @@ class HostInstrument:
 
 
 class _MeasuredPhase(NamedTuple):
-    """The marks at the begin and end of a phase, memory at its end, and the seconds in which the host launched it."""
+    """The marks at both ends of a phase, the memory at its end, and how long the host took to queue its work."""
 
     start: Any
     end: Any
@@ -182,7 +182,7 @@ class Meter:
             try:
                 yield
             finally:
-                # Taken before the end mark: how long the host launched work, without the time to record the mark.
+                # Read before the end mark is made, so that the host is not charged for that.
                 host_seconds = time.perf_counter() - start_seconds
                 end = self._instrument.mark()
                 self._phases[name] = _MeasuredPhase(start, end, self._instrument.read_memory(), host_seconds)

@@ -162,7 +162,9 @@ class Replayer:
         self._first_uses = FirstUseObserver(world.device, spec.kernel)
         self._expected_times = ExpectedTimes()
         self._latest_inputs: PassInputs | None = None
-        self._has_failed_pass = False
+        # The backend has a state that a pass which failed has left, and that would spoil the passes after it.
+        self._must_reopen = False
+        # The accumulation window has counted the pass that runs now, or ran last.
         self._is_pass_counted = False
         self._draw_counter = DrawCounter()
         self._objective = Objective.open(spec)
@@ -176,12 +178,15 @@ class Replayer:
         self._padding_predicts = padding_may_predict(spec) and not self.source.layout_under(spec.actor).joins_rows
 
     def reopen_after_failure(self) -> None:
-        """Open the actor again if the latest pass failed as it ran. Drop the error first: its frames hold the model."""
-        if self._has_failed_pass:
+        """Open the actor again if a pass that failed has left something in it.
+
+        Drop the error first: its frames hold the model.
+        """
+        if self._must_reopen:
             self.actor.reopen()
             if self.trace:
                 self.trace.attach(self.actor.backend)
-            self._has_failed_pass = False
+            self._must_reopen = False
             self.window.forget_backend()
             self.follower.forget("a pass failed, and with it the weights of the steps were lost")
 
@@ -267,15 +272,16 @@ class Replayer:
             return PassEvidence(self._lose_pass(failed), recorded, ReplayedPass()), error
 
     def _lose_pass(self, record: PassRecord) -> PassRecord:
-        """Leave a pass that failed out of its window, which ends where it would have; return its record with that.
+        """Count a pass that failed in its window, which ends where it would have ended without the failure.
 
-        Whether a capture that cannot be read was to be trained on, its round knows.
+        Returns the record of the pass with its window, if the pass belongs to one.
         """
         rounds, index = self.window.rounds, record.index
+        # Of a capture that cannot be read, the round of the pass tells whether the job trained on it.
         trains = rounds[index].trains if record.input.trains is None and index < len(rounds) else record.input.trains
         if self._is_pass_counted or not trains or not self.spec.measure.backward:
             return record
-        self._has_failed_pass |= self.window.lose_pass(index)
+        self._must_reopen |= self.window.lose_pass(index)
         self.follower.stop("a pass of the step failed")
         return replace(record, window=self.window.first_index)
 
@@ -309,7 +315,7 @@ class Replayer:
         try:
             outcome = run_pass(self.actor.backend, inputs, self._clock, observers)
         except (Exception, SystemExit):
-            self._has_failed_pass = True
+            self._must_reopen = True
             raise
         window = self.window.first_index if inputs.runs_backward else None
         self.window.count_pass(runs_backward=inputs.runs_backward)

@@ -55,11 +55,11 @@ class PassInputs:
     builds_graph         the forward builds an autograd graph
     runs_backward        the pass differentiates the loss
     loss_weight          the factor on the loss in the backward
-    window_factor        a further factor, the usual number of passes of a window by the number in this window: the
-                         backend averages over the usual number
+    window_factor        a further factor: the usual number of passes in a window, divided by the number in this one.
+                         The backend divides by the usual number, whatever the window has
     ends_window          the accumulation window ends with this pass
     drops_gradient       a window that lacks a pass ends with this one: what is left of its gradient is cleared
-    untrained            parameters that have no gradient in this window, as the job did not train them then
+    untrained            names of parameters that get no gradient in this window, as the job did not train them then
     takes_step           a step was asked for: it is a measured part of this pass; only with `ends_window`
     follows_step         nobody asked for a step: the optimizer steps as the job did, when the clock has stopped; only
                          with `ends_window`
@@ -97,7 +97,7 @@ class PassOutcome:
 
     loss         with the routers' loss, and without `PassInputs.loss_weight`
     grad_norm    of the window; None in a pass that does not end one
-    flips        by router that was compared with the job's, the tokens that would choose other experts
+    flips        for each router that was compared with the job's, how many tokens would choose other experts
     router_loss  the routers' part of `loss`; None: it has none
     """
 
@@ -161,7 +161,7 @@ class Clock(Protocol):
         """Leave the time in the block out of the seconds of the whole pass. Call it between two phases."""
 
     def stop(self) -> CostSection:
-        """Return what the pass has cost."""
+        """Wait for the device, and return what the pass has cost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Follow the optimizer of an open actor: when it steps, with which settings, and what its steps cost.
 
-A step that was asked for (--step) is a part of its pass. One that follows the job's unasked is none: it may take
-neither a result nor a pass from the run, so it is left out where anything speaks against it.
+A step that was typed (--step) is a part of its pass. A step that follows the job's though nobody asked for steps is no
+part of a pass: it must not spoil a pass that would succeed without it. So where it might, no more steps are followed.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ MOST_OF_FREE_MEMORY = 0.5
 class StepFollower:
     """Follows the steps of a run on one rank.
 
-    num_steps    steps that the weights have behind them, since the actor was opened
+    num_steps    steps that the optimizer has taken since the actor was opened
     has_stepped  the latest pass ended with a step
-    state_bytes  the memory that the optimizer holds since steps that nobody asked for, and a run without them does not
+    state_bytes  the memory of the optimizer's state, if steps made it that nobody asked for
     why_stopped  why the job's steps are not followed any more; empty: they are
     num_taken, largest_state_bytes  of the whole run, over actors that were opened again
     """
@@ -49,10 +49,14 @@ class StepFollower:
     why_stopped: str = ""
     num_taken: int = 0
     largest_state_bytes: int = 0
+    # The backend's count of steps when the actor was opened: a state that was loaded has counted some.
     _first_num_steps: int | None = field(default=None, init=False)
 
     def plan_step(self, inputs: PassInputs, index: int, backend: Backend) -> PassInputs:
-        """Return the inputs of pass `index` with its step. All ranks must call this."""
+        """Return the inputs of pass `index` with the choice whether a step ends it, and with which settings.
+
+        All ranks must call this.
+        """
         self.has_stepped = False
         if self._first_num_steps is None:
             self._first_num_steps = backend.progress().num_steps
@@ -123,7 +127,7 @@ class StepFollower:
         ]
 
     def _undo_rounding(self, values: Sequence[float], initial_values: Sequence[float]) -> tuple[float, ...]:
-        """Return weights behind steps as they would be if the masters had begun with the weights of the model's files.
+        """Return weights after steps as they would be if the masters had begun with the weights of the model's files.
 
         Masters that are made of weights in a 16-bit dtype begin rounded, by more than a small step moves them.
         """
@@ -131,7 +135,7 @@ class StepFollower:
             return tuple(values)
         rounded = torch.tensor(initial_values, dtype=torch.double).to(TORCH_DTYPES[self.spec.actor.dtype]).tolist()
         return tuple(
-            value - begun + initial for value, begun, initial in zip(values, rounded, initial_values, strict=True)
+            value - start + initial for value, start, initial in zip(values, rounded, initial_values, strict=True)
         )
 
     def leave_out_state(self, cost: CostSection) -> CostSection:
