@@ -13,9 +13,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from capture.file_format.micro_batch import CaptureError
+from capture.facts import CaptureError
 
 # Reading so many takes about a second; a captured pass has a few hundred.
 MAX_INSTRUCTIONS = 200_000
@@ -272,7 +270,8 @@ def copy_plain(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
     if max_depth > 0:
         if type(value) is list:
             return [copy_plain(member, max_depth=max_depth - 1) for member in value]
-        if type(value) in (tuple, torch.Size):
+        # A tensor's size is a tuple of torch's, which is not imported here.
+        if type(value) is tuple or (type(value).__module__, type(value).__name__) == ("torch", "Size"):
             return tuple(copy_plain(member, max_depth=max_depth - 1) for member in value)
         if type(value) is dict and all(type(key) is str for key in value):
             return {key: copy_plain(member, max_depth=max_depth - 1) for key, member in value.items()}

@@ -29,12 +29,11 @@ from replay.options.option_parsing import (
     join_optional_values,
     json_option,
 )
-from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.output.text import join_lines
 from replay.processes.child_job import ChildJob, leave_refusal
 from replay.processes.exit_code import read_own_rank, run_to_exit_code, say
-from replay.processes.launch import count_missing_processes, relaunch
+from replay.processes.launch import start_missing
 
 # Of an unknown option and the one that is meant, as difflib measures it. Its own 0.6 finds --ring for --version.
 LEAST_LIKENESS = 0.75
@@ -105,9 +104,8 @@ def replay(
 def _replay(job: ChildJob, *, typed: Sequence[str], show_traceback: bool, explains: bool, as_json: bool) -> int:
     """Run a replay. `typed` is the command line, which each rank of a launch gets."""
     spec = job.spec
-    check_paths(spec)
-    if num_processes := count_missing_processes(spec.actor.parallel):
-        return relaunch(num_processes, typed)
+    if (exit_code := start_missing(spec, typed)) is not None:
+        return exit_code
     # Going through what is imported takes the collector a fifth of the time of importing it. The runner enables it
     # again once the actor is open.
     gc.disable()

@@ -7,16 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective.inputs import (
-    REF_CHOSEN,
-    REF_LOG_PROBS,
-    REF_REJECTED,
-    ObjectiveError,
-    ObjectiveInputs,
-    RecordedForObjective,
-    explain_missing,
-)
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import Formula, Need
+from replay.options.declarations.tensor_names import REF_CHOSEN, REF_LOG_PROBS, REF_REJECTED
+from replay.options.needed_tensors import explain_missing
 from replay.options.spec import ObjectiveSpec, PairOrder
 
 

@@ -14,40 +14,7 @@ from actor_init.inputs.documents import KeptLogits, find_documents
 from capture.facts import FactError
 from capture.file_format.capture_file import Call
 from capture.file_format.micro_batch import MicroBatch
-
-# The names under which trainers and their dumps keep what an objective needs. The first of each is the one to note.
-
-ADVANTAGES = ("advantages",)
-# Beside ours: TRL's, two of SkyRL and OpenRLHF (the second is of the policy that the samples came from), NeMo-RL's
-# and slime's.
-OLD_LOG_PROBS = (
-    "old_log_probs",
-    "old_per_token_logps",
-    "old_action_log_probs",
-    "action_log_probs",
-    "prev_logprobs",
-    "log_probs",
-)
-# Beside ours: verl's, TRL's, that of SkyRL and OpenRLHF, and NeMo-RL's.
-REF_LOG_PROBS = (
-    "ref_log_probs",
-    "ref_log_prob",
-    "ref_per_token_logps",
-    "base_action_log_probs",
-    "reference_policy_logprobs",
-)
-# That of verl, slime and OpenRLHF, then SkyRL's, ROLL's, NeMo-RL's and TRL's.
-ROLLOUT_LOG_PROBS = (
-    "rollout_log_probs",
-    "rollout_logprobs",
-    "infer_logprobs",
-    "generation_logprobs",
-    "sampling_per_token_logps",
-)
-# TRL's, with a number for each pair.
-REF_CHOSEN, REF_REJECTED = ("ref_chosen_logps",), ("ref_rejected_logps",)
-DIVISOR = ("divisor",)
-NUM_ITEMS = ("num_items_in_batch",)
+from replay.options.needed_tensors import explain_missing
 
 
 class ObjectiveError(FactError):
@@ -212,15 +179,3 @@ class ObjectiveInputs:
     def num_tokens_by_sequence(self) -> Tensor:
         """Count the action tokens of each sequence, [sequences]."""
         return self.sum_by_sequence(torch.ones_like(self.log_probs_BA, requires_grad=False).detach())
-
-
-def explain_missing(recorded: RecordedForObjective, names: tuple[str, ...]) -> str:
-    """Say that a capture has no tensor of these names, what it has, and what to type."""
-    name = names[0]
-    if (reason := next((recorded.left_out[noted] for noted in names if noted in recorded.left_out), None)) is not None:
-        return f"{recorded.source}: {name} was {reason}"
-    available = ", ".join(sorted(recorded.tensors))
-    return (
-        f"{recorded.source}: no {name} in this capture, which has {available}. "
-        f"Try: recorder.note({name}=...) in the job (docs/objectives.md)"
-    )

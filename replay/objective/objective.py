@@ -23,17 +23,12 @@ from capture.file_format.micro_batch import (
     with_loss_targets_as_labels,
     with_shift_labels_as_labels,
 )
-from replay.objective.inputs import (
-    ADVANTAGES,
-    OLD_LOG_PROBS,
-    ObjectiveError,
-    ObjectiveInputs,
-    RecordedForObjective,
-    explain_missing,
-)
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.policy import POLICY
 from replay.options.declarations.recorded import RECORDED
+from replay.options.declarations.tensor_names import ADVANTAGES, OLD_LOG_PROBS
+from replay.options.needed_tensors import explain_missing
 from replay.options.spec import USER_LOSS_PATTERN, LossName, ObjectiveSpec, ReplayParts, is_objective
 from replay.tolerances.difference import is_coarse
 

@@ -9,18 +9,10 @@ import torch
 from torch import Tensor
 
 from capture.facts import Setting
-from replay.objective.inputs import (
-    ADVANTAGES,
-    DIVISOR,
-    NUM_ITEMS,
-    OLD_LOG_PROBS,
-    REF_LOG_PROBS,
-    ObjectiveError,
-    ObjectiveInputs,
-    RecordedForObjective,
-    explain_missing,
-)
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import Formula, Need
+from replay.options.declarations.tensor_names import ADVANTAGES, DIVISOR, NUM_ITEMS, OLD_LOG_PROBS, REF_LOG_PROBS
+from replay.options.needed_tensors import explain_missing
 from replay.options.spec import KlEstimator, ObjectiveSpec, Reduction
 
 ON_POLICY = f"where the samples are the policy's own, {Setting('on_policy', True)}"

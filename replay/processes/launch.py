@@ -13,6 +13,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from actor_init.spec import ParallelSpec, UsageError
+from replay.options.needed_tensors import check_objective_needs, find_lack
+from replay.options.path_checks import check_paths
+from replay.options.spec import ReplaySpec
 from replay.processes.supervisor import ChildGroup, start_process
 
 if TYPE_CHECKING:
@@ -58,6 +61,22 @@ def refuse_process_group(function: str, advice: str = "Call it elsewhere") -> No
             f"replay.{function} starts its own processes, and this one is rank {rank} of {world_size} of {whose}",
             advice=advice,
         )
+
+
+def start_missing(spec: ReplaySpec, arguments: Sequence[str], *, needs: Sequence[str] = ()) -> int | None:
+    """Check what was typed as paths, and what the inputs have; then start the processes that are missing, if any are.
+
+    arguments  the command line, which each process gets
+    needs      names of tensors of which each pass has to have one
+
+    Returns their exit code; None where this process is to do the work. Raises UsageError.
+    """
+    check_paths(spec)
+    check_objective_needs(spec)
+    if needs and (lack := find_lack(spec.inputs, needs)) is not None:
+        raise UsageError(lack)
+    num_processes = count_missing_processes(spec.actor.parallel)
+    return relaunch(num_processes, arguments) if num_processes else None
 
 
 def relaunch(num_processes: int, arguments: Sequence[str]) -> int:

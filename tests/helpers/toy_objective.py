@@ -7,10 +7,11 @@ import sys
 
 from torch import Tensor
 
-from replay.objective.inputs import ADVANTAGES, ObjectiveInputs
+from replay.objective.inputs import ObjectiveInputs
 from replay.objective.objective import Formula, Need
 from replay.options.declarations import OBJECTIVES
 from replay.options.declarations.declaration import ObjectiveDeclaration
+from replay.options.declarations.tensor_names import ADVANTAGES
 from replay.options.spec import ObjectiveSpec
 
 TOY = ObjectiveDeclaration(

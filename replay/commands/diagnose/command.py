@@ -12,11 +12,10 @@ from capture.facts import Setting
 from replay.campaign.command_options import CampaignAction
 from replay.on_ray.ranks import run_here_or_on_ray
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
-from replay.options.path_checks import check_paths
 from replay.options.ray_options import RayOptions, with_ray_options
 from replay.options.spec import ReplaySpec, is_objective
 from replay.processes.child_job import ChildJob, leave_refusal
-from replay.processes.launch import count_missing_processes, relaunch
+from replay.processes.launch import start_missing
 
 
 def _serves_diagnose(option: DeclaredOption) -> bool:
@@ -68,9 +67,8 @@ def refuse_objective(spec: ReplaySpec) -> None:
 
 
 def _diagnose(job: ChildJob, *, typed: Sequence[str], checking: Mapping[str, Any], as_json: bool) -> int:
-    check_paths(job.spec)
-    if num_processes := count_missing_processes(job.spec.actor.parallel):
-        return relaunch(num_processes, typed)
+    if (exit_code := start_missing(job.spec, typed)) is not None:
+        return exit_code
     from replay.commands.diagnose.report import diagnose
 
     return CampaignAction(run=partial(diagnose, job.spec, **checking), as_json=as_json)()

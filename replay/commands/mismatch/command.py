@@ -10,11 +10,11 @@ import typer
 from actor_init.declarations.attention import WORDS
 from actor_init.spec import Dtype, UsageError
 from replay.campaign.command_options import CampaignAction
+from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
 from replay.options.option_parsing import CommandAction, DeclaredOption, add_options, job_option, json_option
-from replay.options.path_checks import check_paths
 from replay.options.spec import ReplaySpec
 from replay.processes.child_job import ChildJob, leave_refusal
-from replay.processes.launch import count_missing_processes, relaunch
+from replay.processes.launch import start_missing
 
 Word = TypeVar("Word", bound=str)
 WITH_COMMAS = ", with commas between"
@@ -75,9 +75,8 @@ def _measure(
     typed: Sequence[str],
     as_json: bool,
 ) -> int:
-    check_paths(spec)
-    if num_processes := count_missing_processes(spec.actor.parallel):
-        return relaunch(num_processes, typed)
+    if (exit_code := start_missing(spec, typed, needs=ROLLOUT_LOG_PROBS)) is not None:
+        return exit_code
     from replay.commands.mismatch.report import mismatch
 
     return CampaignAction(run=partial(mismatch, spec, dtypes, kernels, worst), as_json=as_json)()

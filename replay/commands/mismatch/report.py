@@ -39,14 +39,10 @@ from replay.commands.mismatch.statistics import (
     find_worst_tokens,
     measure_mismatch,
 )
-from replay.objective.inputs import (
-    ROLLOUT_LOG_PROBS,
-    ObjectiveError,
-    ObjectiveInputs,
-    RecordedForObjective,
-    explain_missing,
-)
+from replay.objective.inputs import ObjectiveError, ObjectiveInputs, RecordedForObjective
 from replay.objective.objective import compute_negated_mean
+from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
+from replay.options.needed_tensors import explain_missing
 from replay.options.option_parsing import format_command_line
 from replay.options.spec import ReplaySpec
 from replay.output.printing import open_console, print_line, print_pairs, print_table

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from actor_init.as_json import AnyFloat
-from replay.objective.inputs import ROLLOUT_LOG_PROBS, ObjectiveInputs
+from replay.objective.inputs import ObjectiveInputs
+from replay.options.declarations.tensor_names import ROLLOUT_LOG_PROBS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

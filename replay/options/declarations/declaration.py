@@ -10,9 +10,11 @@ class ObjectiveDeclaration:
     formula      "module:name" of its `Formula`, which is imported only when a replay computes it
     help         of the objective, for --loss
     own_options  fields of ObjectiveSpec that only objectives listing them take
+    needs        names of tensors of which each pass has to have one, whatever the options
     """
 
     name: str
     formula: str
     help: str
     own_options: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
