@@ -3,9 +3,9 @@
 `capture/file_format/gradient_signature.py` defines which elements. A rank that holds a part of a gradient takes the
 norm of its part, and those elements that lie in it.
 
-A parameter costs the job's thread about MICROSECONDS_PER_PARAMETER, and a CPU reads each gradient besides. So all
-gradients are signed in the first steps, and then in every n-th, such that it costs MICROSECONDS_PER_STEP on average.
-The model alone decides on n, so all ranks sign the same steps.
+A parameter costs the job's thread about MICROSECONDS_PER_PARAMETER, and each gradient is read besides, unless the job's
+clipping has computed its norm in fp32. So all gradients are signed in the first steps, and then in every n-th, such
+that it costs MICROSECONDS_PER_STEP on average. Model and clipping alone decide on n, so all ranks sign the same steps.
 """
 
 import math
@@ -21,11 +21,14 @@ from capture.file_format.gradient_signature import (
     choose_signature_elements,
     find_held_elements,
 )
+from capture.record.optimizer_hooks import GradientNorms
 from capture.record.parameter_sampler import FlatParameterSlot, ParameterSampler, ParameterSlot
 from capture.record.sharding import HeldPart, UnknownLayoutError, locate_part, locate_part_in_flat
 
 MICROSECONDS_PER_PARAMETER = 8.0
 MICROSECONDS_PER_CPU_ELEMENT = 0.001
+# A GPU for training reads about 3 TB in a second.
+MICROSECONDS_PER_DEVICE_BYTE = 1 / 3e6
 # A thousandth of a step of 70 ms.
 MICROSECONDS_PER_STEP = 70.0
 # The first steps are all signed, as far as they cost no more than this together.
@@ -99,16 +102,20 @@ class GradientSigner:
         # By name of the parameter: what the plan depends on, and the plan.
         self._plans: dict[str, tuple[Any, _SigningPlan | None]] = {}
 
-    def begin_step(self, device_type: str | None = None) -> bool:
+    def begin_step(self, device_type: str | None = None, *, has_norms: bool = False) -> bool:
         """Count a step of which something is recorded, and tell whether its gradients are to be signed.
 
         device_type  of the gradients; None: as of the parameters
+        has_norms    the job has computed the norms
         """
         if self._microseconds is None:
             num_signed = min(max(self._sampler.num_trained, 1), MAX_SIGNED)
             num_cpu_elements = self._sampler.count_cpu_elements() if device_type in ("cpu", None) else 0
+            num_device_bytes = 0 if has_norms or device_type == "cpu" else self._sampler.count_device_bytes()
             self._microseconds = (
-                MICROSECONDS_PER_PARAMETER * num_signed + MICROSECONDS_PER_CPU_ELEMENT * num_cpu_elements
+                MICROSECONDS_PER_PARAMETER * num_signed
+                + MICROSECONDS_PER_CPU_ELEMENT * num_cpu_elements
+                + MICROSECONDS_PER_DEVICE_BYTE * num_device_bytes * num_signed / max(self._sampler.num_trained, 1)
             )
         num_first = max(1, min(MAX_FIRST_STEPS, int(MICROSECONDS_AT_FIRST / self._microseconds)))
         period = math.ceil(self._microseconds / MICROSECONDS_PER_STEP)
@@ -123,14 +130,17 @@ class GradientSigner:
         ids: Container[int] | None = None,
         excluded: Container[str] = (),
         find_part: FindPart | None = None,
+        known_norms: GradientNorms | None = None,
     ) -> RawSignatures | None:
         """Sign the gradients of a step; None where there are none.
 
-        ids        ids of the parameters to sign; None: all
-        excluded   names of parameters to leave out
-        find_part  finds the gradients, where the parameters do not have them
+        ids          ids of the parameters to sign; None: all
+        excluded     names of parameters to leave out
+        find_part    finds the gradients, where the parameters do not have them
+        known_norms  of gradients that parameters have, as the job has computed them
         """
         plans: list[_SigningPlan] = []
+        norms: list[Tensor | None] = []
         parts: list[Tensor] = []
         elements: list[Tensor] = []
         without: list[str] = []
@@ -154,14 +164,18 @@ class GradientSigner:
             if plan.count:
                 elements.append(local.as_strided((plan.count,), (plan.signature.stride,), begin + plan.offset))
             plans.append(plan)
+            norms.append(None if known_norms is None else _find_norm(known_norms, slot.get_local_gradient(), plan.part))
         if not plans:
             return None
-        # A bf16 norm would itself be rounded to eight bits.
-        is_double = any(part.dtype == torch.float64 for part in parts)
-        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32))
+        own_norms = [norm for norm in norms if norm is not None]
+        if len(own_norms) < len(norms):
+            # A bf16 norm would itself be rounded to eight bits.
+            is_double = any(part.dtype == torch.float64 for part in parts)
+            own_norms = [*torch._foreach_norm(parts, 2, dtype=torch.float64 if is_double else torch.float32)]
+        joined_norms = torch.stack(own_norms)
         # Tensors of one dtype are joined by one kernel, those of several by one each.
         return RawSignatures(
-            values=torch.cat([norms, torch.cat(elements)]) if elements else norms,
+            values=torch.cat([joined_norms, torch.cat(elements)]) if elements else joined_norms,
             unsigned=tuple((plan.signature, plan.count) for plan in plans),
             num_copies=tuple(plan.part.num_copies for plan in plans),
             without=tuple(without),
@@ -196,6 +210,21 @@ class GradientSigner:
             layout_and_plan = self._plans[slot.name] = part, _make_plan(slot, part)
         plan = layout_and_plan[1]
         return None if plan is None else (plan, local)
+
+
+def _find_norm(known_norms: GradientNorms, gradient: Any, part: HeldPart) -> Tensor | None:
+    """Find the norm of what this rank holds of a gradient, in fp32; None where the job has computed no such norm."""
+    norm: Any = known_norms.find(gradient)
+    if norm is None or norm.dtype != torch.float32 or gradient.dtype != torch.float32 or not part.is_whole_tensor:
+        return None
+    if not hasattr(gradient, "placements"):
+        return norm if type(norm) is Tensor else None
+    # Where the gradient is sharded, the norm is not added up yet: then what is here is that of the shard.
+    is_local = all(
+        of_norm.is_partial() if of_gradient.is_shard() else of_gradient.is_replicate()
+        for of_norm, of_gradient in zip(norm.placements, gradient.placements, strict=True)
+    )
+    return norm._local_tensor if is_local else None
 
 
 def _locate(slot: ParameterSlot, gradient: Any) -> HeldPart | None:

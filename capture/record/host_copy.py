@@ -42,7 +42,7 @@ def copy_packed(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ordered = sorted(pack.items(), key=lambda pair: -pair[1].itemsize)
     # Tensors of several dtypes would be joined by a kernel each, bytes are by one for all.
     joined = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in ordered])
-    flat = _copy_to_host(joined) if joined.is_cuda else joined
+    flat = joined if joined.device.type == "cpu" else _copy_to_host(joined)
     copies, offset = {}, 0
     for name, tensor in ordered:
         values = flat[offset : offset + tensor.nbytes].view(tensor.dtype)

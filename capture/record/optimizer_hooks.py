@@ -19,13 +19,16 @@ import functools
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 SEES_ALL_CLIPPING = hasattr(nn.utils.clip_grad, "_clip_grads_with_norm_")
 
@@ -173,6 +176,51 @@ _wrapped_functions: list[_WrappedFunction] = []
 # The latest norm that torch computed, if it is of another order than 2. Gradients that are clipped by it count as
 # clipped by an unknown rule: the norms of ranks could not be added up.
 _latest_other_norm: Tensor | None = None
+# The latest norm of order 2 that torch computed, and those of single gradients that it computed for it.
+_latest_norms: "tuple[Tensor, GradientNorms] | None" = None
+
+
+class GradientNorms:
+    """Norms of single gradients, as torch computed them. It keeps no gradient alive."""
+
+    def __init__(self) -> None:
+        # By the gradient's id: the gradient, its version then, and the norm.
+        self._norms: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def add(self, gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+        for gradient, norm in zip(gradients, norms, strict=True):
+            self._norms[id(gradient)] = weakref.ref(gradient), gradient._version, norm
+
+    @property
+    def are_in_fp32(self) -> bool:
+        return all(norm.dtype == torch.float32 for _, _, norm in self._norms.values()) and bool(self._norms)
+
+    def find(self, gradient: Any) -> Tensor | None:
+        """Return the norm of a gradient; None where it is not known, or the gradient has changed since."""
+        reference, version, norm = self._norms.get(id(gradient), (None, 0, None))
+        latest = None if reference is None else reference()
+        return norm if latest is not None and latest is gradient and latest._version == version else None
+
+
+class _NormKeeper(TorchFunctionMode):
+    """Keeps the norms of single tensors that torch computes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = GradientNorms()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch._foreach_norm:
+            # The recorder must not end the job: tensors of inference mode have no version.
+            with suppress(Exception):
+                self.norms.add(args[0], result)
+        return result
+
+
+def find_gradient_norms(total_norm: Any) -> GradientNorms | None:
+    """Return the norms of single gradients of which `total_norm` was computed, if it is the latest one."""
+    return _latest_norms[1] if _latest_norms is not None and _latest_norms[0] is total_norm else None
 
 
 def _wrap_functions() -> None:
@@ -209,13 +257,13 @@ def _replace(
 
 
 def _unwrap_functions() -> None:
-    global _latest_other_norm
+    global _latest_other_norm, _latest_norms
     for module, name, original, wrapper in _wrapped_functions:
         # Somebody may have wrapped our wrapper meanwhile. Then it stays, and only passes calls on.
         if getattr(module, name) is wrapper:
             setattr(module, name, original)
     _wrapped_functions.clear()
-    _latest_other_norm = None
+    _latest_other_norm = _latest_norms = None
 
 
 def _find_active_callbacks() -> list[OptimizerCallbacks]:
@@ -231,6 +279,7 @@ def _wrap_clip_by_known_norm(original: Callable[..., Any]) -> Callable[..., Any]
     """Wrap torch's function that clips by a norm computed before."""
 
     def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        global _latest_norms
         if active_callbacks := _find_active_callbacks():
             parameters = _list_parameters(parameters)
             is_other_norm = total_norm is _latest_other_norm and total_norm is not None
@@ -239,19 +288,23 @@ def _wrap_clip_by_known_norm(original: Callable[..., Any]) -> Callable[..., Any]
                     callbacks.before_clipping(parameters, None, None)
                 else:
                     callbacks.before_clipping(parameters, max_norm, total_norm)
+            _latest_norms = None
         return original(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip
 
 
 def _wrap_get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function that computes a norm, to remember a norm of another order than 2."""
+    """Wrap torch's function that computes a norm, to remember its parts, and one of another order than 2."""
 
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        global _latest_other_norm
-        total_norm = original(tensors, norm_type, *args, **kwargs)
-        if _find_active_callbacks():
-            _latest_other_norm = None if norm_type == 2 else total_norm
+        global _latest_other_norm, _latest_norms
+        if not _find_active_callbacks():
+            return original(tensors, norm_type, *args, **kwargs)
+        with _NormKeeper() as keeper:
+            total_norm = original(tensors, norm_type, *args, **kwargs)
+        _latest_other_norm = None if norm_type == 2 else total_norm
+        _latest_norms = (total_norm, keeper.norms) if norm_type == 2 else None
         return total_norm
 
     return get_total_norm

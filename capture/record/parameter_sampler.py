@@ -31,7 +31,13 @@ from capture.file_format.optimizer_step import (
     strip_wrappers,
 )
 from capture.file_format.safe_unpickler import type_name
-from capture.record.sharding import SampleLocation, UnknownLayoutError, locate_run, locate_run_in_flat
+from capture.record.sharding import (
+    SampleLocation,
+    UnknownLayoutError,
+    count_local_elements,
+    locate_run,
+    locate_run_in_flat,
+)
 
 NUM_IN_FIRST_PASS = 1024
 NUM_PER_PASS = 8
@@ -343,6 +349,17 @@ class ParameterSampler:
         ]
         # ZeRO 3 leaves no elements in a parameter, and keeps their number.
         return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+
+    def count_device_bytes(self) -> int:
+        """Count the bytes of the trained parameters that are not on a CPU, as far as each rank holds them."""
+        trained = {
+            id(parameter): parameter
+            for slot in self.slots
+            if (parameter := slot.get_parameter()) is not None
+            and parameter.requires_grad
+            and parameter.device.type != "cpu"
+        }
+        return sum(count_local_elements(parameter) * parameter.element_size() for parameter in trained.values())
 
     @property
     def step_slots(self) -> Sequence[ParameterSlot]:

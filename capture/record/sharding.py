@@ -291,6 +291,15 @@ def _find_offset_and_stride(indices: Sequence[int], local: Tensor) -> tuple[int,
     return sum(index * stride for index, stride in zip(indices, strides, strict=True)), strides[-1] if strides else 1
 
 
+def count_local_elements(parameter: Any) -> int:
+    """Count the elements of a parameter that a rank holds, without padding: the same number on all ranks."""
+    if hasattr(parameter, "ds_numel"):
+        return int(parameter.ds_numel // torch.distributed.get_world_size(parameter.ds_process_group))
+    placements = getattr(parameter, "placements", ())
+    sizes = [parameter.device_mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_shard()]
+    return int(parameter.numel() // math.prod(sizes))
+
+
 def copy_local_norm(norm: Any) -> tuple[Tensor | None, bool]:
     """Copy what this rank has of a norm, and tell whether that is a part: then the squares of all ranks add up.
 

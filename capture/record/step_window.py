@@ -213,7 +213,7 @@ class StepWindow:
         self._clipping = _Clipping(
             after_pass=self._passes[-1],
             gradients=gradients,
-            signatures=self._sign(),
+            signatures=self._sign(known_norms=optimizer_hooks.find_gradient_norms(norm)),
             without_gradient=without_gradient,
             num_clipped=num_clipped,
             max_norm=limit,
@@ -364,18 +364,26 @@ class StepWindow:
         )
         return _copy_part(step, gradients, signatures, self._state_sampler.sample(optimizer), tensors)
 
-    def _sign(self, ids: Container[int] | None = None, engine: EngineGradients | None = None) -> RawSignatures | None:
+    def _sign(
+        self,
+        ids: Container[int] | None = None,
+        engine: EngineGradients | None = None,
+        known_norms: optimizer_hooks.GradientNorms | None = None,
+    ) -> RawSignatures | None:
         """Sign the gradients that no earlier part of this step has signed, if this step is one to be signed.
 
-        ids     ids of the parameters to sign; None: all
-        engine  has the gradients of DeepSpeed's partitions
+        ids          ids of the parameters to sign; None: all
+        engine       has the gradients of DeepSpeed's partitions
+        known_norms  what the job's clipping has computed
         """
         if self._signs is None:
-            self._signs = self._signer.begin_step(None if engine is None else engine.device_type)
+            device_type = None if engine is None else engine.device_type
+            has_norms = known_norms is not None and known_norms.are_in_fp32
+            self._signs = self._signer.begin_step(device_type, has_norms=has_norms)
         if not self._signs:
             return None
         find_part = None if engine is None else engine.find_part
-        return self._signer.sign(ids, self._signed_names, find_part)
+        return self._signer.sign(ids, self._signed_names, find_part, known_norms)
 
     def _add_members(
         self, optimizer: Optimizer, settings: Sequence[dict[str, Any]], groups: Sequence[Sequence[Any]]
