@@ -1,13 +1,21 @@
 """Gradients and weights that went through a 16-bit dtype."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from replay.tolerances.job_bounds import LOSS
+from capture.file_format.optimizer_step import Sample
+from replay.tolerances.job_bounds import GRADIENT_QUANTITIES, LOSS, STEPPED
 from replay.verdict.causes.cause import CauseName, Sureness
-from replay.verdict.causes.dtype_rules import SUMMED, find_half_dtype
+from replay.verdict.causes.dtype_rules import (
+    SUMMED,
+    find_finer_dtype,
+    find_half_dtype,
+    find_rounded_gradient,
+    find_rounded_weights,
+)
 from replay.verdict.causes.table import find_causes
 from replay.verdict.judge import PassEvidence, judge
 from replay.verdict.outcomes import Outcome
@@ -16,6 +24,7 @@ from tests.replay.verdict.causes.made_evidence import (
     NAMES,
     SETTINGS,
     draw_gradients,
+    make_forward_evidence,
     make_gradient_evidence,
     make_window,
 )
@@ -75,3 +84,60 @@ def test_nothing_is_reproduced_in_a_finer_dtype_than_the_jobs_that_was_typed(
     assert sentences == (
         ["the job computes in bfloat16, under autocast, and float32 was typed"] if outcome is Outcome.UNSETTLED else []
     )
+
+
+def test_gradients_of_which_the_ranks_parts_were_rounded_are_told() -> None:
+    parts = [[torch.tensor(values).bfloat16().float() for values in draw_gradients(seed).values()] for seed in (1, 2)]
+    summed = {name: (first + second).tolist() for name, first, second in zip(NAMES, *parts, strict=True)}
+    cause = find_rounded_gradient(make_gradient_evidence(make_window([summed], SOUND)))
+    assert cause is not None
+    assert cause.sentence.endswith(
+        "rounded to a 16-bit dtype, since the job's step 1: the sampled elements are values "
+        "of that dtype, or sums of some"
+    )
+    assert cause.explains == GRADIENT_QUANTITIES
+    assert find_rounded_gradient(make_gradient_evidence(make_window([SOUND], SOUND))) is None
+    assert find_rounded_gradient(make_forward_evidence(LOSS)) is None
+
+
+EXACT = tuple(torch.linspace(0.1, 0.9, 24).tolist())
+ROUNDED = tuple(torch.linspace(0.1, 0.9, 24).bfloat16().tolist())
+
+
+@pytest.mark.parametrize(
+    ("versions", "dtype", "step"),
+    [
+        ([(0, EXACT), (1, ROUNDED)], "float32", 1),
+        ([(0, EXACT), (0, EXACT), (3, ROUNDED)], "float32", 3),
+        ([(0, EXACT), (1, EXACT), (2, ROUNDED)], "float32", None),
+        # Weights that were 16-bit numbers before the first step say nothing, nor do those that another dtype stores.
+        ([(0, ROUNDED), (1, ROUNDED)], "float32", None),
+        ([(0, EXACT), (1, ROUNDED)], "bfloat16", None),
+        # A norm's weights of 1 are of any dtype.
+        ([(0, EXACT), (1, (1.0,) * 24)], "float32", None),
+        ([(1, ROUNDED)], "float32", None),
+        ([(None, EXACT), (None, ROUNDED)], "float32", None),
+    ],
+)
+def test_weights_that_a_step_rounds_are_told(
+    versions: Sequence[tuple[int | None, tuple[float, ...]]], dtype: str, step: int | None
+) -> None:
+    passes = []
+    for index, (number, values) in enumerate(versions):
+        [compared] = make_window([SOUND], SOUND, index=index)
+        samples = [Sample(name="w", dtype=dtype, shape=(24,), start=0, values=values)]
+        recorded = replace(compared.recorded, samples=samples, num_steps_before=number)
+        passes.append(replace(compared, recorded=recorded))
+    cause = find_rounded_weights(replace(make_forward_evidence(LOSS), passes=passes))
+    assert (cause is None) is (step is None)
+    if cause is not None:
+        assert (cause.name, cause.sureness) == (CauseName.DTYPE, Sureness.IS)
+        assert f"rounded to bf16 after step {step}: " in cause.sentence
+        assert {LOSS, STEPPED, *GRADIENT_QUANTITIES} <= set(cause.explains)
+    # Where no number is wrong, nothing has to be explained.
+    assert find_rounded_weights(replace(make_forward_evidence(), passes=passes)) is None
+
+
+def test_without_a_wrong_number_and_a_finer_dtype_no_dtype_is_told() -> None:
+    assert find_finer_dtype(make_forward_evidence()) is None
+    assert find_finer_dtype(make_forward_evidence(LOSS)) is None

@@ -65,3 +65,18 @@ def test_a_routers_loss_that_is_not_computed_here_leaves_nothing_else_to_say_of_
     [cause] = find_causes(evidence)
     assert (cause.name, cause.sureness) == (CauseName.ROUTER_LOSS, Sureness.PROBABLY)
     assert cause.sentence.endswith("which is not computed here: --ring 2 gives each rank a share of the tokens")
+
+
+def test_the_routers_loss_is_that_of_the_wrong_pass() -> None:
+    """Another pass of another rank has another one."""
+    evidence = make_loss_evidence(0.5, LOSS)
+    [own] = evidence.passes
+    others = [
+        replace(own, record=replace(own.record, index=index, rank=rank, routes=RoutesSection(router_loss=0.1)))
+        for index, rank in ((1, 0), (0, 1))
+    ]
+    cause = find_other_router_loss(replace(evidence, passes=[*others, own]))
+    assert cause is not None
+    assert cause.sentence.startswith("the routers' loss counts 3 times")
+    assert find_other_router_loss(replace(evidence, passes=others)) is None
+    assert find_other_router_loss(make_forward_evidence(TOKENS)) is None

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from actor_init.spec import ActorSpec
-from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS
+from replay.tolerances.job_bounds import GRAD_NORM, GRADIENT_NORMS, LOSS, STEPPED
 from replay.verdict.causes.cause import CauseName, Sureness
 from replay.verdict.causes.clipping import find_other_norm
 from replay.verdict.causes.evidence import Evidence
 from replay.verdict.causes.step_rules import (
+    EXPLAINED,
+    find_left_out_parameters,
     find_other_moments,
+    find_other_optimizer,
     find_other_state,
     find_repeated_steps,
     find_untaken_passes,
@@ -153,3 +157,159 @@ def test_moments_of_another_gradient_are_told_where_the_gradient_agrees(off: flo
     cause = find_other_moments(evidence)
     assert (cause is not None) is is_found
     assert cause is None or (cause.name, cause.sureness) == (CauseName.GRADIENTS_CHANGED, Sureness.PROBABLY)
+
+
+def make_state_evidence(
+    counts: Sequence[tuple[int, ...]], *, step: int | None = 2, name: str = OPTIMIZER_STATE, **settings: Any
+) -> Evidence:
+    """Steps before which the optimizer had counted so many; `name` is wrong at `step`, or in a forward behind all."""
+    evidence = make_steps(counts)
+    wrong = make_finding(name, 2.0, 1.0, difference=1.0, bound=0.1)
+    verdict = make_verdict(len(counts) - 1, [wrong], optimizer_step=step)
+    return replace(evidence, verdicts=[verdict], settings=replace(SETTINGS, **settings))
+
+
+@pytest.mark.parametrize(
+    ("counts", "name", "words"),
+    [
+        ([(0,), (1,), (0,)], CauseName.OPTIMIZER_STATE, "had counted 0 steps before step 3, after 2 in the recording"),
+        ([(0,), (9,), (4,)], CauseName.STEPS_SKIPPED, "had counted 9 steps before step 2, and was seen to take 1"),
+        ([(5,), (6,), (7,)], CauseName.OPTIMIZER_STATE, "held the state of 5 steps before step 1"),
+        ([(5,), (6,), (4,)], CauseName.OPTIMIZER_STATE, "held the state of 5 steps before step 1"),
+        ([(0,), (1,), (1,)], CauseName.STEPS_SKIPPED, "had counted 1 step before step 3, and was seen to take 2"),
+    ],
+)
+def test_what_the_counts_of_an_optimizer_tell(counts: Sequence[tuple[int, ...]], name: CauseName, words: str) -> None:
+    cause = find_other_state(make_state_evidence(counts))
+    assert cause is not None
+    assert (cause.name, cause.sureness, cause.explains) == (name, Sureness.IS, EXPLAINED)
+    assert words in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "is_found"),
+    [
+        (2, OPTIMIZER_STATE, True),
+        (2, STEPPED, True),
+        # A wrong gradient comes before the step that it is of.
+        (2, GRAD_NORM, False),
+        (3, GRAD_NORM, True),
+        (1, OPTIMIZER_STATE, False),
+        # A forward behind three steps of the job.
+        (None, LOSS, True),
+    ],
+)
+def test_a_state_explains_what_is_wrong_behind_its_step_alone(step: int | None, name: str, is_found: bool) -> None:
+    evidence = make_state_evidence([(0,), (1,), (0,), (1,)], step=step, name=name)
+    assert (find_other_state(evidence) is not None) is is_found
+
+
+def test_a_state_that_the_replay_was_given_is_no_cause() -> None:
+    counts = [(5,), (6,), (7,)]
+    assert find_other_state(make_state_evidence(counts)) is not None
+    assert find_other_state(make_state_evidence(counts, loaded_counts=[5])) is None
+    # Steps that are taken twice have a rule of their own.
+    assert find_other_state(make_state_evidence([(0,), (2,), (4,)])) is None
+    assert find_other_state(replace(make_state_evidence(counts), verdicts=[])) is None
+
+
+def test_a_lost_state_says_how_to_keep_it() -> None:
+    lost = find_other_state(make_state_evidence([(0,), (1,), (0,)]))
+    begun = find_other_state(make_state_evidence([(5,), (6,), (7,)]))
+    assert lost is not None
+    assert begun is not None
+    assert str(lost.try_next).startswith("keep the optimizer")
+    assert str(begun.try_next).startswith("load the optimizer's state with the weights")
+
+
+def make_optimizer_evidence(*texts: str, num_windows: int) -> Evidence:
+    """As many windows, the first of which have these words about their optimizers' settings."""
+    windows = [make_window([SOUND], SOUND, index=index) for index in range(num_windows)]
+    verdicts = []
+    for index, text in enumerate(texts):
+        finding = replace(make_finding(OPTIMIZER, 1.0, 2.0, difference=1.0, bound=0.0), values_as_text=text)
+        verdicts.append(make_verdict(index, [finding], optimizer_step=index))
+    passes = [compared for window in windows for compared in window]
+    return replace(make_forward_evidence(), passes=passes, windows=windows, verdicts=verdicts)
+
+
+RATE, OTHER_RATE = "learning rate 0.1 in the job, 0.01 here", "learning rate 0.2 in the job, 0.01 here"
+CLIPPED, BETAS = "clipped to 1 in the job, to nothing here", "betas 0.9 in the job, 0.8 here"
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_windows", "name"),
+    [
+        ([RATE, RATE], 2, CauseName.OPTIMIZER),
+        ([RATE], 2, CauseName.SCHEDULE),
+        ([RATE, OTHER_RATE], 2, CauseName.SCHEDULE),
+        ([BETAS], 2, CauseName.OPTIMIZER),
+        ([f"{RATE}; {BETAS}"], 2, CauseName.OPTIMIZER),
+        ([f"{CLIPPED}"], 1, CauseName.CLIPPING),
+        ([f"{CLIPPED}; {BETAS}"], 1, CauseName.OPTIMIZER),
+        (["the job's optimizer is not known"], 1, None),
+        ([], 1, None),
+    ],
+)
+def test_settings_that_differ_are_of_the_optimizer_the_schedule_or_the_clipping(
+    texts: Sequence[str], num_windows: int, name: CauseName | None
+) -> None:
+    cause = find_other_optimizer(make_optimizer_evidence(*texts, num_windows=num_windows))
+    assert (cause is None) is (name is None)
+    if cause is not None:
+        assert (cause.name, cause.sureness, cause.explains) == (name, Sureness.IS, EXPLAINED)
+        assert cause.sentence == f"{texts[0]}, since the job's step 1"
+
+
+@pytest.mark.parametrize(
+    ("in_groups", "num_frozen", "is_found"),
+    [([4, 5], 0, True), ([5, 5], 0, False), ([4, 5], 1, False), ([0, 0], 0, False)],
+)
+def test_an_optimizer_of_fewer_parameters_than_are_trained_left_some_out(
+    in_groups: Sequence[int], num_frozen: int, is_found: bool
+) -> None:
+    """Of a model of ten parameters."""
+    evidence = make_steps([(0,), (1,)])
+    passes = []
+    for compared in evidence.passes:
+        recorded = compared.recorded
+        assert recorded.step_after is not None
+        step = replace(recorded.step_after, settings=tuple({"num_parameters": number} for number in in_groups))
+        weights = replace(recorded.weights, num_parameters=10)
+        passes.append(
+            replace(compared, recorded=replace(recorded, step_after=step, weights=weights, num_frozen=num_frozen))
+        )
+    cause = find_left_out_parameters(replace(evidence, passes=passes))
+    assert (cause is not None) is is_found
+    if cause is not None:
+        assert (cause.name, cause.sureness, cause.explains) == (CauseName.OPTIMIZER, Sureness.PROBABLY, EXPLAINED)
+        assert "has 9 of 10 parameters that are trained" in cause.sentence
+    assert find_left_out_parameters(replace(evidence, passes=passes, verdicts=[])) is None
+    assert find_left_out_parameters(replace(evidence, passes=[])) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_found"),
+    [({}, True), ({"trains": False}, False), ({"forward": None}, False), ({"rank": 1}, False)],
+)
+def test_a_pass_that_was_to_be_trained_on_is_missed_alone(changes: dict[str, Any], is_found: bool) -> None:
+    """A rank that no step of is known may have taken its passes."""
+    evidence = make_steps([(0,), (1,), (1,), (2,)], left_out=[1])
+    passes = list(evidence.passes)
+    passes[1] = replace(passes[1], recorded=replace(passes[1].recorded, **changes))
+    cause = find_untaken_passes(replace(evidence, passes=passes))
+    assert (cause is not None) is is_found
+    assert cause is None or cause.explains == EXPLAINED
+    assert find_untaken_passes(replace(evidence, passes=passes, verdicts=[])) is None
+
+
+def test_moments_say_where_and_need_to_be_wrong_first() -> None:
+    moments = make_finding(OPTIMIZER_STATE, 0.1, 0.9, difference=1.0, bound=1e-3, where="layers.0.weight")
+    verdict = make_verdict(1, [moments], optimizer_step=1)
+    evidence = replace(make_forward_evidence(), verdicts=[verdict])
+    cause = find_other_moments(evidence)
+    assert cause is not None
+    assert "before the job's step 2: its moments are not the replay's (layers.0.weight)" in cause.sentence
+    assert cause.explains == EXPLAINED
+    before = make_verdict(0, [make_finding(LOSS, 2.0, 1.0, difference=1.0, bound=0.1)])
+    assert find_other_moments(replace(evidence, verdicts=[before, verdict])) is None

@@ -11,9 +11,9 @@ from capture.file_format.optimizer_step import Sample
 from replay.tolerances.job_bounds import LOSS, STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.table import find_causes
-from replay.verdict.causes.weight_rules import find_other_weights, find_weights_of_earlier_step
+from replay.verdict.causes.weight_rules import find_other_update, find_other_weights, find_weights_of_earlier_step
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome
-from replay.verdict.pass_values import SteppedSample, WeightComparison
+from replay.verdict.pass_values import DifferingElement, SteppedSample, WeightComparison
 from tests.replay.verdict.causes.made_evidence import (
     draw_gradients,
     make_forward_evidence,
@@ -42,7 +42,7 @@ def test_weights_that_come_back_are_named_with_their_steps() -> None:
     assert cause.sentence.startswith("the job's weights before step 4 are again those before step 2")
 
 
-@pytest.mark.parametrize("versions", [[0, 1, 2, 3], [0, 0, 0, 0], [0], [0, 1], [0, 0, 1, 1]])
+@pytest.mark.parametrize("versions", [[0, 1, 2, 3], [0, 0, 0, 0], [0], [0, 1], [0, 0, 1, 1], [0, 1, 1, 2]])
 def test_weights_that_move_on_or_never_move_are_no_sign(versions: Sequence[int]) -> None:
     assert find_cause(versions) is None
 
@@ -118,3 +118,91 @@ def test_an_optimizer_of_the_users_own_that_steps_otherwise_is_told_first() -> N
     cause = judge_update([30.0] * 8, steps=ActorSpec(optimizer="own.py:build"))
     assert (cause.name, cause.sureness) == (CauseName.OPTIMIZER, Sureness.PROBABLY)
     assert "the job's optimizer does not step as own.py:build does" in cause.sentence
+
+
+def test_a_cause_of_the_step_needs_its_weights_to_be_wrong_first() -> None:
+    gradients = draw_gradients()
+    evidence = make_gradient_evidence(make_window([gradients], gradients), names=(STEPPED,))
+    assert find_other_update(evidence) is not None
+    assert find_other_update(make_forward_evidence(LOSS)) is None
+    [forward] = make_forward_evidence(LOSS).verdicts
+    assert find_other_update(replace(evidence, verdicts=[forward, *evidence.verdicts])) is None
+    # Without weights behind the step it is said in general.
+    cause = find_other_update(evidence)
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
+    assert {STEPPED, LOSS} <= set(cause.explains)
+
+
+def find_cause_of_weights(
+    *, differing: Sequence[str], compared: Sequence[str], steps: Sequence[int | None] = (0,), **changes: Any
+) -> Cause | None:
+    """The cause where all passes of a replay, after so many steps of the job, ran on other weights."""
+    gradients = draw_gradients()
+    evidence = make_forward_evidence(LOSS)
+    weights = WeightComparison(compared=tuple(compared), differing=tuple(differing), **changes)
+    passes, verdicts = [], []
+    for index, step in enumerate(steps):
+        [made] = make_window([gradients], gradients, index=index)
+        passes.append(replace(made, weights=weights, recorded=replace(made.recorded, num_steps_before=step)))
+        verdicts.append(replace(evidence.verdicts[0], index=index, outcome=Outcome.CANNOT_TELL, reason=OTHER_WEIGHTS))
+    return find_other_weights(replace(evidence, passes=passes, verdicts=verdicts))
+
+
+WEIGHTS = ("layers.0.q.weight", "layers.0.o.weight", "layers.1.q.weight", "layers.1.o.weight", "norm.weight")
+LOADED = "if the job loaded this folder"
+
+
+@pytest.mark.parametrize(
+    ("differing", "steps", "sentence", "checks_loading"),
+    [
+        (WEIGHTS[:1], (0, 1), "than pass 1 did: layers.0.q.weight differs", True),
+        (WEIGHTS[:2], (None,), "than pass 1 did: layers.0.{o,q}.weight", True),
+        (WEIGHTS[:4], (0,), "than pass 1 did: ", False),
+        # Behind a step of the job that was not replayed, all weights are other ones.
+        (WEIGHTS[:1], (1,), "than pass 1 did, which the job had after 1 step: layers.0.q.weight differs", False),
+    ],
+)
+def test_other_weights_are_named_with_the_step_they_are_of(
+    differing: Sequence[str], steps: Sequence[int | None], sentence: str, checks_loading: bool
+) -> None:
+    cause = find_cause_of_weights(differing=differing, compared=WEIGHTS, steps=steps)
+    assert cause is not None
+    assert (cause.name, cause.sureness) == (CauseName.OTHER_WEIGHTS, Sureness.IS)
+    assert cause.sentence.startswith(f"the replay runs on other weights {sentence.partition('{')[0]}")
+    assert str(cause.try_next).startswith(LOADED) is checks_loading
+
+
+def test_the_first_element_that_differs_is_told() -> None:
+    first = DifferingElement(name="norm.weight", index=3, recorded=1.0, replayed=0.5)
+    cause = find_cause_of_weights(differing=["norm.weight"], compared=WEIGHTS, first=first)
+    assert cause is not None
+    assert ": element 3 of norm.weight is 1 in the job, 0.5 here" in cause.sentence
+
+
+def test_a_pass_that_was_judged_or_another_reason_shows_no_other_weights() -> None:
+    evidence = make_forward_evidence(LOSS)
+    assert find_other_weights(evidence) is None
+    assert find_other_weights(replace(evidence, verdicts=[])) is None
+    failed = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason="the pass failed")
+    assert find_other_weights(replace(evidence, verdicts=[failed])) is None
+
+
+@pytest.mark.parametrize(
+    ("moves", "name", "words"),
+    [
+        # None moves in the job: that is no parameter that was left out.
+        ([0.0] * 8, CauseName.WEIGHTS_CHANGED, "something besides the optimizer changed them"),
+        ([1.0] * 3 + [30.0] * 5, CauseName.WEIGHTS_CHANGED, "most of 8 samples are off by many times"),
+        ([1.0] * 5 + [30.0] * 3, CauseName.WEIGHTS_CHANGED, "something besides the optimizer changed them"),
+        ([1.0] * 7 + [0.0], CauseName.OPTIMIZER, "no step of the job moves model.layers.7.weight"),
+    ],
+)
+def test_how_far_the_weights_moved_tells_what_moved_them(moves: Sequence[float], name: CauseName, words: str) -> None:
+    cause = judge_update(moves)
+    assert (cause.name, cause.sureness) == (name, Sureness.PROBABLY)
+    assert words in cause.sentence
+
+
+def test_an_optimizer_of_torchs_own_is_not_named() -> None:
+    assert judge_update([1.5] * 8, steps=ActorSpec()).name is CauseName.WEIGHTS_CHANGED

@@ -1,0 +1,111 @@
+"""Which passes of a step its gradient is of: made sums of two and of three passes' gradients on one rank."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from replay.tolerances.job_bounds import GRADIENT
+from replay.verdict.causes.cause import Cause, CauseName, Sureness
+from replay.verdict.causes.evidence import Evidence
+from replay.verdict.causes.mix_rules import EXPLAINED, find_other_mix
+from replay.verdict.gradient_mix import OwnGradient
+from tests.replay.verdict.causes.made_evidence import (
+    NAMES,
+    draw_gradients,
+    make_gradient_evidence,
+    make_window,
+    sample_replay,
+)
+
+PARTS = [draw_gradients(seed) for seed in range(3)]
+
+
+def make_mix_evidence(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> Evidence:
+    """Evidence of a step of one rank, whose gradient has so many times of each pass what it should have."""
+    num_passes = len(shares)
+    job = {
+        name: [
+            sum(share * part[name][place] for share, part in zip(shares, PARTS, strict=False)) / num_passes
+            for place in range(len(PARTS[0][name]))
+        ]
+        for name in NAMES
+    }
+    window = []
+    for index in range(num_passes):
+        [compared] = make_window([job], PARTS[0], index=index, dtype=dtype)
+        step = compared.recorded.step_after
+        assert step is not None
+        step = replace(step, passes=tuple(range(num_passes)), shares=(1.0,) * num_passes, clips_early=clips_early)
+        is_last = index == num_passes - 1
+        window.append(replace(compared, recorded=replace(compared.recorded, step_after=step if is_last else None)))
+    own = [
+        OwnGradient(
+            index=index, data_rank=0, rank=0, forward=index, weight=1 / num_passes, gradient=sample_replay(PARTS[index])
+        )
+        for index in range(num_passes)
+    ]
+    return replace(make_gradient_evidence(window), own_gradients=own)
+
+
+def find_cause(shares: Sequence[float], *, clips_early: bool = False, dtype: str = "float32") -> Cause | None:
+    return find_other_mix(make_mix_evidence(shares, clips_early=clips_early, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("shares", "sentence"),
+    [
+        ([1.0, 0.0], "forward 1 of rank 0 has no part in the step's gradient, since the job's step 2"),
+        ([1.0, 0.0, 0.0], "forward 1 of rank 0, forward 2 of rank 0 have no part in the step's gradient"),
+        ([0.0, 0.0, 1.0], "of a step's 3 passes the last alone is in the step's gradient"),
+        # Of two passes the last alone: the other one is named.
+        ([0.0, 1.0], "forward 0 of rank 0 has no part in the step's gradient"),
+        ([0.5, 1.5], "the passes of a step count 0.5, 1.5 times what they should, since the job's step 2"),
+    ],
+)
+def test_passes_that_count_otherwise_are_named(shares: Sequence[float], sentence: str) -> None:
+    cause = find_cause(shares)
+    assert cause is not None
+    assert (cause.name, cause.sureness, cause.explains) == (CauseName.WINDOW_WEIGHTS, Sureness.IS, EXPLAINED)
+    assert cause.sentence.startswith(sentence)
+
+
+def test_other_shares_of_a_job_that_clips_early_come_of_that() -> None:
+    cause = find_cause([0.5, 1.5], clips_early=True)
+    assert cause is not None
+    assert (cause.name, cause.sureness, cause.explains) == (CauseName.CLIPPED_EARLY, Sureness.IS, EXPLAINED)
+    assert "count 0.5, 1.5 times" in cause.sentence
+
+
+@pytest.mark.parametrize(
+    ("shares", "dtype", "is_found"),
+    [
+        # A factor on all passes is no other mix of one rank's.
+        ([1.0, 1.0], "float32", False),
+        ([2.0, 2.0], "float32", False),
+        ([0.95, 1.05], "float32", True),
+        # In 16 bits rounding may do that.
+        ([0.95, 1.05], "bfloat16", False),
+        ([0.05, 1.0], "float32", True),
+        ([0.7, 1.3], "bfloat16", True),
+    ],
+)
+def test_shares_that_rounding_explains_are_no_cause(shares: Sequence[float], dtype: str, is_found: bool) -> None:
+    assert (find_cause(shares, dtype=dtype) is not None) is is_found
+
+
+def test_a_gradient_that_is_no_sum_of_the_passes_is_another_cause() -> None:
+    evidence = make_mix_evidence([0.5, 1.5])
+    strange = [replace(own, gradient=sample_replay(draw_gradients(7 + own.index))) for own in evidence.own_gradients]
+    assert find_other_mix(replace(evidence, own_gradients=strange)) is None
+
+
+def test_without_the_passes_own_gradients_of_that_window_nothing_is_said() -> None:
+    evidence = make_mix_evidence([0.5, 1.5])
+    assert find_other_mix(replace(evidence, own_gradients=())) is None
+    others = [replace(own, index=own.index + 2) for own in evidence.own_gradients]
+    assert find_other_mix(replace(evidence, own_gradients=others)) is None
+    [verdict] = evidence.verdicts
+    assert find_other_mix(replace(evidence, verdicts=[])) is None
+    elsewhere = replace(verdict, index=9, findings=[each for each in verdict.findings if each.name == GRADIENT])
+    assert find_other_mix(replace(evidence, verdicts=[elsewhere])) is None
