@@ -2,12 +2,14 @@
 
 import ast
 import gc
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -21,8 +23,17 @@ from capture.file_format.tensor_codec import RandomStates
 from replay.options.spec import find_sample_folder
 from replay.runlog.records import CostSection
 from replay.runner.observers import LossCheck
-from replay.runner.run_pass import PassInputs, PassObserver, run_pass
+from replay.runner.run_pass import (
+    MeterClock,
+    NullClock,
+    PassInputs,
+    PassObserver,
+    PassOutcome,
+    run_pass,
+    run_pass_again,
+)
 from replay.watch.progress import RankPhase
+from tests.helpers.made_records import cost
 
 ROOT = Path(__file__).parents[3]
 ONLY_RUN_PASS = {"forward", "backward", "end_window"}
@@ -51,9 +62,16 @@ class Backend:
             raise RuntimeError("the backward failed")
         loss.backward()
 
+    @property
+    def model(self) -> Any:
+        return SimpleNamespace(named_parameters=lambda: [("weight", self.weight)])
+
     def end_window(self, *, step: bool, settings: StepSettings | None = None) -> float:
-        self.events.append("step" if step else "clear")
-        assert self.weight.grad is not None
+        self.events.append(("step" if step else "clear") + (f" at {settings.groups}" if settings is not None else ""))
+        if self.fails_in == "step":
+            raise RuntimeError("the step failed")
+        if self.weight.grad is None:
+            return 0.0
         norm = float(self.weight.grad)
         self.weight.grad = None
         return norm
@@ -153,6 +171,14 @@ def count_tokens(inputs: PassInputs) -> int:
     return int(inputs.actor_inputs.action_mask_BA.sum())
 
 
+def keep_logits() -> tuple[KeptLogits, "weakref.ref[Tensor]"]:
+    """Logits that a forward kept for its loss, and what tells whether they are still there."""
+    kept, logits = KeptLogits(), torch.zeros(1, 1)
+    places = torch.zeros(1, dtype=torch.int64)
+    kept.keep(logits, places, places, (1, 1), None)
+    return kept, weakref.ref(logits)
+
+
 def test_a_step_is_measured_and_all_that_is_looked_at_is_not(events: list[str], inputs: PassInputs) -> None:
     backend: Any = Backend(events)
     number = count_tokens(inputs)
@@ -226,16 +252,178 @@ def test_a_forward_alone_builds_no_graph(events: list[str], inputs: PassInputs) 
     assert (events, graphs) == (["forward, evaluates"], [False])
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_a_pass_that_fails_closes_its_observers_with_the_error(
     phase: str, events: list[str], inputs: PassInputs
 ) -> None:
     backend: Any = Backend(events)
     backend.fails_in = phase
     with pytest.raises(RuntimeError, match=f"the {phase} failed"):
-        run_pass(backend, inputs, Clock(events), [Marker(events), PausingObserver(events, backend)])
+        run_pass(
+            backend, replace(inputs, takes_step=True), Clock(events), [Marker(events), PausingObserver(events, backend)]
+        )
     assert events[-1] == f"closed: the {phase} failed"
     assert events[-2] == f"{phase} ends"
+
+
+class Fails(PassObserver):
+    """Fails in one of its methods."""
+
+    def __init__(self, method: str, error: BaseException) -> None:
+        self.error = error
+        setattr(self, method, self.fail)
+
+    def fail(self, *_: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("method", "last"),
+    [
+        ("after_forward", "forward ends"),
+        ("after_backward", "backward ends"),
+        ("before_step", "backward ends"),
+        ("after_measurement", "stop"),
+    ],
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+def test_whatever_breaks_a_pass_off_its_observers_are_closed_and_its_logits_dropped(
+    method: str, last: str, error: BaseException, events: list[str], inputs: PassInputs
+) -> None:
+    backend: Any = Backend(events)
+    kept, logits = keep_logits()
+    inputs = replace(inputs, takes_step=True, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept))
+    with pytest.raises(type(error)):
+        run_pass(backend, inputs, Clock(events), [Marker(events), Fails(method, error)])
+    shown = [event for event in events if not event.startswith("at ")]
+    assert shown[-2:] == [last, f"closed: {error}"]
+    assert logits() is None
+    # Autograd is again as it was before the pass.
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_runs_to_the_end(value: float, events: list[str], inputs: PassInputs) -> None:
+    """What is known to break is run: the log says it, and the search for its cause runs the pass again."""
+    backend: Any = Backend(events)
+    outcome = run_pass(backend, replace(inputs, compute_loss=lambda log_probs_BA: log_probs_BA.sum() * value))
+    assert str(outcome.loss.item()) == str(value)
+    assert outcome.grad_norm is not None
+    assert not math.isfinite(outcome.grad_norm)
+    assert events[-1] == "clear"
+
+
+def run_window(events: list[str], inputs: PassInputs, **changes: Any) -> tuple[PassOutcome, Any]:
+    backend: Any = Backend(events)
+    return run_pass(backend, replace(inputs, **changes), Clock(events)), backend
+
+
+def test_a_step_that_nobody_asked_for_is_taken_behind_the_clock(events: list[str], inputs: PassInputs) -> None:
+    settings = StepSettings(groups=())
+    outcome, _ = run_window(events, inputs, follows_step=True, step_settings=settings)
+    assert events[-2:] == ["stop", "step at ()"]
+    assert outcome.grad_norm == count_tokens(inputs)
+
+
+def test_a_window_that_lacks_a_pass_is_cleared_and_has_no_norm(events: list[str], inputs: PassInputs) -> None:
+    outcome, backend = run_window(events, inputs, ends_window=False, drops_gradient=True)
+    assert events[-2:] == ["stop", "clear"]
+    assert outcome.grad_norm is None
+    assert backend.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("untrained", "ends_window", "norm"),
+    [({"weight"}, True, 0.0), ({"weight"}, False, None), ({"other"}, True, 1.0), (set(), True, 1.0)],
+)
+def test_what_the_job_did_not_train_has_no_gradient_at_the_windows_end(
+    untrained: set[str], ends_window: bool, norm: float | None, events: list[str], inputs: PassInputs
+) -> None:
+    outcome, _ = run_window(events, inputs, ends_window=ends_window, untrained=frozenset(untrained))
+    assert outcome.grad_norm == (None if norm is None else norm * count_tokens(inputs))
+
+
+def test_the_loss_is_weighed_in_the_backward_alone(events: list[str], inputs: PassInputs) -> None:
+    number = count_tokens(inputs)
+    outcome, _ = run_window(events, inputs, loss_weight=0.5, window_factor=4.0)
+    assert f"backward of {4 * number}" in events
+    assert (outcome.loss.item(), outcome.grad_norm) == (2.0 * number, 2.0 * number)
+
+
+def test_the_routers_loss_is_a_part_of_the_loss(events: list[str], inputs: PassInputs) -> None:
+    term: Any = SimpleNamespace(compute=lambda routers: torch.tensor(3.0))
+    outcome, _ = run_window(events, inputs, router_loss=term)
+    assert outcome.router_loss is not None
+    assert (outcome.loss.item(), outcome.router_loss.item()) == (2.0 * count_tokens(inputs) + 3.0, 3.0)
+
+
+def test_a_pass_that_runs_again_steps_nothing_and_draws_nothing(events: list[str], inputs: PassInputs) -> None:
+    """Whatever its place in the window was, it is a window of its own, of weight 1."""
+    backend: Any = Backend(events)
+
+    def draw(log_probs_BA: Tensor) -> Tensor:
+        return log_probs_BA.sum() + 0 * torch.rand(1).sum()
+
+    state = torch.get_rng_state()
+    again = replace(inputs, compute_loss=draw, ends_window=False, takes_step=True, follows_step=True, loss_weight=0.5)
+    outcome = run_pass_again(backend, again, torch.device("cpu"))
+    assert events == ["forward, trains", f"backward of {2 * count_tokens(inputs)}", "clear"]
+    assert outcome.grad_norm == count_tokens(inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    # Without a backward there is no gradient to clear.
+    events.clear()
+    run_pass_again(backend, replace(again, runs_backward=False, builds_graph=False), torch.device("cpu"))
+    assert events == ["forward, trains"]
+
+
+class World:
+    def __init__(self, world_size: int, events: list[str]) -> None:
+        self.world_size, self.events = world_size, events
+
+    def meet(self) -> None:
+        self.events.append("meet")
+
+
+class Meter:
+    """Writes down what it measures; each phase takes a second."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.names = events, list[str]()
+
+    def start_pass(self) -> None:
+        self.events.append("start")
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.events.append("pause")
+        yield
+
+    def end_pass(self) -> tuple[dict[str, Any], float]:
+        return {name: cost(1.0) for name in self.names}, float(len(self.names))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "meetings", "wait_seconds"), [(1, ["meet", "start"], None), (2, ["meet", "start", "meet"], 1.0)]
+)
+def test_ranks_wait_for_each_other_and_the_wait_is_no_phase(
+    world_size: int, meetings: list[str], wait_seconds: float | None, events: list[str], inputs: PassInputs
+) -> None:
+    backend, meter, world = Backend([]), Meter(events), World(world_size, events)
+    outcome = run_pass(cast(Any, backend), inputs, MeterClock(cast(Any, meter), cast(Any, world)))
+    assert events == meetings
+    assert list(outcome.cost.phases) == ["forward", "backward"]
+    assert outcome.cost.wait_seconds == wait_seconds
+    assert outcome.cost.seconds == len(meter.names)
+
+
+def test_without_a_clock_a_pass_costs_nothing_that_is_known(inputs: PassInputs) -> None:
+    backend: Any = Backend([])
+    assert run_pass(backend, inputs).cost == NullClock().stop() == CostSection()
 
 
 def test_an_observer_that_cannot_begin_closes_those_that_have_begun(events: list[str], inputs: PassInputs) -> None:
@@ -268,14 +456,13 @@ def test_a_pass_keeps_no_graph_and_no_logits_of_its_own(events: list[str], input
         seen.append(weakref.ref(log_probs_BA))
         return log_probs_BA.sum()
 
-    kept = KeptLogits()
-    kept._logits = torch.zeros(1)
+    kept, logits = keep_logits()
     outcome = run_pass(
         backend, replace(inputs, actor_inputs=replace(inputs.actor_inputs, kept_logits=kept), compute_loss=compute_loss)
     )
     gc.collect()
     assert seen[0]() is None
-    assert kept._logits is None
+    assert logits() is None
     assert not outcome.log_probs_BA.requires_grad
     assert not outcome.loss.requires_grad
 
