@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,99 +23,25 @@ from replay.campaign.executor import ThisMachine
 from replay.command_line.cli import main
 from replay.commands.minimise import folder as folder_module
 from replay.commands.minimise.cutting import Candidate
-from replay.commands.minimise.failure import FailureKind, ReplayFailure, find_failure, mask
 from replay.commands.minimise.folder import _format_run_script
 from replay.commands.minimise.standalone import Standalone
 from replay.commands.minimise.trials import MinimiseTrial, ParityCell
 from replay.processes.pool import Child, Task
 from replay.runlog.records import PassRecord
-from replay.verdict.findings import Finding, FindingStatus
-from replay.verdict.outcomes import Outcome, PassVerdict
 from tests.helpers.commands import LIMIT
 from tests.helpers.failing_inputs import CONFIG as GPT2
 from tests.helpers.made_captures import write_pass
-from tests.helpers.made_logs import VERDICT, passed, write_log
+from tests.helpers.made_logs import passed, write_log
 from tests.helpers.planted_failures import LOSSES, usual_inputs
 from tests.helpers.planted_losses import TOKEN
 from tests.helpers.repeated import repeated_by
 from tests.helpers.schemas import assert_valid
 from tests.helpers.typed import spec_of
+from tests.replay.commands.test_minimise_failure import child_of, fail
 from tests.trainers.common import make_model
 
 Captured = pytest.CaptureFixture[str]
 Event = Callable[[Path], list[PassRecord]]
-
-
-def child_of(home: Path, exit_code: int | None, records: list[PassRecord], printed: str = "", **run: Any) -> Child:
-    """A replay that left these records, and these fields of run.json."""
-    folder = write_log(home / "run", records, exit_code=exit_code)
-    whole = json.loads((folder / "run.json").read_text()) | run
-    (folder / "run.json").write_text(json.dumps(whole))
-    (home / "output.txt").write_text(printed)
-    return Child(exit_code=exit_code, seconds=3.0, output=home / "output.txt", logs=home)
-
-
-def error(index: int, kind: str, text: str, **changes: Any) -> PassRecord:
-    return PassRecord(index=index, source=f"{index}.pkl", rank=0, error=text, error_type=kind, **changes)
-
-
-def test_a_failure_is_read_from_the_log_of_a_replay(tmp_path: Path) -> None:
-    raised = [passed(0, "a"), error(1, "IndexError", "index 70 is out of bounds"), error(2, "KeyError", "x")]
-    found = find_failure(child_of(tmp_path / "raised", 1, raised))
-    assert found is not None
-    assert (found.kind, found.error_type, found.message) == ("exception", "IndexError", "index N is out of bounds")
-    assert (found.index, found.source) == (1, "1.pkl")
-
-    odd = [passed(0, "a"), passed(1, "b", loss=float("nan"), first_non_finite="output of layers.1, row 3, token 9")]
-    found = find_failure(child_of(tmp_path / "odd", 0, odd))
-    assert found is not None
-    assert (found.kind, found.quantities, found.row, found.token) == ("not finite", ("loss",), 3, 9)
-
-    found = find_failure(child_of(tmp_path / "late", None, [passed(0, "a")]))
-    assert found is not None
-    assert (found.kind, found.index) == ("hang", 1)
-
-    found = find_failure(child_of(tmp_path / "killed", -signal.SIGKILL, [passed(0, "a")]))
-    assert found is not None
-    assert (found.kind, found.error_type) == ("died", "SIGKILL")
-
-    ended = {"kind": "failed", "rank": 1, "index": 2, "source": "c.pkl", "error": "ValueError: 5 rows"}
-    found = find_failure(child_of(tmp_path / "ranks", 1, [passed(0, "a")], failure=ended))
-    assert found is not None
-    assert (found.error_type, found.message, found.index, found.source) == ("ValueError", "N rows", 2, "c.pkl")
-
-    assert find_failure(child_of(tmp_path / "fine", 0, [passed(0, "a")])) is None
-    assert find_failure(child_of(tmp_path / "refused", 2, [passed(0, "a")])) is None
-
-
-def test_the_verdict_names_the_quantity_that_differs(tmp_path: Path) -> None:
-    numbers: dict[str, Any] = {"recorded": -3.0, "replayed": -2.0, "difference": 0.3, "bound": 1e-4}
-    findings = [
-        Finding(name="loss", status=FindingStatus.AGREES, **numbers),
-        Finding(name="log-probs", status=FindingStatus.DIFFERS, where="row 1", **numbers),
-    ]
-    first = PassVerdict(index=4, source="e.pkl", rank=0, outcome=Outcome.DIFFERS, reason=None, findings=findings)
-    verdict = replace(VERDICT, outcome=Outcome.DIFFERS, first=first)
-    found = find_failure(child_of(tmp_path, 0, [passed(0, "a")], verdict=verdict.to_dict()))
-    assert found is not None
-    assert (found.kind, found.quantities, found.row, found.index) == ("differs", ("log-probs",), 1, 4)
-    assert found.bound == 1e-4
-
-
-def test_numbers_and_names_do_not_tell_one_failure_from_another() -> None:
-    assert mask("row 4 of /a/b/c.pkl: shape [2, 40]\n  at 0x7f2a") == mask("row 1 of x.pkl: shape [1, 7] at 0x11")
-    failure = ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=3)
-    assert failure.is_same_as(
-        ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N rows", index=5)
-    )
-    assert not failure.is_same_as(
-        ReplayFailure(kind=FailureKind.EXCEPTION, error_type="IndexError", message="N tokens")
-    )
-    assert not failure.is_same_as(ReplayFailure(kind=FailureKind.EXCEPTION, error_type="KeyError", message="N rows"))
-    differs = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss", "log-probs"))
-    assert differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("log-probs",)))
-    assert not differs.is_same_as(ReplayFailure(kind=FailureKind.DIFFERS, quantities=("gradient norm",)))
-    assert not differs.is_same_as(ReplayFailure(kind=FailureKind.UNSETTLED, quantities=("loss",)))
 
 
 def cell_of(**changes: Any) -> ParityCell:
@@ -389,7 +314,7 @@ def test_another_failure_is_not_taken_for_the_one_that_is_looked_for(tmp_path: P
     def fails(inputs: Path) -> list[PassRecord]:
         records = usual(inputs)
         small = len(capture_files(inputs)) == 1 and len(read_call(capture_files(inputs)[0]).tensors["sequences"]) == 1
-        return [error(0, "KeyError", "rows")] if small else records
+        return [fail(0, "KeyError", "rows")] if small else records
 
     runs.fails = fails
     assert minimise("--inputs", str(inputs), "--max-runs", "100", logs=tmp_path / "logs") == 0
@@ -408,7 +333,7 @@ def test_redacted_inputs_are_written_where_they_still_fail(
     kept = written(tmp_path / "text") / "smallest"
     assert "NOT redacted" in (kept / "README.md").read_text()
     assert TOKEN in read_call(capture_files(kept / "inputs")[0]).tensors["sequences"]
-    runs.fails = lambda inputs: [error(0, "ValueError", f"{len(capture_files(inputs))} files")]
+    runs.fails = lambda inputs: [fail(0, "ValueError", f"{len(capture_files(inputs))} files")]
     assert minimise("--inputs", str(inputs), "--redact", logs=tmp_path / "any") == 0
     redacted = written(tmp_path / "any") / "smallest"
     assert "redacted as capture redact --tokens zero does" in (redacted / "README.md").read_text()
