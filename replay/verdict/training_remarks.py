@@ -69,7 +69,7 @@ def describe_weighting(passes: Sequence[PassEvidence]) -> Pairs:
             by_tokens = (
                 f"a token of {_name_pass(few, window)} counts {times:.3g} times one of {_name_pass(many, window)}"
             )
-            return [("window", f"passes weigh the same, as in the job: in the first one {by_tokens}")]
+            return [("window", f"each pass weighs the same, as in the job, whatever its tokens: {by_tokens}")]
     return []
 
 
