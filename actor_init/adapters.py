@@ -33,9 +33,10 @@ _SUPPORTED_SETTINGS = frozenset(
     {
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora"),
         *("modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora"),
-        *("lora_bias", "ensure_weight_tying"),
+        *("lora_bias", "ensure_weight_tying", "target_parameters"),
     }
 )
+_LATER_SETTINGS = ("ensure_weight_tying", "target_parameters")
 # Settings that say where the weights begin, or where they came from: they do not change the modules.
 _IGNORED_SETTINGS = frozenset(
     {
@@ -77,14 +78,16 @@ class Adapter:
             advice = f"Try: {NONE_SETTING}, with {Setting('model')} a folder into which the adapter is merged"
             raise UsageError(source, why, advice)
         settings = {key: value for key, value in config.items() if key in _SUPPORTED_SETTINGS}
-        if not settings.get("ensure_weight_tying"):
-            # Releases of PEFT before this setting refuse it.
-            settings.pop("ensure_weight_tying", None)
+        for later in _LATER_SETTINGS:
+            # Releases of PEFT before these settings refuse them.
+            if not settings.get(later):
+                settings.pop(later, None)
         return cls(name=name, settings=settings)
 
     def describe(self) -> str:
-        targets = self.settings.get("target_modules")
-        target_names = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+        targets = self.settings.get("target_modules") or ()
+        names = [targets] if isinstance(targets, str) else sorted(targets)
+        target_names = ", ".join([*names, *sorted(self.settings.get("target_parameters") or ())])
         return (
             f"{'DoRA' if self.settings.get('use_dora') else 'LoRA'} of rank {self.settings.get('r')} on {target_names}"
         )

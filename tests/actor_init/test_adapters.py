@@ -32,6 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [1],
         "modules_to_save": ["lm_head"],
     },
+    "of experts, whose matrices are parameters": {
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
 }
 
 
@@ -49,7 +54,7 @@ def list_trained_names(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_adapter_is_as_in_the_job(kind: str, tmp_path: Path) -> None:
-    config = tiny_config("llama")
+    config = tiny_config("qwen3_moe" if "target_parameters" in CONFIGS[kind] else "llama")
     base = tiny_model(config)
     base.save_pretrained(tmp_path / "base")
     theirs = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **CONFIGS[kind]))
