@@ -119,7 +119,7 @@ class WeightChecker:
         if recorded.left_out:
             kinds = ", ".join(f"{number} {why}" for why, number in recorded.left_out.items())
             return f"{kinds} of {pluralise(recorded.num_parameters, 'parameter')} could not be sampled"
-        if any(".lora_" in name for name in foreign):
+        if self._source.adapter is None and any(".lora_" in name for name in foreign):
             return (
                 f"the job had an adapter ({pluralise(len(foreign), 'parameter')} of its modules), which is not built "
                 "here. Try: --adapter FOLDER"
