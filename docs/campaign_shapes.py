@@ -11,18 +11,25 @@ from typing import Any, Literal
 from actor_init.as_json import AnyFloat
 from docs.shapes import CALL, list_fields, make_shape
 from replay.agreement.noise_floor import MatrixResult
-from replay.agreement.rows import RowState
+from replay.agreement.rows import ParityRun
 from replay.campaign.campaign import FORMAT
 from replay.commands.check_upgrade.result import UpgradeCheck, UpgradeResult
-from replay.commands.minimise.failure import ReplayFailure
-from replay.commands.minimise.folder import SmallestFolder
-from replay.commands.minimise.trials import MinimiseTrial
+from replay.commands.minimise.runs import MinimisedOutcome
 from replay.commands.recompiles.policies import PolicyResult
-from replay.commands.scan.runs import ScanGroup
+from replay.commands.scan.runs import ScanOutcome
 from replay.commands.suite.loss_curve import TrainingStatus
 from replay.commands.worst.measuring import DeviceMemory, Fits
+from replay.commands.worst.sections import (
+    CheckedOther,
+    CheckedRanking,
+    FailedInput,
+    InputCost,
+    KindFits,
+    OtherPrediction,
+    PredictedInput,
+)
 from replay.processes.pool import Machine
-from replay.profiling.prediction import Cost, CostFit, PredictionErrors, RowLayout
+from replay.profiling.prediction import PredictionErrors, RowLayout
 
 
 @dataclass(kw_only=True)
@@ -35,30 +42,15 @@ class Campaign:
     result: Mapping[str, Any] | None
 
 
-@dataclass(kw_only=True)
-class _ParityRun:
-    name: str
-    state: RowState
-    error: str
-    seconds: float | None
-    log: str | None
-
-
 _PARITY = make_shape(
     "Parity",
     [
         ("finished", bool),
-        ("runs", list[_ParityRun]),
+        ("runs", list[ParityRun]),
         *list_fields(MatrixResult),
         ("first_differences", list[str]),
     ],
 )
-
-
-@dataclass(kw_only=True)
-class _Scan:
-    groups: list[ScanGroup]
-    damaged: list[str] = field(default_factory=list)
 
 
 _POLICY = make_shape("Policy", [*list_fields(PolicyResult), ("net_seconds", float | None)])
@@ -68,16 +60,6 @@ _POLICY = make_shape("Policy", [*list_fields(PolicyResult), ("net_seconds", floa
 class _Recompiles:
     policies: list[_POLICY]  # type: ignore[valid-type]
     damaged: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Minimise:
-    failure: ReplayFailure | None
-    num_layers: int | None
-    num_rows: int
-    num_tokens: int
-    trials: list[MinimiseTrial]
-    smallest: SmallestFolder | None = None
 
 
 @dataclass(kw_only=True)
@@ -111,101 +93,23 @@ class _Suite:
 
 
 @dataclass(kw_only=True)
-class _InputCost:
-    number: int
-    source: str
-    trains: bool
-    rows: int
-    real_tokens: int
-    seconds: Mapping[str, float]
-    peaks: Mapping[str, float]
-
-
-@dataclass(kw_only=True)
-class _PredictedInput(_InputCost):
-    predicted: Cost
-
-
-@dataclass(kw_only=True)
-class _FailedInput:
-    source: str
-    error: str
-
-
-@dataclass(kw_only=True)
-class _Fits:
-    seconds: Mapping[str, CostFit]
-    peaks: Mapping[str, CostFit]
-
-
-@dataclass(kw_only=True)
-class _Checked:
-    run: str
-    inputs: list[_PredictedInput]
-    failed: list[_FailedInput]
-    ended: str
-    error: PredictionErrors | None
-
-
-@dataclass(kw_only=True)
-class _MeasuredWith:
-    run: str
-    layers: int | None
-    zero_stage: int | None
-
-
-@dataclass(kw_only=True)
-class _OtherPass:
-    sources: list[str]
-    least: Cost
-    most: Cost
-
-
-@dataclass(kw_only=True)
-class _Other:
-    text: str
-    num_layers: int
-    num_parameters: int
-    measured_with: list[_MeasuredWith]
-    fits_here: Fits
-    passes: list[_OtherPass]
-
-
-@dataclass(kw_only=True)
-class _CheckedPass:
-    least: Cost
-    most: Cost
-    measured: Cost
-
-
-@dataclass(kw_only=True)
-class _OtherChecked:
-    text: str
-    run: str
-    passes: list[_CheckedPass]
-    failed: list[str]
-    ended: str
-    error: PredictionErrors | None
-
-
-@dataclass(kw_only=True)
 class _Worst:
     damaged: list[str] = field(default_factory=list)
     run: str | None = None
-    measured: list[_InputCost] = field(default_factory=list)
-    failed: list[_FailedInput] = field(default_factory=list)
+    measured: list[InputCost] = field(default_factory=list)
+    failed: list[FailedInput] = field(default_factory=list)
     ended: str = ""
     memory: DeviceMemory | None = None
     overhead: float | None = None
     rows: Mapping[str, RowLayout] = field(default_factory=dict)
-    fits: Mapping[str, _Fits] = field(default_factory=dict)
-    held_out: list[_PredictedInput] = field(default_factory=list)
+    fits: Mapping[str, KindFits] = field(default_factory=dict)
+    held_out: list[PredictedInput] = field(default_factory=list)
     error: PredictionErrors | None = None
     fits_here: Fits | None = None
-    ranking: list[_InputCost] = field(default_factory=list)
-    checked: _Checked | None = None
-    others: list[_Other] = field(default_factory=list)
-    others_checked: list[_OtherChecked] = field(default_factory=list)
+    ranking: list[InputCost] = field(default_factory=list)
+    checked: CheckedRanking | None = None
+    others: list[OtherPrediction] = field(default_factory=list)
+    others_checked: list[CheckedOther] = field(default_factory=list)
 
 
 def _make_printed(name: str, result: Any) -> type:
@@ -216,10 +120,10 @@ def _make_printed(name: str, result: Any) -> type:
 # By command, what --json prints. check-upgrade has its result beside the fields of a campaign's folder.
 PRINTED: Mapping[str, Any] = {
     "parity": _make_printed("ReplayParity", _PARITY),
-    "scan": _make_printed("ReplayScan", _Scan),
+    "scan": _make_printed("ReplayScan", ScanOutcome),
     "worst": _make_printed("ReplayWorst", _Worst),
     "recompiles": _make_printed("ReplayRecompiles", _Recompiles),
-    "minimise": _make_printed("ReplayMinimise", _Minimise),
+    "minimise": _make_printed("ReplayMinimise", MinimisedOutcome),
     "suite": _make_printed("ReplaySuite", _Suite),
     "check-upgrade": make_shape("ReplayCheckUpgrade", [("result", UpgradeResult), *list_fields(UpgradeCheck)]),
 }

@@ -32,6 +32,17 @@ class RowState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParityRun:
+    """What parity.json has of a row; `log` is the folder of its log, below that of the command."""
+
+    name: str
+    state: RowState
+    error: str
+    seconds: float | None
+    log: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParityRow:
     """A cell and the state of its run."""
 
@@ -123,13 +134,13 @@ class ParityLog:
     def write(self, result: dict[str, Any]) -> None:
         """Write the runs, and what was judged of them."""
         runs = [
-            {
-                "name": row.cell.name,
-                "state": row.state,
-                "error": row.error,
-                "seconds": row.seconds,
-                "log": None if row.log is None else str(row.log.relative_to(self.folder)),
-            }
+            ParityRun(
+                name=row.cell.name,
+                state=row.state,
+                error=row.error,
+                seconds=row.seconds,
+                log=None if row.log is None else str(row.log.relative_to(self.folder)),
+            )
             for row in self.rows
         ]
         finished = all(row.state is not RowState.PENDING for row in self.rows)

@@ -145,7 +145,7 @@ class Campaign(Generic[Plan]):
     machine     on which the campaign was begun
     plan        from which the command makes its campaign jobs; read and written as JSON
     versions    of the libraries with which the campaign was begun
-    result      what the command knows of its answer so far; written as JSON
+    result      what the command knows of its answer so far: a dataclass or a mapping, written as JSON
     has_failed  judges a campaign job that has ended; one that failed while others ran beside it is run again
     """
 
@@ -155,7 +155,7 @@ class Campaign(Generic[Plan]):
     machine: Machine
     plan: Plan
     versions: Mapping[str, str | None] = field(default_factory=list_versions)
-    result: Mapping[str, Any] | None = None
+    result: Any = None
     has_failed: Callable[[Child], bool] = was_cut_short
     _lines_by_digest: dict[str, _JournalLine] = field(default_factory=dict)
     _run_tasks: RunTasks | None = None

@@ -25,6 +25,7 @@ from replay.commands.minimise.trials import (
     AS_TYPED,
     MinimiseLimits,
     MinimiseLog,
+    MinimiseOutcome,
     MinimisePlan,
     MinimiseTrial,
     ParityCell,
@@ -37,6 +38,13 @@ from replay.output.text import pluralise
 from replay.processes.pool import Child, Machine, RunLimits
 from replay.resolution.resolve import choose_loss
 from replay.resolution.selection import Selection, select
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinimisedOutcome(MinimiseOutcome):
+    """The `result` of minimise.json at the end, with the folder of the smallest replay that fails; None: none did."""
+
+    smallest: SmallestFolder | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +191,7 @@ def _run(campaign: Campaign[MinimisePlan], screen: IO[str]) -> MinimiseResult:
     smallest = None
     with catch_interruption() as interruption:
         smallest = _Minimisation(log=log, console=console).run()
-        campaign.result = {**(campaign.result or {}), "smallest": smallest}
-        campaign.write()
+        log.write_outcome(MinimisedOutcome, smallest=smallest)
     if interruption.happened:
         console.report_interruption()
     interruption.pass_on(campaign.folder)

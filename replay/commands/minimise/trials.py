@@ -10,8 +10,10 @@ A candidate without cuts is the replay as it was typed, or what the folder that 
 trial number n are in `trials/<n>`.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from actor_init.spec import UsageError
 from capture.facts import Setting
@@ -183,6 +185,17 @@ class MinimiseTrial:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinimiseOutcome:
+    """The `result` of minimise.json after each trial: fields of `MinimiseLog`."""
+
+    failure: ReplayFailure | None
+    num_layers: int | None
+    num_rows: int
+    num_tokens: int
+    trials: Sequence[MinimiseTrial]
+
+
 @dataclass(kw_only=True, slots=True)
 class MinimiseLog:
     """What a minimisation has found out so far.
@@ -218,6 +231,10 @@ class MinimiseLog:
 
     def add_trial(self, trial: MinimiseTrial) -> None:
         self.trials.append(trial)
-        names = ("failure", "num_layers", "num_rows", "num_tokens", "trials")
-        self.campaign.result = {name: getattr(self, name) for name in names}
+        self.write_outcome(MinimiseOutcome)
+
+    def write_outcome(self, outcome_type: type[MinimiseOutcome], **more: Any) -> None:
+        """Write into minimise.json what has been found out, and `more`: the other fields of this type of outcome."""
+        known = {part.name: getattr(self, part.name) for part in fields(MinimiseOutcome)}
+        self.campaign.result = outcome_type(**known, **more)
         self.campaign.write()

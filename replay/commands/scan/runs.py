@@ -126,6 +126,14 @@ def _describe_verdict(verdict: Verdict) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScanOutcome:
+    """The `result` of scan.json: what became of each group, and the files that cannot be read, in words."""
+
+    groups: Sequence[ScanGroup]
+    damaged: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScanResult(CampaignResult):
     """What became of each group, and the files that cannot be read, in words."""
 
@@ -188,7 +196,7 @@ def _run(campaign: Campaign[ScanPlan], executor: Executor, limits: RunLimits, sc
         for finished in campaign.run_jobs(campaign.plan.jobs):
             groups[finished.position] = groups[finished.position].with_result(finished.child, campaign.folder)
             console.show_group(finished.position, groups[finished.position], is_new=finished.is_new)
-    campaign.result = {"groups": groups, "damaged": campaign.plan.damaged}
+    campaign.result = ScanOutcome(groups=groups, damaged=campaign.plan.damaged)
     campaign.write()
     console.finish()
     interruption.pass_on(campaign.folder)

@@ -23,12 +23,23 @@ from replay.commands.worst.configuration import OtherConfiguration, WorstPlan
 from replay.commands.worst.configuration_costs import Bounds, predict_configuration
 from replay.commands.worst.console import WorstConsole
 from replay.commands.worst.measuring import Fits, MeasuringRun, MemoryRoom, RankedInput, measure, read_device_memory
+from replay.commands.worst.sections import (
+    CheckedOther,
+    CheckedPass,
+    CheckedRanking,
+    FailedInput,
+    InputCost,
+    KindFits,
+    MeasuredWith,
+    OtherPrediction,
+    PredictedInput,
+    PredictedPass,
+)
 from replay.options.option_parsing import format_command_line, format_error_with_flags
 from replay.output.text import describe_damaged_files, pluralise
 from replay.processes.pool import Machine, RunLimits
 from replay.profiling.prediction import (
     LEAST_FOR_HOLDING_OUT,
-    Cost,
     CostModel,
     InputShape,
     MeasuredPass,
@@ -126,8 +137,8 @@ class _RankingRun:
         self.console.show_measured(measured, chosen, measuring)
         self._add_result(
             run=measuring.log,
-            measured=[_describe_input(measurement.shape, measurement.cost) for measurement in measured],
-            failed=[{"source": chosen[place].source, "error": error} for place, error in measuring.failed.items()],
+            measured=[InputCost.from_shape(measurement.shape, measurement.cost) for measurement in measured],
+            failed=[FailedInput(source=chosen[place].source, error=error) for place, error in measuring.failed.items()],
             ended=measuring.ended,
         )
         if not measured:
@@ -153,16 +164,16 @@ class _RankingRun:
             overhead=room.overhead,
             rows={kind: predictor.rows for kind, predictor in _list_predictors(model)},
             fits={
-                kind: {"seconds": predictor.seconds, "peaks": predictor.peaks}
+                kind: KindFits(seconds=predictor.seconds, peaks=predictor.peaks)
                 for kind, predictor in _list_predictors(model)
             },
             held_out=[
-                {**_describe_input(measurement.shape, measurement.cost), "predicted": cost}
+                PredictedInput.from_shape(measurement.shape, measurement.cost, predicted=cost)
                 for measurement, cost in model.held_out
             ],
             error=model.error,
             fits_here=room.fits(highest, num_ranks).value,
-            ranking=[_describe_input(ranking.shape, ranking.cost) for ranking in ranked],
+            ranking=[InputCost.from_shape(ranking.shape, ranking.cost) for ranking in ranked],
         )
         is_fine = not measuring.failed and not measuring.ended and room.fits(highest, num_ranks) is not Fits.NO
         if self.plan.checks:
@@ -210,15 +221,15 @@ class _RankingRun:
         error = PredictionErrors.compare([(guess.cost, cost) for guess, cost in pairs]) if pairs else None
         failed = [(checks[place].shape, message) for place, message in sorted(measuring.failed.items())]
         self._add_result(
-            checked={
-                "run": measuring.log,
-                "inputs": [
-                    {**_describe_input(ranking.shape, cost), "predicted": ranking.cost} for ranking, cost in pairs
+            checked=CheckedRanking(
+                run=measuring.log,
+                inputs=[
+                    PredictedInput.from_shape(ranking.shape, cost, predicted=ranking.cost) for ranking, cost in pairs
                 ],
-                "failed": [{"source": shape.source, "error": message} for shape, message in failed],
-                "ended": measuring.ended,
-                "error": error,
-            }
+                failed=[FailedInput(source=shape.source, error=message) for shape, message in failed],
+                ended=measuring.ended,
+                error=error,
+            )
         )
         self.console.show_check(pairs, error, failed, measuring.ended)
         return error is not None and error.is_near and not failed and not measuring.ended
@@ -231,12 +242,12 @@ class _RankingRun:
         What one rank can run of the configuration is measured again. From it each pass of the data ranks gets a lower
         and an upper bound. The slowest and the largest pass are printed, and all are written.
         """
-        measured_with: list[dict[str, Any]] = []
+        measured_with: list[MeasuredWith] = []
 
         def measure_again(actor: ActorSpec) -> list[MeasuredPass]:
             measuring = self._measure(actor, chosen)
             measured = _pair_costs(chosen, measuring)
-            measured_with.append({"run": measuring.log, "layers": actor.num_layers, "zero_stage": actor.zero_stage})
+            measured_with.append(MeasuredWith(run=measuring.log, layers=actor.num_layers, zero_stage=actor.zero_stage))
             if len(measured) < len(chosen):
                 message = measuring.ended or next(iter(measuring.failed.values()))
                 raise UsageError(
@@ -263,21 +274,19 @@ class _RankingRun:
         highest = max(bounds.values(), key=lambda pass_bounds: pass_bounds.most.peak_bytes)
         fits = room.fits(highest.most.peak_bytes, other.num_processes, least=highest.least.peak_bytes)
         self.console.show_prediction(other, predictor.num_layers, worst, highest, room, fits)
-        prediction = {
-            "text": other.text,
-            "num_layers": predictor.num_layers,
-            "num_parameters": predictor.num_parameters,
-            "measured_with": measured_with,
-            "fits_here": fits.value,
-            "passes": [
-                {
-                    "sources": [shape.source for shape in rounds[number]],
-                    "least": pass_bounds.least,
-                    "most": pass_bounds.most,
-                }
+        prediction = OtherPrediction(
+            text=other.text,
+            num_layers=predictor.num_layers,
+            num_parameters=predictor.num_parameters,
+            measured_with=measured_with,
+            fits_here=fits,
+            passes=[
+                PredictedPass(
+                    sources=[shape.source for shape in rounds[number]], least=pass_bounds.least, most=pass_bounds.most
+                )
                 for number, pass_bounds in bounds.items()
             ],
-        }
+        )
         self._append_result("others", prediction)
         return (not self.plan.checks or self._check_other(other, bounds)) and fits is not Fits.NO
 
@@ -321,17 +330,17 @@ class _RankingRun:
         )
         self._append_result(
             "others_checked",
-            {
-                "text": other.text,
-                "run": measuring.log,
-                "passes": [
-                    {"least": pass_bounds.least, "most": pass_bounds.most, "measured": cost}
+            CheckedOther(
+                text=other.text,
+                run=measuring.log,
+                passes=[
+                    CheckedPass(least=pass_bounds.least, most=pass_bounds.most, measured=cost)
                     for pass_bounds, cost in pairs
                 ],
-                "failed": list(measuring.failed.values()),
-                "ended": measuring.ended,
-                "error": error,
-            },
+                failed=list(measuring.failed.values()),
+                ended=measuring.ended,
+                error=error,
+            ),
         )
         self.console.show_other_check(other, error, [*measuring.failed.values(), *filter(None, [measuring.ended])])
         return error is not None and error.is_near and not measuring.failed and not measuring.ended
@@ -354,18 +363,6 @@ def _pair_costs(chosen: Sequence[InputShape], measuring: MeasuringRun) -> list[M
         MeasuredPass(shape=chosen[place], fed_tokens=measuring.fed_tokens[place], cost=cost)
         for place, cost in sorted(measuring.costs.items())
     ]
-
-
-def _describe_input(shape: InputShape, cost: Cost) -> dict[str, Any]:
-    return {
-        "number": shape.number,
-        "source": shape.source,
-        "trains": shape.trains,
-        "rows": shape.rows,
-        "real_tokens": shape.real_tokens,
-        "seconds": cost.seconds,
-        "peaks": cost.peaks,
-    }
 
 
 def _list_predictors(model: CostModel) -> list[tuple[str, Predictor]]:
