@@ -268,7 +268,7 @@ def test_settings_that_differ_are_of_the_optimizer_the_schedule_or_the_clipping(
 def test_an_optimizer_of_fewer_parameters_than_are_trained_left_some_out(
     in_groups: Sequence[int], num_frozen: int, is_found: bool
 ) -> None:
-    """Of a model of ten parameters."""
+    """The model has ten parameters."""
     evidence = make_steps([(0,), (1,)])
     passes = []
     for compared in evidence.passes:
