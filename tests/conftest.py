@@ -12,19 +12,19 @@ from contextlib import nullcontext
 from functools import partialmethod
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from actor_init.spec import ParallelSpec
-from actor_init.world import World
-from replay.options.spec import MeasureSpec
-from replay.processes.child_job import ChildJob
-from replay.watch.watcher import Watch
 from tests import warm
-from tests.helpers.commands import LIMIT
 from tests.helpers.machine import KEPT_VARIABLES
 from tests.writers import written_json
+
+# pytest-xdist's controller reads this file while its workers wait to be started, and runs no test. What takes seconds
+# to import is imported by those that collect.
+if TYPE_CHECKING:
+    from actor_init.world import World
+    from replay.watch.watcher import Watch
 
 GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}  # by marker
 # The quick files that take longest.
@@ -38,11 +38,7 @@ LONGEST = (
     "replay/commands/test_minimise.py",
     "replay/commands/test_parity.py",
 )
-for name in written_json.WATCHED:
-    written_json.watch(import_module(name))
 sys.path.append(written_json.HOME)  # the fork server of replays gets the path of this process
-
-torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell starts what it puts in the background so, for all below it
@@ -89,17 +85,32 @@ def _leave_home(config: pytest.Config) -> None:
 def _refuse_missing_gpus(config: pytest.Config) -> None:
     """Whoever asks for GPU tests by name is told that they cannot be had; nothing is skipped in silence."""
     for marker, needed in GPUS_NEEDED.items():
-        if re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr) and torch.cuda.device_count() < needed:
-            raise pytest.UsageError(
-                f"-m {marker} needs {needed} GPU{'s' * (needed > 1)}, and torch sees {torch.cuda.device_count()} here. "
-                "Try: pytest, for all that needs none"
-            )
+        if re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr):
+            import torch
+
+            if torch.cuda.device_count() < needed:
+                raise pytest.UsageError(
+                    f"-m {marker} needs {needed} GPU{'s' * (needed > 1)}, and torch sees {torch.cuda.device_count()} "
+                    "here. Try: pytest, for all that needs none"
+                )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import without collections of garbage: they would take as long as all else."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long files first, and leave out tests that need more GPUs than this machine has."""
     # A worker that takes a long file last keeps the others waiting.
     items.sort(key=_find_place)
+    import torch
+
     lacking = {marker for marker, needed in GPUS_NEEDED.items() if torch.cuda.device_count() < needed}
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in lacking)]
     if left_out:
@@ -115,6 +126,12 @@ def _find_place(item: pytest.Item) -> tuple[bool, bool]:
 
 
 def pytest_collection_finish() -> None:
+    """Make a process that is going to run tests ready."""
+    import torch
+
+    for name in written_json.WATCHED:
+        written_json.watch(import_module(name))
+    torch.set_num_threads(1)  # processes share the cores, and more threads than cores wait for each other
     gc.freeze()  # what is there now stays; going through it took half of the time of tests in this process
 
 
@@ -128,6 +145,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(autouse=True)
 def lines_give_their_jobs_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parse each line that a test has people shown to repeat a run: it gives the job again, or the test fails."""
+    from replay.processes.child_job import ChildJob
+
     repeat_line = ChildJob.repeat_line
     others: list[str] = []
 
@@ -152,20 +171,28 @@ def what_is_written_fits_its_schema() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[World]:
+def world() -> Iterator["World"]:
+    from actor_init.spec import ParallelSpec
+    from actor_init.world import World
+
     with World.from_env(ParallelSpec()) as world:
         yield world
 
 
 @pytest.fixture
-def one_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_world(world: "World", monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed keeps its process groups for good, so a second group in one process would be none of its own."""
+    from replay.watch.watcher import Watch
+
     monkeypatch.setattr("replay.runner.run.World.from_env", lambda _: nullcontext(world))
     monkeypatch.setattr(Watch, "__init__", partialmethod(_begin_patiently, Watch.__init__))
 
 
-def _begin_patiently(watch: Watch, begin: Callable[..., None], world: World, folder: Path, timeout: float) -> None:
+def _begin_patiently(watch: "Watch", begin: Callable[..., None], world: "World", folder: Path, timeout: float) -> None:
     """Begin a watch. On a busy machine compiling takes longer than --timeout usually is, and the process would end."""
+    from replay.options.spec import MeasureSpec
+    from tests.helpers.commands import LIMIT
+
     begin(watch, world, folder, LIMIT if timeout == MeasureSpec().timeout else timeout)
 
 

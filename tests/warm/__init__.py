@@ -21,8 +21,6 @@ import zlib
 from functools import cache
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parent.parent.parent
 COLD_BIN = Path(sys.executable).parent
 SCRIPTS = ("torchrun", "deepspeed", "replay")
@@ -36,6 +34,8 @@ def warm_bin(more_imports: tuple[str, ...] = ()) -> Path:
 
     more_imports  modules that are imported on top of a replay's; each choice has a server of its own
     """
+    import torch
+
     if torch.cuda.is_available():
         return COLD_BIN
     home = Path(os.environ.get(HOME) or _home_of_this_process())
