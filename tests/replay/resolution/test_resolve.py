@@ -1,9 +1,6 @@
 """What a run does is chosen once: each choice has who made it and why, and nothing below knows what was left open."""
 
 import ast
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -369,67 +366,6 @@ def test_explain_prints_the_table_and_opens_no_actor(
 def test_a_subcommand_does_not_drop_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--explain", "inspect", "x"]) == 2
     assert "--explain belongs to a replay, not to `inspect`" in capsys.readouterr().err
-
-
-# A call a line. Each hands on what was typed where a room wants what was resolved.
-ROOMS_BELOW = """
-runlog: Logbook.begin(book, spec, facts={}, work={}, inputs={}, memory_kind="", devices=[])
-runner: Replayer(spec, world, source, actor, meter, tracker, weight_checker)
-runner: rounding_floor.make_fp32_variant(spec, world)
-runner: Saver(spec=spec, source=source, world=world, logs=path, states=None, num_steps=0)
-tracing: TraceWriter.open(path, spec, source, world, backend)
-profiling: profile_pass(lambda: True, backend.model, spec, world.device, path)
-verdict: judge([], spec)
-watch: Tracker(path, spec)
-"""
-IMPORTS = """
-from pathlib import Path
-from actor_init.backends.protocol import Backend
-from actor_init.model import ModelSource
-from actor_init.world import World
-from replay.profiling.profiler import profile_pass
-from replay.runlog.writer import Logbook
-from replay.options.resolved import ResolvedReplay
-from replay.runner import rounding_floor
-from replay.runner.checkpoint import Saver
-from replay.runner.meter import Meter
-from replay.runner.replayer import ReopenableActor
-from replay.runner.replayer import Replayer
-from replay.options.spec import ReplaySpec
-from replay.tracing.writer import TraceWriter
-from replay.verdict.judge import judge
-from replay.verdict.weight_check import WeightChecker
-from replay.watch.progress import Tracker
-
-book: Logbook
-world: World
-source: ModelSource
-actor: ReopenableActor
-backend: Backend
-meter: Meter
-tracker: Tracker
-weight_checker: WeightChecker
-path: Path
-resolved: ResolvedReplay
-"""
-
-
-def test_no_room_below_takes_what_was_typed(tmp_path: Path) -> None:
-    """mypy refuses each call, and not one that hands on what was resolved."""
-    calls = [line.partition(": ")[2] for line in ROOMS_BELOW.strip().splitlines()]
-    file = tmp_path / "handed_on.py"
-    lines = [*IMPORTS.splitlines(), "rounding_floor.make_fp32_variant(resolved, world)", "spec: ReplaySpec", *calls]
-    file.write_text("\n".join(lines) + "\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
-    )
-    refused = {
-        int(error[1])
-        for error in re.finditer(
-            r'handed_on\.py:(\d+): error: Argument .* has incompatible type "ReplaySpec"', done.stdout
-        )
-    }
-    assert refused == set(range(len(lines) - len(calls) + 1, len(lines) + 1)), done.stdout
 
 
 def test_few_modules_know_what_was_typed_and_none_below_resolve() -> None:
