@@ -196,6 +196,15 @@ def _begin_patiently(watch: "Watch", begin: Callable[..., None], world: "World",
     begin(watch, world, folder, LIMIT if timeout == MeasureSpec().timeout else timeout)
 
 
+@pytest.fixture
+def compiles_to_graphs() -> Iterator[None]:
+    """Compile in this process to graphs alone: their kernels take half a minute, and are torch's."""
+    from tests.helpers.replay_worker import graphs_alone
+
+    with graphs_alone():
+        yield
+
+
 @pytest.fixture(scope="module")
 def proofs_once() -> Iterator[None]:
     """The replays of a file, in this process, prove once what a model's rows and its head allow."""

@@ -63,7 +63,7 @@ def replay_with_fault(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_world")
+@pytest.mark.usefixtures("one_world", "compiles_to_graphs")
 @pytest.mark.parametrize("backend", BACKENDS, ids=" ".join)
 @pytest.mark.parametrize("steps", [[], ["--step"]], ids=["", "step"])
 def test_the_first_output_is_named_before_a_step_spoils_all(

@@ -32,6 +32,7 @@ def replay(home: Path, *arguments: str) -> tuple[int, list[PassRecord]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles_to_graphs")
 @pytest.mark.parametrize(
     "flags",
     ["--zero-stage 0", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--backend fsdp2", "--compile"],

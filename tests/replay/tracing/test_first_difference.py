@@ -138,6 +138,7 @@ def test_tracing_changes_no_number(traced: Run, world: World, folders: dict[str,
     assert run["statistics"]["left_out"] == {"traced": 1}
 
 
+@pytest.mark.usefixtures("compiles_to_graphs")
 def test_compiled_blocks_are_seen_from_outside(traced: Run) -> None:
     with patch("actor_init.backends.fsdp2.compile_blocks"):
         log = traced("--compile", anew=True)
