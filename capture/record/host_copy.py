@@ -38,16 +38,22 @@ def copy_packed(pack: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(pack) == 1:
         [(name, tensor)] = pack.items()
         return {name: _copy_to_host(tensor)}
-    # The larger a dtype, the earlier it comes: so each tensor begins where its dtype may begin.
-    ordered = sorted(pack.items(), key=lambda pair: -pair[1].itemsize)
+    groups: dict[torch.dtype, dict[str, Tensor]] = {}
+    # The larger a dtype, the earlier it comes: so each group begins where its dtype may begin.
+    for name, tensor in sorted(pack.items(), key=lambda pair: -pair[1].itemsize):
+        groups.setdefault(tensor.dtype, {})[name] = tensor
+    parts = [tensor.view(-1) for group in groups.values() for tensor in group.values()]
     # Tensors of several dtypes would be joined by a kernel each, bytes are by one for all.
-    joined = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in ordered])
+    joined = torch.cat(parts if len(groups) == 1 else [part.view(torch.uint8) for part in parts])
     flat = joined if joined.device.type == "cpu" else _copy_to_host(joined)
-    copies, offset = {}, 0
-    for name, tensor in ordered:
-        values = flat[offset : offset + tensor.nbytes].view(tensor.dtype)
-        copies[name] = values.as_strided(tensor.shape, tensor.stride(), values.storage_offset())
-        offset += tensor.nbytes
+    copies, begin = {}, 0
+    for dtype, group in groups.items():
+        end = begin + sum(tensor.nbytes for tensor in group.values())
+        values = flat if len(groups) == 1 else flat[begin:end].view(dtype)
+        begin, offset = end, values.storage_offset()
+        for name, tensor in group.items():
+            copies[name] = values.as_strided(tensor.shape, tensor.stride(), offset)
+            offset += tensor.numel()
     return copies
 
 

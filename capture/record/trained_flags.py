@@ -30,8 +30,13 @@ class TrainedFlags:
         """
         first = self._num_looks % self._step
         self._num_looks += 1
-        places = range(first, len(self._modules), self._step)
-        if all(self._is_unchanged(place) for place in places):
+        # A device may stand idle meanwhile, so this is one loop without calls.
+        for reference, flags in zip(self._modules[first :: self._step], self._flags[first :: self._step], strict=True):
+            parameters = () if (module := reference()) is None else module._parameters.values()
+            trained = [parameter.requires_grad for parameter in parameters if parameter is not None]
+            if module is not None and trained != [is_trained for _, is_trained in flags]:
+                break
+        else:
             return False
         self._flags = [
             flags if (module := reference()) is None else _read_flags(module)
@@ -47,10 +52,6 @@ class TrainedFlags:
             for key, is_trained in flags
             if not is_trained
         ]
-
-    def _is_unchanged(self, place: int) -> bool:
-        module = self._modules[place]()
-        return module is None or _read_flags(module) == self._flags[place]
 
 
 def _read_flags(module: nn.Module) -> list[tuple[str, bool]]:
