@@ -42,9 +42,10 @@ class Backend(Protocol):
         ...
 
     def skip_passes(self, num_passes: int) -> None:
-        """End the window so many passes earlier than --grad-accumulation says. `backward` still averages over as many.
+        """End the window so many passes earlier than --grad-accumulation says, by which `backward` still divides.
 
-        num_passes  below 0, it ends so many later: a window ended before any pass of it ran
+        num_passes  negative: end it so many passes later. That takes back an earlier call, for a window of which no
+                    pass ran
         """
         ...
 

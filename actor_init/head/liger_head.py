@@ -39,8 +39,10 @@ class _LigerLogProbs(torch.autograd.Function):
             # Liger's function does not take an empty batch.
             loss_N = hidden_TH.new_zeros(0, dtype=torch.float32)
             gradients = [None if tensor is None else torch.zeros_like(tensor) for tensor in given]
-        wanted = (gradient if needed else None for gradient, needed in zip(gradients, needs_gradient, strict=True))
-        ctx.save_for_backward(request.predictor_N, *wanted)
+        needed_gradients = (
+            gradient if needed else None for gradient, needed in zip(gradients, needs_gradient, strict=True)
+        )
+        ctx.save_for_backward(request.predictor_N, *needed_gradients)
         return -loss_N
 
     @staticmethod

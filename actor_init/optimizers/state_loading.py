@@ -93,9 +93,9 @@ def _refuse_other_family(setting: Setting, by_name: Mapping[str, Mapping[str, An
     known = (*family.state, *companion)
     for name, values in by_name.items():
         if known and not any(keys <= values.keys() for keys in known):
-            wanted = " or ".join(" and ".join(sorted(keys)) for keys in known)
+            known_states = " or ".join(" and ".join(sorted(keys)) for keys in known)
             optimizer = Setting("optimizer", family.word)
-            why = f"has {', '.join(sorted(values))} of {name}, and {optimizer} keeps {wanted}"
+            why = f"has {', '.join(sorted(values))} of {name}, and {optimizer} keeps {known_states}"
             raise UsageError(setting, why, f"Try: {Setting('optimizer')} of the job")
 
 
@@ -214,7 +214,7 @@ def _list_orders(
     rules: list[Callable[[str], bool]] = [lambda name: not _WITHOUT_DECAY.search(name), by_shape.__getitem__]
     orders = []
     for rule in rules:
-        decayed, others = ([name for name in names if rule(name) is wanted] for wanted in (True, False))
+        decayed, others = ([name for name in names if rule(name) is decays] for decays in (True, False))
         orders += [
             [*first, *second] for first, second in ((decayed, others), (others, decayed)) if len(first) == sizes[0]
         ]

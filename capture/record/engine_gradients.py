@@ -64,9 +64,9 @@ class EngineGradients:
 
     def find(self, slot: ParameterSlot, parameter: Any) -> tuple[Tensor, SampleLocation] | None:
         """Find the gradient that holds the slot's samples, and where in it they are; None if it is not among these."""
-        if (found := self._find(parameter)) is None:
+        if (gradient_and_part := self._find(parameter)) is None:
             return None
-        gradient, part = found
+        gradient, part = gradient_and_part
         location = part.locate(slot.find_run(part.shape), dtype=gradient.dtype)
         return (gradient, location) if location.count else None
 

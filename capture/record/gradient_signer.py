@@ -149,9 +149,12 @@ class GradientSigner:
             parameter = slot.get_parameter()
             if parameter is None or slot.name in excluded or (ids is not None and not slot.is_among(ids)):
                 continue
-            planned = self._plan_own(slot) if find_part is None else self._plan_found(slot, find_part(slot, parameter))
-            if find_part is None and parameter.requires_grad and slot.get_local_gradient() is None:
-                without.append(slot.name)
+            if find_part is None:
+                planned = self._plan_with_parameter(slot)
+                if parameter.requires_grad and slot.get_local_gradient() is None:
+                    without.append(slot.name)
+            else:
+                planned = self._plan_with_engine(slot, find_part(slot, parameter))
             # Of a model on several devices the gradients on the first one are signed.
             if planned is None or (device is not None and planned[1].device != device):
                 continue
@@ -186,30 +189,34 @@ class GradientSigner:
         num_turns = -(-len(slots) // MAX_SIGNED) or 1
         return slots[self._num_signings % num_turns :: num_turns]
 
-    def _plan_own(self, slot: ParameterSlot) -> tuple[_SigningPlan, Tensor] | None:
+    def _plan_with_parameter(self, slot: ParameterSlot) -> tuple[_SigningPlan, Tensor] | None:
         """Plan how to sign the gradient that the parameter itself has, and return what this rank holds of it."""
         gradient = slot.get_local_gradient()
         if gradient is None:
             return None
         layout = type(gradient), gradient.dtype, gradient.shape, gradient.stride()
-        layout_and_plan = self._plans.get(slot.name)
-        if layout_and_plan is None or layout_and_plan[0] != layout:
-            layout_and_plan = self._plans[slot.name] = layout, _make_plan(slot, _locate(slot, gradient))
-        plan = layout_and_plan[1]
+        plan = self._plan(slot, layout, lambda: _locate(slot, gradient))
         return None if plan is None else (plan, getattr(gradient, "_local_tensor", gradient))
 
-    def _plan_found(
-        self, slot: ParameterSlot, found: tuple[Tensor, HeldPart] | None
+    def _plan_with_engine(
+        self, slot: ParameterSlot, gradient_and_part: tuple[Tensor, HeldPart] | None
     ) -> tuple[_SigningPlan, Tensor] | None:
-        """Plan how to sign a gradient that another tensor holds."""
-        if found is None:
+        """Plan how to sign a gradient that DeepSpeed's engine holds."""
+        if gradient_and_part is None:
             return None
-        local, part = found
+        gradient, part = gradient_and_part
+        plan = self._plan(slot, part, lambda: part)
+        return None if plan is None else (plan, gradient)
+
+    def _plan(self, slot: ParameterSlot, layout: Any, locate: Callable[[], HeldPart | None]) -> _SigningPlan | None:
+        """Return the plan of a parameter's gradient, made anew only where its layout has changed since the last step.
+
+        locate  tells which part of the gradient this rank holds
+        """
         layout_and_plan = self._plans.get(slot.name)
-        if layout_and_plan is None or layout_and_plan[0] != part:
-            layout_and_plan = self._plans[slot.name] = part, _make_plan(slot, part)
-        plan = layout_and_plan[1]
-        return None if plan is None else (plan, local)
+        if layout_and_plan is None or layout_and_plan[0] != layout:
+            layout_and_plan = self._plans[slot.name] = layout, _make_plan(slot, locate())
+        return layout_and_plan[1]
 
 
 def _find_norm(known_norms: GradientNorms, gradient: Any, part: HeldPart) -> Tensor | None:

@@ -164,10 +164,9 @@ class StateSampler:
 
         Returns whether this rank has any.
         """
-        found = engine.find(slot, parameter)
-        if found is None:
+        if (gradient_and_location := engine.find(slot, parameter)) is None:
             return False
-        gradient, location = found
+        gradient, location = gradient_and_location
         num_before = len(views.tensors)
         partition = next((partition for partition in engine.partitions if partition.grad is gradient), None)
         state = {} if partition is None else optimizer.state.get(partition, {})

@@ -29,8 +29,8 @@ class GradientSyncReader:
 
     def __init__(self, model: nn.Module) -> None:
         # Of several ones the outermost counts.
-        found = next((module for module in model.modules() if type(module).__name__ == _DDP), None)
-        self._wrapper = None if found is None else weakref.ref(found)
+        wrapper = next((module for module in model.modules() if type(module).__name__ == _DDP), None)
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
 
     def read(self) -> dict[str, str]:
         """Return the setting of a pass, `gradient_sync`; empty without DDP."""

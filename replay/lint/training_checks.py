@@ -136,11 +136,11 @@ def _check_norms(subject: LintSubject) -> Iterator[LintRemark]:
     }
     if differing:
         number, norms = next(iter(differing.items()))
-        each = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
+        rank_norms = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in sorted(norms.items())[:_MAX_NAMED])
         yield LintRemark(
             topic="ranks",
             text=f"each rank had a gradient norm of its own in {len(differing)} of {pluralise(len(by_step), 'step')}, "
-            f"as in step {number + 1}: {each}",
+            f"as in step {number + 1}: {rank_norms}",
             weight=Weight.NO_TRAINING,
             cause=CauseName.NOT_REDUCED,
         )

@@ -67,10 +67,10 @@ class RouterLossTerm:
 
 def asks_for_router_loss(call: Call, config: PretrainedConfig) -> bool:
     """Tell whether the job asked its model to add its routers' loss: by the call, or else by the config."""
-    asked = call.call_facts.get("output_router_logits")
-    if asked is None:
-        asked = getattr(config.get_text_config(), "output_router_logits", False)
-    return bool(asked) and "labels" in call.tensors
+    setting = call.call_facts.get("output_router_logits")
+    if setting is None:
+        setting = getattr(config.get_text_config(), "output_router_logits", False)
+    return bool(setting) and "labels" in call.tensors
 
 
 def find_router_loss(model: nn.Module) -> RouterLoss | None:

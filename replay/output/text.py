@@ -96,8 +96,8 @@ def describe_unrecorded(passes: Mapping[str, int]) -> Pairs:
 
 def explain_unrecorded(passes: Mapping[str, int]) -> str:
     """Explain `2 training passes given a cache of earlier tokens; [...]`, for numbers of passes by the reason."""
-    each = [f"{pluralise(number, 'training pass')} {why}" for why, number in passes.items()]
-    return f"{', '.join(each)}; no replay could make them from their arguments"
+    texts = [f"{pluralise(number, 'training pass')} {why}" for why, number in passes.items()]
+    return f"{', '.join(texts)}; no replay could make them from their arguments"
 
 
 def judge_line(pair: tuple[str, str]) -> str:

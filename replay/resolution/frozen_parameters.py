@@ -1,4 +1,4 @@
-"""Find the parameters that a job did not train: throughout, or before or behind some of its steps."""
+"""Find the parameters that a job did not train: throughout, or before or after some of its steps."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +84,8 @@ def _follows_changes(actor: ActorSpec) -> bool:
 def _list_frozen_first(facts: ModelFacts, names: Collection[str]) -> frozenset[str]:
     """List the parameters of a model that the facts of the job's model call frozen in the first pass that trained."""
     table = PatternTable(facts.parameters)
-    return frozenset(name for name in names if (found := table.find(name)) is not None and not found[1]["trained"])
+    entries = {name: table.find(name) for name in names}
+    return frozenset(name for name, entry in entries.items() if entry is not None and not entry[1]["trained"])
 
 
 def _date_changes(

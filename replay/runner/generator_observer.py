@@ -52,11 +52,10 @@ class DrawCounter:
     def count(
         self, recorded: RecordedPass, replayed: ReplayedPass, states: RandomStates
     ) -> tuple[RecordedPass, ReplayedPass]:
-        """Return both with how many numbers their forwards drew, in one pass of the run.
+        """Return both with how many random numbers their forwards drew, if this is the pass to count them in.
 
-        It is the first whose generators began where the job's did and ended elsewhere.
-
-        Only what a CPU's generator drew can be counted.
+        That is the first pass of the run whose generators began where the job's did and ended elsewhere. Only what a
+        CPU's generator drew can be counted. Other passes are returned unchanged.
 
         states  of the generators before the forward
         """

@@ -86,7 +86,7 @@ class PassRouting:
 
     def has_job_routes(self, flips: Sequence[RouterFlips]) -> bool:
         """Tell whether every router of the model sent each token to the experts that the job chose."""
-        return self._forces and bool(flips) and {router.router for router in flips} == set(self.routers)
+        return self._forces and bool(flips) and {router_flips.router for router_flips in flips} == set(self.routers)
 
     def describe(self, flips: Sequence[RouterFlips], router_loss: Tensor | None) -> RoutesSection:
         """Describe where the tokens of a pass went, and how many would choose otherwise."""
@@ -94,9 +94,11 @@ class PassRouting:
             return RoutesSection()
         return RoutesSection(
             routing=(Routing.RECORDED if self.has_job_routes(flips) else Routing.LIVE).value,
-            routed_tokens=sum(router.num_tokens for router in flips),
-            flipped_tokens=sum(len(router.distances) for router in flips),
-            flips_by_router={router.router: len(router.distances) for router in flips if router.distances},
+            routed_tokens=sum(router_flips.num_tokens for router_flips in flips),
+            flipped_tokens=sum(len(router_flips.distances) for router_flips in flips),
+            flips_by_router={
+                router_flips.router: len(router_flips.distances) for router_flips in flips if router_flips.distances
+            },
             router_loss=None if router_loss is None else router_loss.item(),
         )
 

@@ -42,7 +42,7 @@ def measure_coverage(
 
 
 def _count_steps(windows: Sequence[Sequence[ComparedPass]]) -> int:
-    """Count the steps that the job is known to have taken behind these passes; a pass may go into no step."""
+    """Count the steps that the job is known to have taken after these passes; a pass may go into no step."""
     before = {
         number
         for window in windows

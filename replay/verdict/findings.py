@@ -53,13 +53,13 @@ class VerdictSettings:
 
     dtype             as torch names it
     is_dtype_typed    it was typed, whatever the job computed in
-    is_custom         the model is a user's own, whose weights are those of --weights; of others they are --model's
-    lacks_weights     it is one, and its weights are random, since none were given
+    is_custom         the model is a user's own, whose weights come from --weights; those of others come from --model
+    lacks_weights     the model is a user's own, and its weights are random, since --weights was not given
     steps             the replay updates its weights (--step), with the optimizer of this spec
     loaded_counts     the steps that were counted by the state that its optimizer begins with; None: it has no state
-    followed          settings that it takes from each of the job's steps, by torch's names
-    steps_unasked     it does so without --step, and leaves out steps that it cannot take as the job did
-    step_dtype        what the optimizer rounds a step to, where that is coarse; the replay steps
+    followed          settings that the replay takes from each of the job's steps, by torch's names
+    steps_unasked     the replay steps though --step was not typed, and leaves out steps that it cannot take as the job
+    step_dtype        the coarse dtype that the optimizer rounds a step to; None: it rounds to none, or does not step
     num_steps_before  the steps that the job had taken before the first pass of the replay
     dropout           the model's dropout settings that are not 0
     packs             rows are packed, so that dropout masks have other shapes than a padded job's
@@ -69,10 +69,11 @@ class VerdictSettings:
     has_job_routes    in every pass each token went to the experts that the job chose
     model_differences  what the job's model is known to have other than the replay's
     floors            by quantity, how far two replays of these inputs were apart that differ in rounding alone
-    step_floors       under --step, by pass, how far they were apart by then
+    step_floors       by pass, the floors at that pass of two replays that step
     why_no_floors     why the floors could not be measured, if they could not
     follows_frozen    the replay trains the parameters that the job trained, step by step, though those changed
-    own_limit         the norm that code of the job's own clipped to before gradients were recorded, as the replay does
+    own_limit         the norm to which the job's own code clipped gradients before they were recorded; the replay clips
+                      to it too
     """
 
     dtype: str

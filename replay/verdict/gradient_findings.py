@@ -138,9 +138,12 @@ def collect_gradient_evidence(window: Sequence[ComparedPass]) -> GradientEvidenc
 
 def compare_windows(compared_passes: Sequence[ComparedPass], settings: VerdictSettings) -> list[ComparedPass]:
     """Compare what the job recorded of each window's gradient with the replay's; its last pass gets the findings."""
-    found = {window[-1].place: _compare_window(window, settings) for window in group_into_windows(compared_passes)}
+    findings_by_end = {
+        window[-1].place: _compare_window(window, settings) for window in group_into_windows(compared_passes)
+    }
     return [
-        replace(compared_pass, window_findings=found.get(compared_pass.place, ())) for compared_pass in compared_passes
+        replace(compared_pass, window_findings=findings_by_end.get(compared_pass.place, ()))
+        for compared_pass in compared_passes
     ]
 
 

@@ -78,7 +78,7 @@ class Coverage:
     num_judged          those of which everything that training uses was judged: of a pass that trains the forward and
                         the gradient of its window, of any other pass the forward
     num_forward_judged  those that train and whose forward alone was judged
-    num_steps           steps that the job is known to have taken behind the passes that train
+    num_steps           steps that the job is known to have taken after the passes that train
     num_steps_judged    those whose gradient was judged
     """
 
@@ -110,7 +110,7 @@ class Verdict:
     model_differences  what the job's model is known to have other than the replay's
     causes         what is wrong, the surest first; empty where nothing differs, or where no cause is known
     unexplained    the quantities that differ, or are unsettled, and that no cause explains
-    may_follow     further ones, which differ only behind a wrong step that a cause explains
+    may_follow     further ones, which differ only after a wrong step that a cause explains
     trials         what came of running a wrong forward again under hypotheses; None: none ran
     """
 

@@ -179,7 +179,7 @@ def follow_weights_through_steps(
             differing = compared_pass.recorded.weights.differing or initial.compared
             followed.append(replace(compared_pass, weights=replace(initial, differing=differing)))
             continue
-        # Weights that agree behind a step leave no doubt of the steps before.
+        # Weights that agree after a step leave no doubt of the steps before.
         num_proven = max(
             (number + 1 for number in stepped if number < num_steps and stepped[number].is_evidence), default=0
         )
@@ -267,7 +267,7 @@ def find_miscounted_steps(
 ) -> list[Finding]:
     """Report that the optimizer counts more steps by the next one than it was seen to take, if none is replayed.
 
-    A replay that steps has the weights behind the job's step, which tell more.
+    A replay that steps has the weights after the job's step, which tell more.
     """
     recorded = window[-1].recorded
     step = recorded.step_after

@@ -51,12 +51,12 @@ def compare_stepped_weights(
 
     Returns the finding of each step that could be compared, by its number from 0.
     """
-    found: dict[int, Finding] = {}
+    findings_by_step: dict[int, Finding] = {}
     for number, window in enumerate(steps):
         findings = window[-1].window_findings
         if any(not finding.agrees and finding.status is not FindingStatus.NOT_JUDGED for finding in findings):
             # The update follows from another gradient, or from other settings, and so do all later ones.
-            return found
+            return findings_by_step
         if not any(finding.agrees and finding.is_evidence for finding in findings):
             continue
         samples = [
@@ -67,16 +67,16 @@ def compare_stepped_weights(
         ]
         finding = _compare(samples, window, settings)
         if finding is not None:
-            found[number] = finding
+            findings_by_step[number] = finding
         if finding is not None and finding.status is FindingStatus.DIFFERS:
-            return found
-    return found
+            return findings_by_step
+    return findings_by_step
 
 
 def _is_step_of_job(compared_pass: ComparedPass, window: Sequence[ComparedPass]) -> bool:
     """Had the job taken one step since the window's passes?"""
-    before, behind = window[0].recorded.num_steps_before, compared_pass.recorded.num_steps_before
-    return before is not None and behind == before + 1
+    before, after = window[0].recorded.num_steps_before, compared_pass.recorded.num_steps_before
+    return before is not None and after == before + 1
 
 
 def _compare(

@@ -171,8 +171,8 @@ def _name_places(verdicts: Sequence[PassVerdict]) -> str:
 def _shorten_reason(reason: str, verdict: Verdict) -> str:
     """Leave out of a reason what is another number in each pass, and what a cause says already."""
     doubt = reason.partition(", but ")[2] or reason
-    general, _, said = doubt.partition(": ")
-    is_told = any(said and cause.sentence.startswith(said) for cause in verdict.causes)
+    general, _, detail = doubt.partition(": ")
+    is_told = any(detail and cause.sentence.startswith(detail) for cause in verdict.causes)
     return general if is_told else doubt
 
 

@@ -92,15 +92,15 @@ class WeightChecker:
 
     def read_initial_values(self, samples: Mapping[str, Sample]) -> dict[str, list[float]]:
         """Read the elements of the samples from where this model's weights come from; those that can be read so."""
-        found = {name: self._read_elements(name, sample) for name, sample in samples.items()}
-        return {name: list(elements.values) for name, elements in found.items() if elements is not None}
+        by_name = {name: self._read_elements(name, sample) for name, sample in samples.items()}
+        return {name: list(elements.values) for name, elements in by_name.items() if elements is not None}
 
     def _read_elements(self, name: str, sample: Sample) -> WeightElements | None:
         """Read the elements of a sample, which has the parameter's shape; None where they cannot be read alone."""
         place = name, sample.start, len(sample.values)
         if place not in self._elements:
-            found = self._source.weights.sample(name, sample.shape, *place[1:])
-            self._elements[place] = None if found is None else WeightElements.from_tensor(found)
+            elements = self._source.weights.sample(name, sample.shape, *place[1:])
+            self._elements[place] = None if elements is None else WeightElements.from_tensor(elements)
         return self._elements[place]
 
     def _match_name(self, sample: Sample | GradientSignature | StateSample) -> str | None:

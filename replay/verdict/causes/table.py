@@ -51,10 +51,10 @@ def find_causes(evidence: Evidence, rules: Sequence[CauseRule] = RULES) -> list[
     other of its name is.
     """
     wrong = set(evidence.list_wrong_names())
-    found = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
+    candidates = [cause for rule in rules if (cause := rule.find(evidence)) is not None]
     causes: list[Cause] = []
     for sureness in SURENESS_ORDER:
-        for cause in found:
+        for cause in candidates:
             # What may be is said only where nothing better is known.
             if cause.sureness is not sureness or (sureness is Sureness.MAY_BE and causes):
                 continue
