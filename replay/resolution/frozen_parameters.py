@@ -24,9 +24,9 @@ from replay.verdict.weight_check import WeightChecker
 class FrozenParameters:
     """The names here of the parameters that the job did not train.
 
-    always  in any pass
-    later   by the number of a forward: besides those, from this forward on; empty: the same in all passes, or the
-            replay does not follow it
+    always  those that it trained in no pass
+    later   those that it did not train besides, by the forward from which on that is so; empty: they are the same in
+            all passes, or the replay does not follow the change
     unfollowed_from  the forward from which on the job trained other parameters, which this backend cannot follow
     """
 
@@ -42,9 +42,9 @@ def find_frozen_in_job(
 
     A plain module has no config in a file beside its captures: what the recording states of its parameters tells them.
 
-    There are none where the job had an adapter: it froze all other parameters, and if the adapter is merged into the
-    weights here, those are trained. Where the recording began is known of a model with a config if as many were frozen
-    in the first pass.
+    Where the job had an adapter, none are returned: the job froze all other parameters, and if the adapter is merged
+    into the weights here, those are trained. The names that lie beside the captures are returned only if the first pass
+    had as many frozen parameters.
     """
     if first_call is None or source.adapter is not None:
         return FrozenParameters()
@@ -77,7 +77,7 @@ def find_frozen_in_job(
 
 
 def _follows_changes(actor: ActorSpec) -> bool:
-    """Tell whether an optimizer can pass over a parameter in a step: flat pieces hold several."""
+    """Tell whether the optimizer can pass over a parameter in a step; one that steps flat pieces of several cannot."""
     return not find_declaration(actor.backend).cuts_parameters(actor)
 
 
@@ -105,6 +105,7 @@ def _date_changes(
 def _date_changes_of_rank(
     facts: ModelFacts, names: Collection[str], rounds: Sequence[InputRound]
 ) -> dict[int, frozenset[str]]:
+    """Return what `_date_changes` does, from the facts of one rank."""
     # The recorder looks at so many modules in a pass, in turn, so that it notes a change up to so many passes late.
     num_modules = len({name.rpartition(".")[0] for name in names})
     num_late = -(-num_modules // NUM_A_PASS) - 1

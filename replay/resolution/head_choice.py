@@ -64,8 +64,10 @@ def choose_head(
         else:
             choice = _choose_from_job(first_call) or _choose_by_bytes(actor, spec.measure, source, selection, world)
         if choice.value is not Head.WHOLE:
-            form = HeadForm(kind=Head.WHOLE, why=needs_whole)
-            form = form if needs_whole else head_probe.probe_head(source.config, world.device)
+            if needs_whole:
+                form = HeadForm(kind=Head.WHOLE, why=needs_whole)
+            else:
+                form = head_probe.probe_head(source.config, world.device)
             choice = _allow(choice, form, _find_liger_obstacle(spec.measure, actor, form, liger_lack))
             if choice.value is not Head.WHOLE:
                 return replace(form, kind=choice.value, why=_explain(choice)), choice
@@ -143,14 +145,14 @@ def _choose_loss_compiler(
     It is compiled where blocks are, and where the job's was. Where ranks share the vocabulary their exchange stays
     outside a graph, and so does all of the loss.
     """
-    is_job_s = by is ChosenBy.JOB and _had_compiled_loss(first_call)
+    was_compiled = by is ChosenBy.JOB and _had_compiled_loss(first_call)
     if actor.parallel.tp > 1 and find_declaration(actor.backend).splits_head:
-        return None, f"{spell_setting(Setting('tp', actor.parallel.tp))} splits it" if is_job_s else ""
+        return None, f"{spell_setting(Setting('tp', actor.parallel.tp))} splits it" if was_compiled else ""
     if actor.compile is Compile.BLOCKS:
         return actor.compile_lengths, ""
-    if is_job_s and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+    if was_compiled and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         return None, "no C++ compiler was found"
-    return CompileLengths.DYNAMIC if is_job_s else None, ""
+    return CompileLengths.DYNAMIC if was_compiled else None, ""
 
 
 def _find_liger_obstacle(
@@ -185,9 +187,9 @@ def _choose_by_bytes(
     held = declared[HolderKind.WEIGHTS] if source.adapter is not None else sum(declared.values())
     left = max(0, _measure_device_bytes(world.device) - held)
     fits = needed < LOGITS_SHARE * left
-    words = f"{format_gibibytes(needed)} GiB by prediction, {'less' if fits else 'more'} than half of"
-    words = f"{words} the {format_gibibytes(left)} GiB that the model leaves"
-    why = f"the captures do not show the job's; whole logits {'take' if fits else 'would take'} {words}"
+    comparison = f"{'less' if fits else 'more'} than half of the {format_gibibytes(left)} GiB that the model leaves"
+    why = f"the captures do not show the job's; whole logits {'take' if fits else 'would take'}"
+    why = f"{why} {format_gibibytes(needed)} GiB by prediction, {comparison}"
     return ResolvedChoice(setting=HEAD, value=Head.WHOLE if fits else Head.CHUNKS, by=ChosenBy.MACHINE, why=why)
 
 

@@ -1,4 +1,4 @@
-"""Select the captures that a data rank replays. Every rank computes the same rounds and takes its own column."""
+"""Select the captures that a data rank replays. Every rank computes the same rounds, and takes its inputs from them."""
 
 import random
 from collections import deque
@@ -34,7 +34,7 @@ from replay.verdict.pass_values import list_job_dtypes, read_divisor
 class ChosenRecording:
     """Which recording of a folder is replayed: number `number`, from 1. `begin` says when it began.
 
-    ids  what its captures have for its id
+    ids  the recording's ids that its captures hold; None of captures that hold none
     """
 
     number: int
@@ -61,7 +61,7 @@ class Selection:
     grad_accumulation    as requested, else the number that reproduces the job's windows
     has_job_windows      that number was found in the captures
     padding_predicts     padding predicts a label of the loss, so that rows have to be padded as captured
-    is_whole             all passes of the kind, of every rank, are replayed
+    is_whole             all passes of the kind that --passes selects are replayed, those of every rank
     recording            which recording of the folder is replayed; None with --input-file
     """
 

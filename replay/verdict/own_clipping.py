@@ -27,9 +27,9 @@ def infer_own_limit(steps: Sequence[Sequence[OptimizerStep]]) -> float | None:
     largest = max(norms, default=0.0)
     limit = float(f"{largest:.2g}")
     num_clipped = sum(math.isclose(norm, limit, rel_tol=SAME_LIMIT) for norm in norms)
-    has_seen = any(step.max_norm is not None or step.clips_early for ranks in steps for step in ranks)
+    has_recorded_clipping = any(step.max_norm is not None or step.clips_early for ranks in steps for step in ranks)
     is_largest = math.isclose(largest, limit, rel_tol=SAME_LIMIT)
-    return limit if limit and is_largest and num_clipped >= MIN_CLIPPED and not has_seen else None
+    return limit if limit and is_largest and num_clipped >= MIN_CLIPPED and not has_recorded_clipping else None
 
 
 def _measure_norm(ranks: Sequence[OptimizerStep]) -> float | None:

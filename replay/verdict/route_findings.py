@@ -25,30 +25,29 @@ def compare_routes(
 ) -> list[Finding]:
     """Judge the first router that chooses otherwise than the job's did, or that which comes nearest to it.
 
-    Nothing is judged where tokens chose their experts anew.
-
-    A router that agrees is no evidence that the rest does.
+    Nothing is judged where tokens chose their experts anew. A router that agrees is no evidence that the numbers of the
+    pass agree.
     """
     if record.error is not None or not replayed.has_job_routes:
         return []
     tie = compute_tie_distance(list_dtypes(recorded, settings), settings.num_layers)
-    findings = [_judge_router(router, tie) for router in replayed.flips if router.num_tokens]
+    findings = [_judge_router(router_flips, tie) for router_flips in replayed.flips if router_flips.num_tokens]
     differing = [finding for finding in findings if not finding.agrees]
     worst = max(findings, key=lambda finding: finding.share_of_bound, default=None)
     return differing[:1] or ([worst] if worst is not None else [])
 
 
-def _judge_router(router: RouterFlips, tie: float) -> Finding:
-    share = sum(distance > tie for distance in router.distances) / router.num_tokens
+def _judge_router(router_flips: RouterFlips, tie: float) -> Finding:
+    share = sum(distance > tie for distance in router_flips.distances) / router_flips.num_tokens
     finding = make_finding(
         ROUTES,
         0.0,
         share,
         difference=share,
-        bound=compute_flip_bound(router.num_tokens),
+        bound=compute_flip_bound(router_flips.num_tokens),
         is_evidence=False,
-        where=router.router,
-        num_values=router.num_tokens,
+        where=router_flips.router,
+        num_values=router_flips.num_tokens,
     )
     if finding.agrees:
         return finding
@@ -64,8 +63,9 @@ def describe_flips(passes: Iterable[tuple[PassRecord, RecordedPass | None, Repla
         if record.error is None and recorded is not None and recorded.weights.are_same and replayed.flips:
             num_tokens += record.routes.routed_tokens
             has_job_routes &= replayed.has_job_routes
-            for router in replayed.flips:
-                flips[router.router] = flips.get(router.router, 0) + len(router.distances)
+            for router_flips in replayed.flips:
+                name = router_flips.router
+                flips[name] = flips.get(name, 0) + len(router_flips.distances)
     if not any(flips.values()):
         return []
     most = max(flips, key=lambda router: flips[router])
