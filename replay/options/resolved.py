@@ -31,7 +31,8 @@ LOSS = "measure.loss"
 FUSED_MODULES = "fused modules"
 LOSS_SCALE = "loss scale"
 KNOWN_WHEN_OPEN = "known once the actor is open"
-# What torch, a backend, this machine or the captures chose: who repeats the run elsewhere leaves it to them there.
+# Choices of torch, a backend, this machine or the captures. The command that repeats a run leaves them out, so that
+# they are made anew where it is typed.
 LEFT_TO_OTHER_MACHINES = {
     *(ATTENTION, HEAD, ROUTING),
     "actor.zero_stage",
@@ -73,10 +74,10 @@ class ResolvedChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedReplay(ReplayParts):
-    """One replay with every choice made. Nothing in it is `auto`, and None is a value.
+    """One replay with every choice made. None is a value, and no setting is `auto`, with two exceptions.
 
-    Two words stay where there is no other: `--attention auto` where no word of the option names the kernel (cuDNN for
-    long documents, a ring's), which `kernel` does; and `--tp-plan auto` where nothing is split.
+    `--attention` stays `auto` if no value of the option names the kernel (cuDNN for long documents, a ring's), which
+    `kernel` names; and `--tp-plan` if nothing is split.
 
     source            the model: the layout of rows, how log-probs come from its head, what is frozen
     kernel            the attention kernel's name in transformers
@@ -85,7 +86,8 @@ class ResolvedReplay(ReplayParts):
     step_settings     of the steps that are taken as the job took them, by the index of the pass that ends the window
     followed_settings the settings in them that are the job's, by torch's names, and FAMILY if no optimizer was typed
     own_limit         the norm that the job clipped to by code of its own, which its recorded gradients show
-    unfollowed_from   the forward from which on the job trained other parameters than this run can; None: none
+    unfollowed_from   the forward from which on this run cannot train the parameters that the job trained; None: it can
+                      throughout
     """
 
     source: "ModelSource"

@@ -2,9 +2,9 @@
 
     {"format": 1, "spec": {"actor": {"backend": "fsdp2"}, "measure": {"log_folder": "logs/night"}}}
 
-A setting that is not there has its default, so that another version of micro-replay, such as that of an environment of
-`parity --python`, reads the job as long as it knows the settings that were made; one that it does not know is refused
-by name.
+The file has only the settings that differ from their defaults. So another version of micro-replay, such as that of an
+environment of `parity --python`, can read the job if it knows these settings; one that it does not know is refused by
+name.
 """
 
 import json
