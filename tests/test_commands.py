@@ -78,17 +78,19 @@ def test_deepcompile_on_a_cpu_is_one_clear_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_random_weights_are_the_same_under_every_backend_and_world_size(tmp_path: Path) -> None:
     losses: list[dict[str, float]] = []
+    inputs = copy_short_inputs(tmp_path / "inputs", 4, of_each_rank=True)
     for number, command in enumerate(
         (
-            "replay --dtype fp32 --loss stand-in --max-inputs 8",
-            "torchrun --nproc-per-node 2 replay --dtype fp32 --backend fsdp2 --loss stand-in --max-inputs 4",
-            "torchrun --nproc-per-node 2 replay --dtype fp32 --zero-stage 3 --loss stand-in --max-inputs 4",
+            "replay --dtype fp32 --loss stand-in",
+            "torchrun --nproc-per-node 2 replay --dtype fp32 --backend fsdp2 --loss stand-in",
+            "torchrun --nproc-per-node 2 replay --dtype fp32 --zero-stage 3 --loss stand-in",
         )
     ):
         home = tmp_path / str(number)
-        assert run(command, home).returncode == 0
+        assert run(f"{command} --inputs {inputs}", home).returncode == 0
         (folder,) = home.iterdir()
         lines = [line for path in sorted(folder.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
         losses.append({record["source"]: record["loss"] for record in map(json.loads, lines)})
+        assert len(losses[-1]) == 8
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
