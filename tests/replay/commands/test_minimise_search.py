@@ -188,6 +188,42 @@ def test_bisection_goes_up_and_down() -> None:
     assert bisect(100, 0, lambda number: number <= 37) == 37
 
 
+@pytest.mark.parametrize(
+    ("succeeds", "fails", "asked"),
+    [(0, 1, []), (5, 5, []), (0, 2, [1]), (0, 8, [4, 6, 5]), (8, 0, [4, 2, 3])],
+)
+def test_bisection_asks_of_the_middle_and_never_of_its_ends(succeeds: int, fails: int, asked: list[int]) -> None:
+    numbers: list[int] = []
+
+    def shows(number: int) -> bool:
+        numbers.append(number)
+        return abs(number - succeeds) > abs(fails - succeeds) / 2
+
+    bisect(succeeds, fails, shows)
+    assert numbers == asked
+
+
+@pytest.mark.parametrize(
+    ("items", "enough", "asked"),
+    [
+        ("a", "a", []),
+        ("ab", "a", ["a"]),
+        ("ab", "ab", ["a", "b"]),
+        # Halves first, then quarters, then what each quarter leaves.
+        ("abcd", "ad", ["ab", "cd", "a", "b", "c", "d", "bcd", "acd", "a", "c", "d", "cd", "ad", "a", "d"]),
+    ],
+)
+def test_ddmin_asks_of_parts_and_then_of_what_they_leave(items: str, enough: str, asked: list[str]) -> None:
+    parts: list[str] = []
+
+    def shows(part: Sequence[str]) -> bool:
+        parts.append("".join(part))
+        return {*enough} <= {*part}
+
+    assert "".join(ddmin(items, shows)) == enough
+    assert parts == asked
+
+
 def test_what_was_recorded_of_all_rows_loses_no_row_token_or_layer() -> None:
     first = ReplayFailure(kind=FailureKind.DIFFERS, quantities=("loss",), index=7)
     runs = Runs(fails=lambda c: any(cut.source == 7 for cut in c.cuts), found=first)
