@@ -1,7 +1,10 @@
 """A replay that steps is told from the job by the class and the settings of each step."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
+
+import pytest
 
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import OptimizerStep
@@ -87,3 +90,75 @@ def test_steps_of_muon_are_rounded_to_bf16_whatever_the_weights_are() -> None:
     assert find_step_dtype([make_step("Muon, AdamW", adamw, muon)]) == "bfloat16"
     assert find_step_dtype([make_step("AdamW", adamw)]) is None
     assert find_step_dtype([]) is None
+
+
+NORM = 20.0
+OTHER = "clipped to {} in the job, to {} here"
+
+
+@pytest.mark.parametrize(
+    ("limit", "own_limit", "norms", "changes", "difference"),
+    [
+        # A limit that the gradient's norm does not reach changes nothing, and an infinite one never does.
+        (inf, None, None, {}, None),
+        (inf, inf, None, {}, None),
+        (inf, 1.0, None, {}, OTHER.format("inf", "1")),
+        (1000.0, None, None, {}, None),
+        (1000.0, 500.0, None, {}, None),
+        (None, 1000.0, None, {}, None),
+        (None, None, None, {}, None),
+        (1.0, 1.0, None, {}, None),
+        (1.0, inf, None, {}, OTHER.format("1", "nothing")),
+        (None, 1.0, None, {}, OTHER.format("nothing", "1")),
+        (20.0, None, None, {}, None),
+        (19.0, None, None, {}, OTHER.format("19", "nothing")),
+        # 0 is no limit.
+        (0.0, None, None, {}, None),
+        # Where a norm is not known, each finite limit may be one that was reached.
+        (1000.0, None, None, {"grad_norm": None}, OTHER.format("1000", "nothing")),
+        (inf, None, None, {"grad_norm": None}, None),
+        (1000.0, None, None, {"is_part_of_norm": True}, OTHER.format("1000", "nothing")),
+        (1000.0, None, None, {"num_clipped": 3}, OTHER.format("1000", "nothing")),
+        # The two norms may differ: each limit is held against its own side's.
+        (15.0, None, (10.0, 20.0), {}, None),
+        (15.0, None, (20.0, 10.0), {}, OTHER.format("15", "nothing")),
+        (None, 15.0, (10.0, 20.0), {}, OTHER.format("nothing", "15")),
+        (None, 15.0, (20.0, 10.0), {}, None),
+    ],
+)
+def test_a_limit_that_no_norm_reaches_is_no_clipping(
+    limit: float | None,
+    own_limit: float | None,
+    norms: tuple[float | None, float | None] | None,
+    changes: dict[str, Any],
+    difference: str | None,
+) -> None:
+    step = make_step("AdamW", {"lr": 0.1, "weight_decay": 0.01})
+    step = replace(step, **{"max_norm": limit, "grad_norm": NORM, **changes})
+    spec = ActorSpec(learning_rate=0.1, max_norm=own_limit).with_step_defaults()
+    assert list_setting_differences(step, spec, 0, norms) == ([] if difference is None else [difference])
+
+
+@pytest.mark.parametrize(
+    ("has_state", "state_steps", "loaded_counts", "difference"),
+    [
+        (False, (), None, None),
+        (True, (7,), None, "moments of steps before in the job, none here"),
+        (True, (7,), [7], None),
+        (True, (7,), [5], "the state of 7 steps in the job, of 5 here"),
+        (True, (5, 7), [5], "the state of 5 and 7 steps in the job, of 5 here"),
+        (False, (), [5], "no state in the job, that of 5 steps here"),
+        (False, (), [], "no state in the job, that of earlier steps here"),
+        (True, (), [5], None),
+        (True, (7,), [], None),
+    ],
+)
+def test_the_state_that_the_first_step_began_with_is_compared(
+    has_state: bool, state_steps: tuple[int, ...], loaded_counts: list[int] | None, difference: str | None
+) -> None:
+    step = replace(make_step("AdamW", {"lr": 0.1, "weight_decay": 0.01}), has_state=has_state, state_steps=state_steps)
+    spec = ActorSpec(learning_rate=0.1).with_step_defaults()
+    first = list_setting_differences(step, spec, 0, loaded_counts=loaded_counts)
+    assert first == ([] if difference is None else [difference])
+    # The state before a later step follows from the steps between.
+    assert list_setting_differences(step, spec, 1, loaded_counts=loaded_counts) == []
