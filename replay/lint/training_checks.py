@@ -1,5 +1,6 @@
 """Check what a job trained, and how: steps, parameters, ranks, precision, dropout, passes that were not kept."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -366,6 +367,32 @@ def _list_frozen(subject: LintSubject) -> Iterator[LintRemark]:
         named = f": {name_some(patterns, _MAX_NAMED)}" if patterns else ""
         text = f"{number} of {pluralise(total, 'parameter')} were not trained{named}"
         yield LintRemark(topic="frozen", text=text, weight=Weight.FACT, cause=CauseName.FROZEN)
+    yield from _check_frozen_layers(subject)
+
+
+def _check_frozen_layers(subject: LintSubject) -> Iterator[LintRemark]:
+    """Say so where layers 10 to 19 are frozen with layer 1, and those between are trained: a name's beginning does so.
+
+    `"layers.1" in name` holds for layers.10 too.
+    """
+    frozen, trained = set[int](), set[int]()
+    for name in _list_names(subject):
+        if (found := re.search(r"\.(\d+)\.", name)) is not None:
+            (frozen if name in subject.frozen else trained).add(int(found[1]))
+    wholly = frozen - trained
+    longer = sorted(layer for layer in wholly if layer >= 10)
+    begun = {
+        layer for layer in wholly | trained if any(str(layer).startswith(str(short)) for short in wholly if short < 10)
+    }
+    if longer and wholly == begun and set(range(min(wholly), max(wholly))) & trained:
+        layers = ", ".join(map(str, sorted(wholly)))
+        yield LintRemark(
+            topic="frozen",
+            text=f"layers {layers} were not trained, and those between them were: the numbers begin alike, so was a "
+            'name sought by its beginning ("layers.1" is in "layers.10" too)?',
+            weight=Weight.NO_TRAINING,
+            cause=CauseName.FROZEN,
+        )
 
 
 def _list_decay(subject: LintSubject) -> Iterator[LintRemark]:

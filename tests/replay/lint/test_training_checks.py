@@ -200,6 +200,17 @@ def test_frozen_parameters_and_other_dtypes_are_facts() -> None:
     assert say(passes, has_adapter=True) == []
 
 
+@pytest.mark.parametrize(
+    ("frozen", "says"),
+    [((1, 10, 11), True), ((0, 1, 10, 11), True), ((0, 1), False), ((10, 11), False), ((1, 11), False)],
+)
+def test_layers_that_are_frozen_by_the_beginning_of_a_number_are_said(frozen: tuple[int, ...], says: bool) -> None:
+    names = [f"layers.{layer}.weight" for layer in range(12)]
+    passes = [make_pass(weights=make_samples(*map(make_sample, names), num_frozen=len(frozen)), step=None)]
+    texts = say(passes, frozen=[names[layer] for layer in frozen])
+    assert any("the numbers begin alike" in text for text in texts) == says
+
+
 @pytest.mark.parametrize(("decays", "says"), [((0.1,), True), ((0.1, 0.0), False), ((0.0,), False)])
 def test_a_decay_of_norms_is_a_fact(decays: tuple[float, ...], says: bool) -> None:
     settings = tuple({"lr": 1.0, "weight_decay": decay, "num_parameters": 1} for decay in decays)
