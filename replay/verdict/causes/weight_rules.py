@@ -1,6 +1,8 @@
 """Tell when the replay did not run on the weights that the job had."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from capture.file_format.name_patterns import format_patterns
 from replay.output.text import name_some, pluralise
@@ -12,10 +14,14 @@ from replay.verdict.gradient_findings import list_steps
 from replay.verdict.outcomes import OTHER_WEIGHTS, Outcome, PassVerdict
 from replay.verdict.pass_values import SteppedSample
 from replay.verdict.stepped_weights import measure_drift
-from replay.verdict.weight_movement import are_same, did_most_move
+from replay.verdict.weight_movement import Samples, are_same, did_most_move
 
 # Half of the parameters off by so many times what a step moved them.
 OTHER_MASTERS = 4.0
+# So many elements for each unknown of a fit, at least: fewer would fit anything.
+LEAST_ELEMENTS = 8
+# What a fit may leave, as a share of what it explains: samples are of fp32, and a step may move them by little.
+MAX_RESIDUAL = 0.02
 
 
 def find_other_weights(evidence: Evidence) -> Cause | None:
@@ -60,14 +66,7 @@ def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
     """Tell that the job went back to weights that it had before: they were loaded again in the midst of training."""
     if evidence.first_wrong is None:
         return None
-    by_rank: dict[int, dict[int, dict[tuple[str, int], Sequence[float]]]] = {}
-    for compared in evidence.passes:
-        recorded = compared.recorded
-        if recorded.num_steps_before is not None:
-            by_step = by_rank.setdefault(recorded.rank or 0, {})
-            samples = by_step.setdefault(recorded.num_steps_before, {})
-            samples.update({(sample.name, sample.start): sample.values for sample in recorded.samples})
-    for by_step in by_rank.values():
+    for by_step in _collect_samples(evidence).values():
         steps = sorted(by_step)
         for place, step in enumerate(steps[2:], start=2):
             earlier = next((old for old in steps[: place - 1] if are_same(by_step[old], by_step[step])), None)
@@ -82,6 +81,18 @@ def find_weights_of_earlier_step(evidence: Evidence) -> Cause | None:
                     explains=(STEPPED, *EXPLAINED),
                 )
     return None
+
+
+def _collect_samples(evidence: Evidence) -> Mapping[int, Mapping[int, Samples]]:
+    """Collect the job's samples of its weights: by rank, by the number of steps before them, by parameter and place."""
+    by_rank: dict[int, dict[int, dict[tuple[str, int], Sequence[float]]]] = {}
+    for compared in evidence.passes:
+        recorded = compared.recorded
+        if recorded.num_steps_before is not None:
+            by_step = by_rank.setdefault(recorded.rank or 0, {})
+            samples = by_step.setdefault(recorded.num_steps_before, {})
+            samples.update({(sample.name, sample.start): sample.values for sample in recorded.samples})
+    return by_rank
 
 
 def find_other_update(evidence: Evidence) -> Cause | None:
@@ -117,6 +128,8 @@ def find_other_update(evidence: Evidence) -> Cause | None:
             try_next="hold what the job's class does in its first step against the class that your function builds",
             explains=(STEPPED, *EXPLAINED),
         )
+    if (cause := _find_average(evidence, verdict) or _find_scaled_step(evidence, verdict, samples)) is not None:
+        return cause
     drifts = [drift.excess for sample in samples if (drift := measure_drift(sample)) is not None]
     if drifts and sorted(drifts)[len(drifts) // 2] > OTHER_MASTERS:
         return Cause(
@@ -134,6 +147,92 @@ def find_other_update(evidence: Evidence) -> Cause | None:
         f"{'' if finding.where is None else f' ({finding.where})'}: something besides the optimizer changed them, or "
         "clipped the gradient otherwise",
         try_next="look for weights that are loaded, averaged, tied or clipped by hand behind the step",
+        explains=(STEPPED, *EXPLAINED),
+    )
+
+
+def _find_average(evidence: Evidence, verdict: PassVerdict) -> Cause | None:
+    """Name the average of the job's earlier weights that it has behind the step, as an EMA that was left in is one.
+
+    Weights add up to 1 in an average, so the differences from the first weights are a sum of their differences.
+    """
+    window = evidence.find_window(verdict) or ()
+    number = window[0].recorded.num_steps_before if window else None
+    by_step = _collect_samples(evidence).get(window[0].recorded.rank or 0, {}) if window else {}
+    if number is None or number < 1 or not all(step in by_step for step in range(number + 1)):
+        return None
+    stepped = {
+        (sample.name, sample.start): sample
+        for compared in evidence.passes
+        if compared.recorded.num_steps_before == number + 1 and compared.recorded.rank == window[0].recorded.rank
+        for sample in compared.replayed.stepped
+    }
+    keys = [key for key in stepped if all(key in by_step[step] for step in range(number + 1))]
+    columns = [[value for key in keys for value in by_step[step][key]] for step in range(number + 1)]
+    columns.append([value for key in keys for value in stepped[key].replay_values])
+    job = [value for key in keys for value in stepped[key].job_values]
+    if len(job) < LEAST_ELEMENTS * number or any(len(column) != len(job) for column in columns):
+        return None
+    [first_N, *others] = [torch.tensor(column, dtype=torch.float64) for column in columns]
+    job_N = torch.tensor(job, dtype=torch.float64) - first_N
+    moved_NS = torch.stack([other_N - first_N for other_N in others], dim=1)
+    shares_S = torch.linalg.lstsq(moved_NS, job_N).solution
+    wrong = float((job_N - moved_NS[:, -1]).norm())
+    shares = [1.0 - float(shares_S.sum()), *shares_S.tolist()]
+    # A step of another size is a sum of the weights before it and behind it alone.
+    has_earlier = any(share > MAX_RESIDUAL for share in shares[:-2])
+    is_average = has_earlier and all(-MAX_RESIDUAL <= share <= 1 for share in shares)
+    if not is_average or float((job_N - moved_NS @ shares_S).norm()) > MAX_RESIDUAL * wrong:
+        return None
+    parts = [f"{share:.3g} of those before step {step + 1}" for step, share in enumerate(shares[:-1])]
+    parts.append(f"{shares[-1]:.3g} of those that the step gives")
+    return Cause(
+        name=CauseName.WEIGHTS_CHANGED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the weights behind {verdict.window_name} are an average of its earlier ones: {name_some(parts, 4)}",
+        try_next="look for averaged weights (EMA) that are put in for an evaluation or a checkpoint, and not taken out",
+        explains=(STEPPED, *EXPLAINED),
+    )
+
+
+def _find_scaled_step(evidence: Evidence, verdict: PassVerdict, samples: Sequence[SteppedSample]) -> Cause | None:
+    """Say by which factor a step moves all weights, if it is one; a loss scale that left too late gives its inverse."""
+    job_N, replay_N = (
+        torch.tensor(
+            [
+                value - initial
+                for sample in samples
+                for value, initial in zip(getattr(sample, name), sample.initial_values, strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        for name in ("job_values", "replay_values")
+    )
+    size = float(replay_N.square().sum())
+    if len(job_N) < LEAST_ELEMENTS or not size:
+        return None
+    times = float(job_N @ replay_N) / size
+    is_scaled = times > 0 and float((job_N - times * replay_N).norm()) <= MAX_RESIDUAL * float(job_N.norm())
+    if not is_scaled or abs(times - 1) <= MAX_RESIDUAL:
+        return None
+    window = evidence.find_window(verdict) or ()
+    scales = [compared.replayed.weights.total for compared in window if compared.recorded.has_job_weights_of_tokens]
+    is_clipped = any(step.max_norm is not None for step in list_steps(window))
+    if len(scales) == len(window) and is_clipped and abs(times * sum(scales) - 1) <= MAX_RESIDUAL:
+        return Cause(
+            name=CauseName.CLIPPED_EARLY,
+            sureness=Sureness.PROBABLY,
+            sentence=f"gradients are clipped before they are unscaled, {name_time(verdict)}: the loss is multiplied by "
+            f"{sum(scales):.6g}, and the step moves the weights by the clipped gradient divided by {sum(scales):.6g}",
+            try_next="unscale the gradients (scaler.unscale_(optimizer)) before they are clipped",
+            explains=(STEPPED, *EXPLAINED),
+        )
+    return Cause(
+        name=CauseName.WEIGHTS_CHANGED,
+        sureness=Sureness.PROBABLY,
+        sentence=f"the step moves all weights {times:.4g} times as far as the gradient and the settings that were "
+        f"recorded, {name_time(verdict)}",
+        try_next="look for what multiplies gradients, the rate or the update between the clipping and the step",
         explains=(STEPPED, *EXPLAINED),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from actor_init.spec import ActorSpec
 from capture.file_format.optimizer_step import Sample
@@ -69,13 +70,22 @@ def test_other_weights_are_sought_with_the_option_that_gives_them(settings: Any,
     assert random in cause.sentence
 
 
-def judge_update(moves: Sequence[float], max_norm: float | None = None, **settings: Any) -> Cause:
-    """The first cause where the job's step moved each of eight parameters by so many of the replay's steps."""
+def judge_update(
+    moves: Sequence[float], max_norm: float | None = None, loss_scale: float | None = None, **settings: Any
+) -> Cause:
+    """The first cause where the job's step moved each of eight parameters by so many of the replay's steps.
+
+    loss_scale  what the weights of the job's loss add up to
+    """
     gradients = draw_gradients()
     [first] = make_window([gradients], gradients)
     assert first.recorded.step_after is not None
     step = replace(first.recorded.step_after, max_norm=max_norm)
     first = replace(first, recorded=replace(first.recorded, step_after=step))
+    if loss_scale is not None:
+        recorded = replace(first.recorded, has_job_weights_of_tokens=True)
+        weights = replace(first.replayed.weights, total=loss_scale)
+        first = replace(first, recorded=recorded, replayed=replace(first.replayed, weights=weights))
     [second] = make_window([gradients], gradients, index=1)
     stepped = [
         SteppedSample(
@@ -110,7 +120,62 @@ def test_weights_farther_off_than_a_step_moves_them_are_not_those_of_the_pass() 
     cause = judge_update([30.0, -25.0, 40.0, -9.0, 12.0, 1.0, 1.0, 70.0])
     assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
     assert "many times what a step moves them" in cause.sentence
-    assert "something besides the optimizer changed them" in judge_update([1.5] * 8).sentence
+    assert "something besides the optimizer changed them" in judge_update([1.5, 0.5] * 4).sentence
+
+
+def test_a_step_that_moves_all_weights_by_one_factor_is_told_with_the_factor() -> None:
+    cause = judge_update([1.5] * 8)
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
+    assert "moves all weights 1.5 times as far" in cause.sentence
+
+
+@pytest.mark.parametrize(("scale", "max_norm", "is_early"), [(64.0, 1.0, True), (64.0, None, False), (2.0, 1.0, False)])
+def test_a_loss_scale_that_leaves_behind_the_clipping_is_clipped_early(
+    scale: float, max_norm: float | None, is_early: bool
+) -> None:
+    cause = judge_update([1 / 64] * 8, max_norm=max_norm, loss_scale=scale)
+    assert (cause.name is CauseName.CLIPPED_EARLY) == is_early
+    assert ("gradients are clipped before they are unscaled" in cause.sentence) == is_early
+
+
+def judge_average(shares: Sequence[float]) -> Cause:
+    """The first cause where the weights behind the second step are this sum of those before and behind each step."""
+    gradients = draw_gradients()
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(6, 4, generator=generator) for _ in range(3)]
+    job = sum(share * values for share, values in zip(shares, drawn, strict=True))
+    passes = []
+    for index in range(3):
+        [compared] = make_window([gradients], gradients, index=index)
+        samples = [
+            Sample(name=name, dtype="float32", shape=(4,), start=0, values=tuple(drawn[index][row].tolist()))
+            for row, name in enumerate("abcdef")
+        ]
+        recorded = replace(compared.recorded, samples=samples, num_steps_before=index)
+        record = replace(compared.record, result=replace(compared.record.result, num_steps=index))
+        passes.append(replace(compared, recorded=recorded, record=record))
+    assert isinstance(job, torch.Tensor)
+    stepped = [
+        SteppedSample(
+            name=name,
+            dtype="float32",
+            start=0,
+            job_values=tuple(job[row].tolist()),
+            replay_values=tuple(drawn[2][row].tolist()),
+            initial_values=tuple(drawn[0][row].tolist()),
+        )
+        for row, name in enumerate("abcdef")
+    ]
+    passes[2] = replace(passes[2], replayed=replace(passes[2].replayed, stepped=stepped))
+    return find_causes(make_gradient_evidence([passes[2]], [passes[0]], [passes[1]], names=(STEPPED,)))[0]
+
+
+def test_an_average_of_earlier_weights_is_told_with_its_shares() -> None:
+    cause = judge_average([0.81, 0.09, 0.1])
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.PROBABLY)
+    assert "an average of its earlier ones: 0.81 of those before step 1, 0.09 of those before step 2" in cause.sentence
+    assert "average" not in judge_average([0.0, 0.5, 0.5]).sentence
+    assert "average" not in judge_average([0.9, -0.9, 1.0]).sentence
 
 
 def test_an_optimizer_of_the_users_own_that_steps_otherwise_is_told_first() -> None:
