@@ -4,7 +4,7 @@ A step that was typed (--step) is a part of its pass. A step that follows the jo
 part of a pass: it must not spoil a pass that would succeed without it. So where it might, no more steps are followed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class StepFollower:
     state_bytes  the memory of the optimizer's state, if steps made it that nobody asked for
     why_stopped  why the job's steps are not followed any more; empty: they are
     num_taken, largest_state_bytes  of the whole run, over actors that were opened again
+    read_memory  returns the bytes that the optimizer will keep of its steps, and those that are free; None: not known
     """
 
     spec: ResolvedReplay
@@ -49,6 +50,9 @@ class StepFollower:
     why_stopped: str = ""
     num_taken: int = 0
     largest_state_bytes: int = 0
+    read_memory: Callable[[ResolvedReplay, World], tuple[int, int | None]] = field(
+        default=lambda spec, world: (_predict_state_bytes(spec, world), _read_free_bytes(world.device))
+    )
     # The backend's count of steps when the actor was opened: a state that was loaded has counted some.
     _first_num_steps: int | None = field(default=None, init=False)
 
@@ -166,7 +170,7 @@ class StepFollower:
 
     def _explain_lack_of_memory(self) -> str | None:
         """Say that the optimizer's state would leave too little memory on some rank. All ranks must call this."""
-        needed, free = _predict_state_bytes(self.spec, self.world), _read_free_bytes(self.world.device)
+        needed, free = self.read_memory(self.spec, self.world)
         lacks = self.world.gather(free is not None and needed > MOST_OF_FREE_MEMORY * free)
         if not any(lacks):
             return None

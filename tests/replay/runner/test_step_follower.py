@@ -31,14 +31,12 @@ class CountingBackend:
         return 100 * bool(self.num_steps)
 
 
-def follow(monkeypatch: pytest.MonkeyPatch, *, unasked: bool = True, needed: int = 1, free: int = 100) -> StepFollower:
-    monkeypatch.setattr("replay.runner.step_follower._predict_state_bytes", lambda *_: needed)
-    monkeypatch.setattr("replay.runner.step_follower._read_free_bytes", lambda *_: free)
+def follow(*, unasked: bool = True, needed: int = 1, free: int | None = 100) -> StepFollower:
     spec = SimpleNamespace(
         measure=SimpleNamespace(steps=True), steps_unasked=unasked, step_settings={0: SETTINGS, 1: SETTINGS}
     )
     world = SimpleNamespace(gather=lambda value: [value], device=None)
-    return StepFollower(spec=cast(Any, spec), world=cast(Any, world))
+    return StepFollower(spec=cast(Any, spec), world=cast(Any, world), read_memory=lambda *_: (needed, free))
 
 
 def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: bool = True) -> tuple[Any, CostSection]:
@@ -60,8 +58,8 @@ def run(follower: StepFollower, backend: CountingBackend, index: int, *, steps: 
     return inputs, cost
 
 
-def test_a_step_that_was_asked_for_is_a_part_of_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower, backend = follow(monkeypatch, unasked=False), CountingBackend()
+def test_a_step_that_was_asked_for_is_a_part_of_its_pass() -> None:
+    follower, backend = follow(unasked=False), CountingBackend()
     inputs, _ = run(follower, backend, 0)
     assert (inputs.takes_step, inputs.follows_step, inputs.step_settings) == (True, False, SETTINGS)
     # Behind the job's steps it steps on.
@@ -71,8 +69,8 @@ def test_a_step_that_was_asked_for_is_a_part_of_its_pass(monkeypatch: pytest.Mon
     assert follower.describe() == []
 
 
-def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower, backend = follow(monkeypatch), CountingBackend()
+def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak() -> None:
+    follower, backend = follow(), CountingBackend()
     inputs, cost = run(follower, backend, 0)
     assert (inputs.takes_step, inputs.follows_step) == (False, True)
     assert inputs.step_settings == replace(SETTINGS, needs_finite=True)
@@ -83,15 +81,15 @@ def test_one_that_nobody_asked_for_is_none_and_its_state_is_in_no_peak(monkeypat
     assert (inputs.follows_step, follower.has_stepped) == (False, False)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower, backend = follow(monkeypatch), CountingBackend()
+def test_a_gradient_that_is_not_finite_ends_the_steps() -> None:
+    follower, backend = follow(), CountingBackend()
     run(follower, backend, 0, steps=False)
     assert (follower.num_steps, follower.why_stopped) == (0, "the gradient of step 1 is not finite here")
     assert not run(follower, backend, 1)[0].follows_step
 
 
-def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower, backend = follow(monkeypatch), CountingBackend()
+def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning() -> None:
+    follower, backend = follow(), CountingBackend()
     run(follower, backend, 0)
     follower.forget("a pass failed")
     assert (follower.num_steps, follower.state_bytes) == (0, 0)
@@ -100,18 +98,17 @@ def test_behind_a_failed_pass_the_weights_are_those_of_the_beginning(monkeypatch
     assert "a pass failed" in follower.describe()[0][1]
 
 
-def test_a_state_that_leaves_too_little_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower = follow(monkeypatch, needed=60, free=100)
-    assert not run(follower, CountingBackend(), 0)[0].follows_step
-    assert "Try: --step" in follower.why_stopped
+@pytest.mark.parametrize(("needed", "free", "is_made"), [(60, 100, False), (50, 100, True), (60, None, True)])
+def test_a_state_that_leaves_too_little_memory_is_not_made(needed: int, free: int | None, is_made: bool) -> None:
+    follower = follow(needed=needed, free=free)
+    assert run(follower, CountingBackend(), 0)[0].follows_step is is_made
+    assert ("Try: --step" in follower.why_stopped) is not is_made
 
 
 @pytest.mark.parametrize(("backend", "begun"), [("deepspeed", 0.00952148), ("fsdp2", 0.00950961)])
-def test_a_step_is_measured_from_where_the_masters_began(
-    backend: str, begun: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_measured_from_where_the_masters_began(backend: str, begun: float) -> None:
     """DeepSpeed makes them of weights in bf16, which is farther from the job's than a small step."""
-    follower = follow(monkeypatch)
+    follower = follow()
     cast(Any, follower.spec).actor = SimpleNamespace(backend=backend, dtype=Dtype.BF16)
     follower.num_steps = 1
     sample = Sample(name="w", dtype="float32", shape=(1,), start=0, values=(0.0095,))
