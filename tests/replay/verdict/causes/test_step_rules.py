@@ -75,7 +75,7 @@ def test_uneven_counts_of_the_last_recorded_step_may_be_of_steps_behind_it(
     evidence = replace(evidence, verdicts=[make_verdict(9, [wrong], optimizer_step=2)])
     cause = find_other_state(evidence)
     assert cause is not None
-    assert (cause.name, cause.sureness) == (name, sureness)
+    assert (cause.name, cause.sureness, cause.explains) == (name, sureness, EXPLAINED)
     assert (find_other_moments(evidence) is None) is (name is CauseName.STEPS_SKIPPED)
 
 

@@ -39,7 +39,8 @@ def find_cause(versions: Sequence[int]) -> Cause | None:
 def test_weights_that_come_back_are_named_with_their_steps() -> None:
     cause = find_cause([0, 1, 2, 1])
     assert cause is not None
-    assert cause.name is CauseName.WEIGHTS_CHANGED
+    assert (cause.name, cause.sureness) == (CauseName.WEIGHTS_CHANGED, Sureness.IS)
+    assert {STEPPED, LOSS} <= set(cause.explains)
     assert cause.sentence.startswith("the job's weights before step 4 are again those before step 2")
 
 
@@ -249,6 +250,8 @@ def test_a_pass_that_was_judged_or_another_reason_shows_no_other_weights() -> No
     evidence = make_forward_evidence(LOSS)
     assert find_other_weights(evidence) is None
     assert find_other_weights(replace(evidence, verdicts=[])) is None
+    other = replace(evidence.verdicts[0], index=1, outcome=Outcome.CANNOT_TELL, reason=OTHER_WEIGHTS)
+    assert find_other_weights(replace(evidence, verdicts=[other, evidence.verdicts[0]])) is None
     failed = replace(evidence.verdicts[0], outcome=Outcome.CANNOT_TELL, reason="the pass failed")
     assert find_other_weights(replace(evidence, verdicts=[failed])) is None
 
