@@ -16,10 +16,15 @@ FALSE_ALARM = 1e-7
 
 
 def absolute_difference(value: float, reference: float) -> float:
-    """Compute |value - reference|: 0 for nan beside nan, inf for nan or an infinity beside anything else."""
-    if value == reference or (math.isnan(value) and math.isnan(reference)):
+    """Compute |value - reference|: 0 for nan beside nan or an infinity, inf for either beside anything else.
+
+    Which of the two a sum becomes that overflows depends on the order of its terms.
+    """
+    are_finite = math.isfinite(value), math.isfinite(reference)
+    has_nan = math.isnan(value) or math.isnan(reference)
+    if value == reference or (has_nan and not any(are_finite)):
         return 0.0
-    if not (math.isfinite(value) and math.isfinite(reference)):
+    if not all(are_finite):
         return math.inf
     return abs(value - reference)
 

@@ -13,7 +13,7 @@ from actor_init.as_json import AnyFloat
 from actor_init.spec import ActorSpec
 from replay.output.text import pluralise
 from replay.runlog.records import PassRecord
-from replay.tolerances.difference import is_coarse, roundoff
+from replay.tolerances.difference import absolute_difference, is_coarse, roundoff
 from replay.tolerances.job_bounds import (
     ACTION_TOKENS,
     GRAD_NORM,
@@ -234,8 +234,11 @@ def make_finding(
 ) -> Finding:
     """Make a finding with its status. If `is_evidence` is None, an equal number is evidence unless there is a doubt.
 
-    A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged.
+    A loss or a gradient that agrees within a bound that it could be off by its own size in was not judged. Numbers that
+    are not finite on both sides are no distance apart, as a job that overflowed is reproduced where the replay does.
     """
+    if math.isnan(difference):
+        difference = absolute_difference(replayed, recorded)
     if difference <= bound and bound > HIDING_BOUND and name in (LOSS, *GRADIENT_QUANTITIES):
         status, doubt, is_evidence = FindingStatus.NOT_JUDGED, ROUNDING_HIDES, False
     elif difference <= bound:

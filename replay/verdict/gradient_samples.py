@@ -92,5 +92,12 @@ def fetch_together(tensors: Sequence[Tensor]) -> list[tuple[float, ...]]:
 
 
 def compute_scale(gradient: GradientSamples, name: str) -> float:
-    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more."""
-    return max(gradient.compute_rms(name), LEAST_RMS * gradient.whole_rms)
+    """Compute the root mean square of a parameter's gradient, or LEAST_RMS of all parameters' if that is more.
+
+    inf where the parameter's is not finite.
+    """
+    rms = gradient.compute_rms(name)
+    if not math.isfinite(rms):
+        return math.inf
+    whole = LEAST_RMS * gradient.whole_rms
+    return max(rms, whole) if math.isfinite(whole) else rms

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from capture.file_format.optimizer_step import OptimizerStep, Sample
-from replay.tolerances.difference import absolute_difference
+from replay.tolerances.difference import absolute_difference, as_share
 from replay.tolerances.job_bounds import HIDING_BOUND
 from replay.verdict.gradient_samples import GradientSamples, compute_scale
 from replay.verdict.pass_values import match_parameter_name
@@ -16,7 +16,7 @@ _ROUTED_PARAMETERS = ("expert", "router", ".gate.")
 class SamplePair:
     """A sample of the job's gradient, and the same elements of the replay's gradient.
 
-    scale  the root mean square of the parameter's gradient
+    scale  the root mean square of the parameter's gradient; inf where that is not finite, so that nothing is judged
     worst  the position of the farthest element in the sample
     """
 
@@ -40,7 +40,7 @@ class SamplePair:
 
     @property
     def difference(self) -> float:
-        return absolute_difference(self.replay_value, self.job_value) / self.scale if self.scale else 0.0
+        return as_share(absolute_difference(self.replay_value, self.job_value), self.scale) if self.scale else 0.0
 
 
 def find_least_floor(name: str) -> float:

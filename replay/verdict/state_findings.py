@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from replay.tolerances.difference import absolute_difference
+from replay.tolerances.difference import absolute_difference, as_share
 from replay.tolerances.job_bounds import GRADIENT, HIDING_BOUND, LEAST_RMS, STATE_FACTOR
 from replay.verdict.findings import Finding, VerdictSettings, list_dtypes, make_finding
 from replay.verdict.pass_values import OPTIMIZER_STATE, RecordedPass, ReplayedPass, match_parameter_name
@@ -50,7 +50,7 @@ def compare_states(
                         OPTIMIZER_STATE,
                         job_values[worst],
                         run.values[worst],
-                        difference=differences[worst] / scale,
+                        difference=as_share(differences[worst], scale),
                         bound=factor * gradient_bound,
                         is_evidence=False,
                         where=f"{key} of {name}, element {sample.start + worst}",

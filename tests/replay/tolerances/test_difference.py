@@ -19,6 +19,8 @@ NAN, INF = math.nan, math.inf
         (NAN, NAN, 0.0, 0.0),
         (INF, INF, 0.0, 0.0),
         (INF, -INF, INF, INF),
+        (NAN, -INF, 0.0, 0.0),
+        (INF, NAN, 0.0, 0.0),
         (NAN, 1.0, INF, INF),
         (1.0, INF, INF, INF),
     ],

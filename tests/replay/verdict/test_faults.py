@@ -1,6 +1,7 @@
 """The verdict on jobs with a planted fault, and on sound ones beside them: it neither reassures nor accuses wrongly."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,25 @@ def test_advice_is_not_what_was_typed(tmp_path: Path, one_world: None) -> None:
     named = [reason for reason in reasons if reason and "and this gradient is of 2: of forward " in reason]
     assert not looping
     assert named
+
+
+@pytest.mark.parametrize("is_in_job_alone", [False, True])
+def test_a_gradient_that_overflows_in_the_job_and_here_is_reproduced(
+    is_in_job_alone: bool, tmp_path: Path, one_world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def overflow(model: Any) -> None:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(1e30)
+            model.model.norm.weight.mul_(1e20)
+
+    model: Any = make_model("llama", {})
+    if is_in_job_alone:
+        model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    else:
+        overflow(model)
+    train(tmp_path / "job", model, max_norm=1.0)
+    verdict = verdict_on(tmp_path / "job", tmp_path / "logs", "--dtype", "fp32")
+    [norm] = findings(verdict, "windows", GRAD_NORM)
+    assert not math.isfinite(float(norm["recorded"]))
+    assert math.isfinite(float(norm["replayed"])) is is_in_job_alone
+    assert verdict["outcome"] == ("DIFFERS" if is_in_job_alone else "REPRODUCED"), capsys.readouterr().out
