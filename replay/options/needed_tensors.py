@@ -8,7 +8,7 @@ from actor_init.spec import UsageError
 from capture.facts import Setting
 from replay.options.declarations import OBJECTIVES
 from replay.options.recorded_names import read_first_names
-from replay.options.spec import InputsSpec, ReplaySpec, find_sample_folder
+from replay.options.spec import InputsSpec, find_sample_folder
 
 
 class Recorded(Protocol):
@@ -46,10 +46,10 @@ def find_lack(inputs: InputsSpec, names: Sequence[str]) -> str | None:
     return explain_missing(passes[0], names)
 
 
-def check_objective_needs(spec: ReplaySpec) -> None:
+def check_objective_needs(loss: str, inputs: InputsSpec) -> None:
     """Raise UsageError for an objective whose passes lack what it needs in any case."""
-    declaration = OBJECTIVES.get(spec.measure.loss)
+    declaration = OBJECTIVES.get(loss)
     if declaration is None or not declaration.needs:
         return
-    if (lack := find_lack(spec.inputs, declaration.needs)) is not None:
-        raise UsageError(Setting("loss", spec.measure.loss), f": {lack}")
+    if (lack := find_lack(inputs, declaration.needs)) is not None:
+        raise UsageError(Setting("loss", loss), f": {lack}")

@@ -72,7 +72,7 @@ def start_missing(spec: ReplaySpec, arguments: Sequence[str], *, needs: Sequence
     Returns their exit code; None where this process is to do the work. Raises UsageError.
     """
     check_paths(spec)
-    check_objective_needs(spec)
+    check_objective_needs(spec.measure.loss, spec.inputs)
     if needs and (lack := find_lack(spec.inputs, needs)) is not None:
         raise UsageError(lack)
     num_processes = count_missing_processes(spec.actor.parallel)

@@ -38,7 +38,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_objective_is_refused_in_the_words_of_its_formula(loss: str, bare: Path) -> None:
     spec = ReplaySpec(inputs=InputsSpec(inputs=bare), measure=MeasureSpec(loss=loss))
     with pytest.raises(UsageError) as early:
-        check_objective_needs(spec)
+        check_objective_needs(spec.measure.loss, spec.inputs)
     call = read_call(list_single_pass_files(bare)[0])
     recorded = replace(RecordedForObjective.collect(call, call.micro_batch()), has_action_mask=True)
     objective = Objective.open(spec)

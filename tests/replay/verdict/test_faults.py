@@ -169,7 +169,7 @@ def test_a_bound_that_a_vanished_gradient_would_meet_judges_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As with recordings that have no signatures."""
-    monkeypatch.setattr(GradientSigner, "begin_step", lambda signer, device_type=None: False)
+    monkeypatch.setattr(GradientSigner, "begin_step", lambda signer, device_type=None, **_: False)
     job = train(tmp_path / "job", make_model("llama", DEEP), autocast=True, max_norm=max_norm)
     verdict = verdict_on(job, tmp_path / "logs")
     hidden = findings(verdict, "windows", GRADIENT)
