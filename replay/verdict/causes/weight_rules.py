@@ -1,11 +1,13 @@
 """Tell when the replay did not run on the weights that the job had."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from capture.file_format.name_patterns import format_patterns
 from replay.output.text import name_some, pluralise
+from replay.tolerances.difference import FP32_SPACING
 from replay.tolerances.job_bounds import STEPPED
 from replay.verdict.causes.cause import Cause, CauseName, Sureness
 from replay.verdict.causes.evidence import CauseRule, Evidence, name_time
@@ -212,13 +214,20 @@ def _find_scaled_step(evidence: Evidence, verdict: PassVerdict, samples: Sequenc
     if len(job_N) < LEAST_ELEMENTS or not size:
         return None
     times = float(job_N @ replay_N) / size
-    is_scaled = times > 0 and float((job_N - times * replay_N).norm()) <= MAX_RESIDUAL * float(job_N.norm())
+    # A small step moves a weight by a few of the numbers that fp32 has there.
+    rounding = FP32_SPACING * math.hypot(*(value for sample in samples for value in sample.initial_values))
+    residual = float((job_N - times * replay_N).norm())
+    is_scaled = times > 0 and residual <= MAX_RESIDUAL * float(job_N.norm()) + rounding < 0.5 * float(job_N.norm())
     if not is_scaled or abs(times - 1) <= MAX_RESIDUAL:
         return None
     window = evidence.find_window(verdict) or ()
     scales = [compared.replayed.weights.total for compared in window if compared.recorded.has_job_weights_of_tokens]
     is_clipped = any(step.max_norm is not None for step in list_steps(window))
-    if len(scales) == len(window) and is_clipped and abs(times * sum(scales) - 1) <= MAX_RESIDUAL:
+    if (
+        len(scales) == len(window)
+        and is_clipped
+        and abs(times * sum(scales) - 1) <= MAX_RESIDUAL + rounding / float(job_N.norm())
+    ):
         return Cause(
             name=CauseName.CLIPPED_EARLY,
             sureness=Sureness.PROBABLY,
