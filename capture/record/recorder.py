@@ -451,6 +451,8 @@ class Recorder:
         snapshot = self._maker.make(args, kwargs, rank=rank, world_size=world_size, forward=forward, notes=notes)
         if isinstance(snapshot, str):
             self.num_skipped += 1
+            if trains and snapshot not in self.not_recorded:
+                warn(f"capture: a training pass is not recorded, {snapshot}. Others like it are counted only")
             self.not_recorded.update([snapshot] if trains else [])
         elif self._writer.queue_pass(snapshot, snapshot.num_bytes):
             self._last_queued_forward = forward

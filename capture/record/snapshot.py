@@ -41,6 +41,7 @@ _SAMPLES = " weights"
 _ROUTES = " routes "
 # Why a pass cannot be replayed from its arguments.
 WITH_CACHE, IN_GRAPH = "given a cache of earlier tokens", "captured as a CUDA graph"
+WITH_MASK_OF_PAIRS = "given an attention mask of pairs of tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +261,9 @@ class SnapshotMaker:
             return WITH_CACHE
         if is_capturing_graph(arguments.tensors):
             return IN_GRAPH
+        # A capture has a mask of the tokens alone, by which a replay makes that of the pairs.
+        if (mask := arguments.tensors.get("attention_mask")) is not None and mask.ndim > 2:
+            return WITH_MASK_OF_PAIRS
         weights = self._sample_weights_before(trains)
         device = self._devices.find(arguments.tensors)
         settings = describe_call_settings(device, self._model_settings) if self._reproduce else {}

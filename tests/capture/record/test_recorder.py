@@ -22,6 +22,7 @@ import capture.record.recorder
 import capture.record.snapshot
 from capture import CaptureError, capture_files, read_actor_config, read_micro_batch, recording
 from capture.file_format.atomic_write import write_atomically
+from capture.file_format.end_record import count_not_recorded
 from capture.record.background_writer import BackgroundWriter
 
 IDS_BS = torch.tensor([[0, 5, 9, 7], [3, 3, 0, 0]])
@@ -215,6 +216,22 @@ def test_steps_of_generation_with_a_cache_are_skipped_and_counted(tmp_path: Path
         model(IDS_BS[:, -1:], past_key_values=((IDS_BS, IDS_BS),))
     assert (recorder.num_seen, recorder.num_written, recorder.num_skipped, recorder.num_dropped) == (2, 1, 1, 0)
     assert recorder.not_recorded == {"given a cache of earlier tokens": 1}
+
+
+def test_a_mask_of_pairs_of_tokens_is_said_once_and_counted(tmp_path: Path) -> None:
+    model = TinyModel()
+    mask = torch.ones(len(IDS_BS), 1, IDS_BS.shape[1], IDS_BS.shape[1])
+    with warnings.catch_warnings(record=True) as warned, recording(model, tmp_path) as recorder:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(IDS_BS, attention_mask=mask)
+        with torch.no_grad():
+            model(IDS_BS, attention_mask=mask)
+    [said] = [str(warning.message) for warning in warned if "capture: " in str(warning.message)]
+    assert "a training pass is not recorded, given an attention mask of pairs of tokens" in said
+    assert (recorder.num_skipped, recorder.num_dropped) == (3, 0)
+    assert recorder.not_recorded == {"given an attention mask of pairs of tokens": 2}
+    assert count_not_recorded(tmp_path) == {"given an attention mask of pairs of tokens": 2}
 
 
 class EmptyCache:
